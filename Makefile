@@ -1,0 +1,62 @@
+# Each target makes its own environment first: nothing is installed outside $(VENV).
+#   make test ARGS="-k scatter"          arguments for pytest (or for the example, or the benchmark)
+#   make test PYTHON=python3.12 VENV=.venv312
+#   make mnist ACCELERATOR=              on the CPU, whatever the machine has
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# The extra that drives this machine's accelerator. CUDA 13 needs driver 580 and compute capability 7.5, CUDA 12 runs on
+# less. A TPU is a PCI device of Google's with a device file (Google's network cards have none).
+ACCELERATOR ?= $(shell \
+	nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | awk -F', *' ' \
+		/^[0-9]+\./ { found = 1; if ($$1 + 0 < 580 || $$2 + 0 < 7.5) old = 1 } \
+		END { if (found) print (old ? "cuda12" : "cuda13"); exit !found }' || \
+	{ grep -qs 0x1ae0 /sys/bus/pci/devices/*/vendor && { test -e /dev/accel0 || test -e /dev/vfio/0; } && echo tpu; })
+
+comma := ,
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help mnist test install lint wheel bench clean
+
+help:  ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+mnist:  ## train a Flax CNN on MNIST, on every device of this machine
+	@$(MAKE) --no-print-directory $(VENV)/.installed-examples$(addprefix $(comma),$(strip $(ACCELERATOR)))
+	$(VENV)/bin/python examples/mnist.py $(ARGS)
+
+test: install  ## run the tests, on 8 virtual CPU devices
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+install: $(VENV)/.installed-test  ## make the environment the tests run in
+
+lint: $(VENV)/.installed-dev  ## check style (ruff) and types (pyright)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python jdp
+
+wheel: $(VENV)/bin/python  ## build the wheel into dist/
+	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+
+bench: $(VENV)/.installed-test  ## compare dp.apply with a hand-written program
+	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
+
+clean:  ## remove the environment and all that was built
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# `.installed-X` says that the package is installed, editable, with the extras X, as pyproject.toml has them now.
+$(VENV)/.installed-%: pyproject.toml $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --editable ".[$*]"
+	@touch $@
+
+# A virtual environment, since Debian's own Python refuses to install packages (PEP 668); and Debian's venv lacks its
+# second half unless python3-venv is there.
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) here. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "jdp needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments yet. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)

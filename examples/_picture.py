@@ -1,0 +1,54 @@
+"""The picture of a run: left the learning curve, right the test digits that the model got wrong."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+BLUE, RED = "#2a5db5", "#b5382a"
+ROWS, COLUMNS = 5, 8
+
+
+def picture(
+    title: str,
+    losses: Sequence[float],
+    accuracies: Sequence[float],
+    images: np.ndarray,
+    labels: np.ndarray,
+    predicted: np.ndarray,
+) -> Figure:
+    """`losses` has one entry per step, `accuracies` one per epoch; the other three one row per test digit."""
+    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+    axes = left.subplots()
+    axes.set_title(title)
+    learning_curve(axes, losses, accuracies)
+
+    wrong = np.flatnonzero(predicted != labels)
+    shown = wrong[: ROWS * COLUMNS]
+    which = f"{len(wrong)}" if len(shown) == len(wrong) else f"{len(shown)} of the {len(wrong)}"
+    right.suptitle(f"{which} test digits that the model got wrong\nabove each: what it read (what it is)")
+    for axes, row in zip_longest(right.subplots(ROWS, COLUMNS).flat, shown):
+        axes.axis("off")
+        if row is not None:
+            axes.imshow(images[row], cmap="gray_r")
+            axes.set_title(f"{predicted[row]} ({labels[row]})", fontsize=11, pad=2)
+    return figure
+
+
+def learning_curve(axes: Axes, losses: Sequence[float], accuracies: Sequence[float]) -> None:
+    """Each step's loss, faint, and the running mean; on the right-hand axis the accuracy of each epoch."""
+    epochs = np.linspace(0, len(accuracies), len(losses) + 1)[1:]
+    window = max(1, len(losses) // 25)
+    mean = np.convolve(losses, np.ones(window) / window, mode="valid")
+    axes.plot(epochs, losses, color=BLUE, alpha=0.25, linewidth=0.8)
+    axes.plot(epochs[window - 1 :], mean, color=BLUE, linewidth=2)
+    axes.set(xlabel="epoch", yscale="log", xlim=(0, 1.03 * len(accuracies)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("training loss", color=BLUE)
+    right = axes.twinx()
+    right.plot(range(1, len(accuracies) + 1), 100 * np.array(accuracies), "o-", color=RED)
+    right.set_ylabel("test accuracy, %", color=RED)

@@ -1,0 +1,126 @@
+"""What may be an input: the kinds of leaves, their names in messages, axes and row counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._scattered import is_scattered
+
+_KEY = jax.dtypes.prng_key
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a typed PRNG key, or an array of them."""
+    return jax.dtypes.issubdtype(x.dtype, _KEY)
+
+
+def is_legacy_key(x: Any) -> bool:
+    """Whether `x` looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
+    return x.ndim == 1 and x.shape[0] == 2 and x.dtype == np.uint32
+
+
+def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
+    """Whether the leaf is an array (and it, in a form that JAX takes), or an object that goes whole to every replica.
+
+    Raises:
+        TypeError: what would be taken for an object and silently not be cut.
+    """
+    if isinstance(leaf, jax.Array):
+        return True, leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind in "OSUMm" or leaf.dtype.type is np.void:
+            raise TypeError(
+                f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
+                f"Convert it to one of these, or leave it out."
+            )
+        # JAX refuses big-endian arrays.
+        return True, np.asarray(leaf) if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+    if isinstance(leaf, dict | list | tuple):
+        kind = next(t.__name__ for t in (dict, list, tuple) if isinstance(leaf, t))
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__}, a subclass of {kind} that JAX does not know as a "
+            f"pytree; its arrays would not be cut. Register it (jax.tree_util.register_pytree_node) or pass a {kind}."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a jax.ShapeDtypeStruct, which has no values. Wrap the call in jax.eval_shape."
+        )
+    if hasattr(leaf, "__array__"):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__module__}.{type(leaf).__name__}, no jax or numpy array; only "
+            f"those are cut. Pass np.asarray(x)."
+        )
+    return False, leaf
+
+
+def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
+    """How the leaf with this index is reached: `inputs['x']`, `args[0]`, `kwargs['mask']`.
+
+    `root` is the name of the tree, or one name for each child of a tuple.
+    """
+    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
+    if isinstance(root, tuple):
+        return root[path[0].idx] + jax.tree_util.keystr(path[1:])
+    return root + jax.tree_util.keystr(path)
+
+
+def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:
+    """The axis counted from the front, or torch's `IndexError`."""
+    if not -ndim <= axis < ndim:
+        raise IndexError(
+            f"jdp.{verb}: {name()} has {ndim} dimensions, dim is {axis}; Dimension out of range (expected to be in "
+            f"range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another dim, or in_axes with an axis for each "
+            f"argument (None: whole to every replica)."
+        )
+    return axis % ndim
+
+
+def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
+    """The number of rows that all cut arrays (array, axis, index) agree on."""
+    first, axis, index = cut[0]
+    if verb != "scatter" and all(is_legacy_key(x) for x, _, _ in cut):
+        raise TypeError(legacy_key_text(verb, name(index)))
+    rows = first.shape[axis]
+    for other, other_axis, other_index in cut[1:]:
+        if other.shape[other_axis] == rows:
+            continue
+        for x, i in ((first, index), (other, other_index)):
+            if is_legacy_key(x):
+                raise TypeError(legacy_key_text(verb, name(i)))
+        raise ValueError(
+            f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other_index)} has "
+            f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal rows, or "
+            f"in_axes with None for what is to go whole to every replica."
+        )
+    return rows
+
+
+def legacy_key_text(verb: str, name: str) -> str:
+    return (
+        f"jdp.{verb}: {name} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
+        f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key))."
+    )
+
+
+def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_axes") -> list[int | None]:
+    """One axis for each leaf of `tree`, out of a tree prefix of ints and Nones, as in `jax.vmap`."""
+    prefix, prefixdef = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
+    try:
+        subtrees = prefixdef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(
+            f"jdp.{verb}: {what} {axes} does not fit the arguments: {error}. Pass a tree prefix of them, one entry "
+            f"for each positional argument."
+        ) from None
+    for axis in prefix:
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise TypeError(f"jdp.{verb}: {what} holds {axis!r}; an axis is an int or None. Pass one of these.")
+    return [
+        axis
+        for axis, subtree in zip(prefix, subtrees, strict=True)
+        for _ in jax.tree.leaves(subtree, is_leaf=is_scattered)
+    ]

@@ -1,0 +1,137 @@
+"""What a wrapper was constructed with: fixed, hashable by identity, and pickled by names of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from flax import linen, nnx
+
+from ._devices import DeviceLike, Devices, make_mesh, resolve_devices, resolve_output, warn_imbalance
+from ._kept import kept
+from ._linen import linen_function, mark_outputs
+from ._nnx import nnx_function
+from ._outputs import Reduce
+from ._parallel_apply import spmd
+from ._scattered import Scattered, Tree
+
+Kind = Literal["linen", "nnx", "function"]
+
+
+class Config:
+    """The arguments of `DataParallel`, checked, and the programs compiled for it.
+
+    An object of its own so that NNX sees one static attribute: copies of the wrapper, as
+    `nnx.split` and `nnx.merge` make them in every `nnx.jit`, share it and so compile nothing twice.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        devices: Devices,
+        output_device: DeviceLike | None,
+        dim: int,
+        in_axes: Tree,
+        out_axes: Tree,
+        axis_name: str,
+        reduce_state: Reduce,
+        state_axes: Mapping[Any, int] | None,
+    ) -> None:
+        verb = "DataParallel"
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"jdp.{verb}: dim is {dim!r}; it is the axis to cut along. Pass an int.")
+        if reduce_state not in ("primary", "mean"):
+            raise ValueError(f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them.")
+        self.kind: Kind = kind
+        self.devices = resolve_devices(verb, devices)
+        self.output_device = resolve_output(verb, output_device)
+        self.dim, self.in_axes, self.out_axes, self.axis_name = dim, in_axes, out_axes, axis_name
+        self.reduce_state: Reduce = reduce_state
+        self.state_axes = dict(state_axes or {})
+        self.mesh = make_mesh(self.devices, axis_name)
+        self._programs: dict[int, tuple[Any, Callable[..., Scattered]]] = {}
+        warn_imbalance(self.devices)
+
+    def program(self, module: Any) -> Callable[..., Scattered]:
+        """The compiled call of the module; a module that takes its place has its own."""
+        if self.kind == "nnx":
+            module = None  # its graph is an argument
+        if self.kind == "function" and self.out_axes is None:
+            return kept(module, "program", spmd)  # the same one as parallel_apply's
+        found = self._programs.get(id(module))
+        if found is None:
+            found = self._programs[id(module)] = (module, spmd(self._function(module), _name(module)))
+        return found[1]
+
+    def _function(self, module: Any) -> Callable[..., Tree]:
+        if self.kind == "nnx":
+            return nnx_function(self.out_axes, self.reduce_state, self.state_axes, self.axis_name)
+        if self.kind == "linen":
+            return linen_function(module, self.out_axes, self.reduce_state, self.state_axes)
+        out_axes = self.out_axes
+
+        def function(params: Tree, *args: Any, **kwargs: Any) -> Tree:
+            return mark_outputs(module(params, *args, **kwargs), out_axes)
+
+        return function
+
+    def __deepcopy__(self, memo: Any) -> Config:
+        return self  # nothing in it changes
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in ("mesh", "_programs")}
+        state["devices"] = [_portable(d) for d in self.devices]
+        state["output_device"] = _portable(self.output_device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.devices = tuple(_here(d) for d in state["devices"])
+        self.output_device = _here(state["output_device"])
+        self.mesh = make_mesh(self.devices, self.axis_name)
+        self._programs = {}
+
+
+def kind_of(module: Any) -> Kind:
+    """What sort of module this is; a wrapper is of the sort of what it wraps."""
+    inner = getattr(module, "_config", None)
+    if isinstance(inner, Config):
+        return inner.kind
+    if isinstance(module, linen.Module):
+        return "linen"
+    if isinstance(module, nnx.Pytree):
+        return "nnx"
+    if callable(module) and not isinstance(module, type):
+        return "function"
+    what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+    raise TypeError(
+        f"jdp.DataParallel: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
+        f"Pass an instance or a function."
+    )
+
+
+def _name(module: Any) -> str:
+    return getattr(module, "__name__", None) or type(module).__name__
+
+
+def _portable(device: Any) -> Any:
+    return (device.platform, device.id) if isinstance(device, jax.Device) else device
+
+
+def _here(device: Any) -> Any:
+    """The device of this machine with a pickled platform and id."""
+    if not isinstance(device, tuple):
+        return device
+    platform, number = device
+    try:
+        known = jax.devices(platform)
+    except RuntimeError:
+        known = []
+    for candidate in known:
+        if candidate.id == number:
+            return candidate
+    raise ValueError(
+        f"jdp.DataParallel: the pickled wrapper runs on device {platform}:{number}, which this machine lacks; it has "
+        f"{', '.join(map(str, known or jax.devices()))}. Pickle the variables instead, and make a wrapper here."
+    )

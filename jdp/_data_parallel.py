@@ -1,0 +1,328 @@
+"""DataParallel and data_parallel: `data_parallel(f, params, batch) == f(params, *batch)`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import jax
+from flax import nnx
+
+from . import _linen, _nnx
+from ._config import Config, kind_of
+from ._devices import DeviceLike, Devices, make_mesh, resolve_devices, resolve_output
+from ._dispatch import dispatch
+from ._kept import kept
+from ._prefetch import prefetch
+from ._replicate import broadcast
+from ._scatter_gather import gather, join, split
+from ._scattered import Scattered, Tree, parts
+
+M = TypeVar("M")
+
+
+class DataParallel(nnx.Module, Generic[M]):
+    """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
+
+    The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
+    run as one SPMD program, and the outputs are concatenated in input order. Any number of rows
+    works, and is compiled once. `jax.grad` through a call gives the sum over replicas, which is the
+    gradient of the whole batch.
+
+    What it takes and returns depends on the module:
+
+    * Flax Linen: `variables = dp.init(key, x)`, `dp.apply(variables, x)` or `dp(variables, x)`.
+    * A function `apply_fn(params, *args, **kwargs)`: `dp(params, *args, **kwargs)`.
+    * Flax NNX: `dp(x)`. The wrapper is an NNX module itself (`nnx.jit`, `nnx.value_and_grad`,
+      `nnx.Optimizer(dp, tx, wrt=nnx.Param)`); `dp.module` is the model, updated in place.
+
+    `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
+    Inside another replica's program (a wrapper in a wrapper, `jax.pmap`, `jax.shard_map`) the module
+    runs directly. Under `jax.jit` and the like, parameters should be replicated (as `dp.init` returns
+    them) or uncommitted: JAX refuses arrays that are committed to one device only beside others.
+
+    Args:
+        module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
+        devices: `jax.Device`s, ints (indices into `jax.devices()`) or strings (`"gpu:0"`); the first
+            is the primary device. `None` is all of `jax.devices()`.
+        output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
+            (one array over the replicas). `None` is where the parameters live: the primary device
+            for parameters there or on the host, over the replicas for replicated ones.
+        dim: the axis along which inputs are cut and outputs concatenated, negative allowed.
+        in_axes: as in `jax.vmap`, for the positional arguments after the parameters: an int, or a
+            tuple with an int or None (whole to every replica) for each. Default: `dim` for all.
+        out_axes: as in `jax.vmap`, for the outputs; None in it is the primary replica's. Default: `dim`.
+        axis_name: the name of the axis inside the program, for `BatchNorm(axis_name=...)` and
+            collectives of your own.
+        reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
+            weighted by rows.
+        state_axes: collections (NNX: variable types) with a batch axis, as `{"cache": 0}`: cut and
+            gathered like the batch.
+
+    Raises:
+        ValueError: devices are empty, duplicate, unknown or of several platforms.
+        TypeError: `module` is none of the three.
+
+    Example:
+        >>> import flax.linen as nn, jax, jdp, numpy as np
+        >>> dp = jdp.DataParallel(nn.Dense(3), devices=[0])
+        >>> x = np.ones((5, 2), np.float32)
+        >>> variables = dp.init(jax.random.key(0), x)
+        >>> dp.apply(variables, x).shape
+        (5, 3)
+
+    Source: `DataParallel` in torch/nn/parallel/data_parallel.py.
+    """
+
+    def __init__(
+        self,
+        module: M,
+        devices: Devices = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        in_axes: Tree = None,
+        out_axes: Tree = None,
+        axis_name: str = "data",
+        reduce_state: Literal["primary", "mean"] = "primary",
+        state_axes: Mapping[Any, int] | None = None,
+    ) -> None:
+        self._config = Config(
+            kind_of(module), devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes
+        )
+        self.module = module
+        if self._config.kind == "nnx":
+            nnx.update(module, broadcast(nnx.state(module), self._config.mesh, "DataParallel"))
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of the replicas; the first is the primary device."""
+        return self._config.devices
+
+    @property
+    def output_device(self) -> jax.Device | str | None:
+        """Where outputs go; None is where the parameters live."""
+        return self._config.output_device
+
+    @property
+    def dim(self) -> int:
+        """The axis along which inputs are cut and outputs concatenated."""
+        return self._config.dim
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices) -> tuple[Scattered, Scattered]:
+        """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
+        config = self._config
+        axes = None
+        if config.in_axes is not None:
+            in_axes = config.in_axes
+            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
+            if len(in_axes) != len(inputs):
+                raise ValueError(
+                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
+                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
+                )
+            axes = (in_axes, config.dim)
+        both = split(
+            (tuple(inputs), dict(kwargs)),
+            config.mesh if devices is config.devices else make_mesh(resolve_devices("DataParallel", devices), config.axis_name),
+            config.dim,
+            verb="DataParallel",
+            root=("args", "kwargs"),
+            axes=axes,
+        )
+        args, kw = parts(both)
+        return args, kw
+
+    def replicate(self, tree: Tree, devices: Devices) -> Tree:
+        """Step two: puts the parameters whole on every device; those in place stay as they are."""
+        del devices  # the mesh is made of them
+        return broadcast(tree, self._config.mesh, "DataParallel")
+
+    def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+        """Step three: runs the module on every replica, as one program."""
+        return dispatch(self._config.program(self.module), replicas, inputs, kwargs)
+
+    def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
+        """Step four: concatenates the outputs on the output device."""
+        if not isinstance(outputs, Scattered):
+            return gather(outputs, output_device, self.dim)
+        return join(outputs, output_device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
+        if self._config.kind != "nnx":
+            return self.apply(*args, **kwargs)
+        if _in_replica():
+            return self.module(*args, **kwargs)
+        config = self._config
+        filters = _nnx.filters_of(config.state_axes)
+        graph, *states = nnx.split(self.module, *[kind for kind, _ in filters], ...)
+        cut = tuple(
+            split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis)
+            for state, (_, axis) in zip(states, filters, strict=False)
+        )
+        out, updates = self._forward((graph, cut, states[-1]), args, kwargs, stateful=True)
+        nnx.update(self.module, updates)
+        return out
+
+    def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
+
+        For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
+        `mutable` the result is `(output, updated collections)`. Each replica draws from its own keys,
+        the primary from those given.
+
+        Args:
+            variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
+            *args: cut along `dim` (or `in_axes`).
+            **kwargs: likewise; also `rngs`, `mutable` and `method` for Linen.
+
+        Raises:
+            ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
+            RuntimeError: parameters on a device that is neither the host nor the primary device.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> dp.apply(np.float32(2), np.arange(3.0)).tolist()
+            [0.0, 2.0, 4.0]
+        """
+        config = self._config
+        if config.kind == "nnx":
+            raise TypeError("jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply.")
+        stateful = False
+        if config.kind == "linen":
+            _linen.check_variables(variables)
+            kwargs = _linen.normal_options(kwargs)
+            stateful = _linen.is_stateful(kwargs)
+        if _in_replica():
+            call = self.module.apply if config.kind == "linen" else self.module
+            return call(variables, *args, **kwargs)  # type: ignore[operator]
+        if cut := [name for name in config.state_axes if name in variables]:
+            variables = dict(variables)
+            for name in cut:
+                variables[name] = split(
+                    variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state[{name!r}]",
+                    axes=config.state_axes[name],
+                )
+        try:
+            return self._forward(variables, args, kwargs, stateful)
+        except Exception as error:
+            _linen.explain_stacked(error, variables, len(config.devices))
+            raise
+
+    def _forward(self, params: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
+        """The four steps. `stateful`: the program returns (output, state)."""
+        config = self._config
+        inputs, kw = self.scatter(args, kwargs, config.devices)
+        replicas = self.replicate(params, config.devices)
+        outputs = self.parallel_apply(replicas, inputs, kw)
+        # Results come back where the parameters live: replicate returns the same tree if they are replicated.
+        home = "sharded" if replicas is params and jax.tree.leaves(params) else None
+        device = home if config.output_device is None else config.output_device
+        if not stateful:
+            return self.gather(outputs, device)
+        out, state = parts(outputs)
+        return self.gather(out, device), join(state, home)
+
+    @property
+    def init(self) -> Any:
+        """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
+
+        The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the
+        wrapper and back), with the same numbers, whole on every device.
+        """
+        if self._config.kind != "linen":
+            raise AttributeError(
+                f"jdp.DataParallel: init is for Linen modules; this wraps "
+                f"{'an NNX module, which holds its own state' if self._config.kind == 'nnx' else 'a function, which has its own parameters'}."
+            )
+        return self._init
+
+    def _init(self, rngs: Tree, *args: Any, **kwargs: Any) -> Tree:
+        variables = _linen.init(self.module, self._config.axis_name, rngs, args, kwargs)
+        return _linen.place(variables, self._config.mesh)
+
+    def prefetch(self, batches: Iterable[Tree], size: int = 2) -> Iterator[Scattered]:
+        """Scatters the next batches ahead: yields `scatter(batch)` for each batch, in order.
+
+        Pass what it yields in place of the batch: `dp.apply(variables, *dp_batch_arguments)` takes a
+        `jdp.Scattered` for any argument. An exception of the iterable comes after the batches before it.
+
+        Args:
+            batches: any iterable of pytrees of arrays.
+            size: how many batches are on the devices ahead of the one in use.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> [dp(2.0, x).tolist() for x in dp.prefetch([np.arange(2.0), np.arange(3.0)])]
+            [[0.0, 2.0], [0.0, 2.0, 4.0]]
+
+        Source: `prefetch_to_device` in flax/jax_utils.py.
+        """
+        config = self._config
+        return prefetch(
+            batches, lambda b: split(b, config.mesh, config.dim, verb="prefetch", root="batch"), size
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._config.kind == "nnx":  # pickled arrays forget where they were
+            nnx.update(self.module, broadcast(nnx.state(self.module), self._config.mesh, "DataParallel"))
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(d) for d in self.devices)
+        return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
+
+    __str__ = __repr__
+
+
+def _in_replica() -> bool:
+    """Whether this is traced inside a replica's program already."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def data_parallel(
+    apply_fn: Any,
+    params: Tree,
+    batch: Tree,
+    devices: Devices = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Tree:
+    """Runs a function on every device, each with its chunk of the batch: `== apply_fn(params, *batch)`.
+
+    The functional form of `jdp.DataParallel`. The program is compiled once for each function, known by
+    its identity: pass `model.apply`, or a function that you keep, not a lambda made afresh.
+
+    Args:
+        apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
+        params: its first argument, whole on every replica.
+        batch: its further arguments: a tuple is the arguments, `None` is none, anything else is one.
+        devices: as for `jdp.DataParallel`.
+        output_device: as for `jdp.DataParallel`.
+        dim: the axis along which inputs are cut and outputs concatenated.
+        kwargs: keyword arguments of `apply_fn`.
+
+    Returns:
+        What `apply_fn` returns, the rows of all chunks in input order.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> jdp.data_parallel(lambda w, x: x @ w, np.ones((2, 3)), np.ones((5, 2)), devices=[0]).shape
+        (5, 3)
+
+    Source: `data_parallel` in torch/nn/parallel/data_parallel.py.
+    """
+    arguments: Sequence[Any] = batch if isinstance(batch, tuple) else () if batch is None else (batch,)
+    key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
+    linen_module = _linen.module_of(apply_fn)
+    if linen_module is None:
+        dp = kept(apply_fn, key, lambda weak: DataParallel(weak, *key))
+    else:
+        # An equal module: what is kept with the user's must not keep it alive.
+        dp = kept(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
+    return dp(params, *arguments, **(kwargs or {}))

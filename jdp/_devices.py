@@ -1,0 +1,145 @@
+"""Devices: which ones take part, which one is the primary, and where outputs go."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DeviceLike: TypeAlias = jax.Device | int | str
+"""A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
+
+Devices: TypeAlias = Sequence[DeviceLike] | None
+"""The devices of a verb; `None` is all of `jax.devices()`."""
+
+
+def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> jax.Device:
+    """The one `jax.Device` that `device` names, or a `ValueError` that lists those that exist."""
+    if isinstance(device, jax.Device):
+        return device
+    if isinstance(device, str):
+        platform, _, index = device.partition(":")
+        try:
+            candidates = jax.devices(platform)
+            # int() would take "cpu:-1", " 1" and "1_0" as well; a device index is plain digits.
+            position = int(index) if index.isdecimal() else 0 if not index and ":" not in device else -1
+        except RuntimeError:
+            candidates, position = [], -1
+    else:
+        try:
+            position = -1 if isinstance(device, bool) else operator.index(device)
+        except TypeError:
+            raise TypeError(
+                f"jdp.{verb}: {what} {device!r} is a {type(device).__name__}; a device is a jax.Device, an int "
+                f"(index into jax.devices()) or a string like 'cpu:0'. Pass one of these."
+            ) from None
+        candidates = jax.devices()
+    if 0 <= position < len(candidates):
+        return candidates[position]
+    raise ValueError(
+        f"jdp.{verb}: {what} {device!r} is unknown; this machine has {_names(jax.devices())}. "
+        f"Pass one of these, or its index from 0 to {len(jax.devices()) - 1}."
+    )
+
+
+def _names(devices: Sequence[jax.Device]) -> str:
+    return ", ".join(str(d) for d in devices)
+
+
+def resolve_devices(verb: str, devices: Devices) -> tuple[jax.Device, ...]:
+    """The devices, checked: at least one, all known, no duplicates, one platform."""
+    if devices is None:
+        return tuple(jax.devices())
+    if isinstance(devices, str) or not isinstance(devices, Sequence | np.ndarray):
+        raise TypeError(
+            f"jdp.{verb}: devices={devices!r} is a {type(devices).__name__}; devices are a sequence. "
+            f"Pass a list like jax.devices()[:2], [0, 1] or ['gpu:0', 'gpu:1'], or None for all."
+        )
+    found = tuple(resolve_device(verb, d, f"devices[{i}]") for i, d in enumerate(devices))
+    if not found:
+        raise ValueError(f"jdp.{verb}: devices is empty; at least one is needed. Pass None for all devices.")
+    for i, device in enumerate(found):
+        if device in found[:i]:
+            raise ValueError(
+                f"jdp.{verb}: device {device} is given twice, at devices[{found.index(device)}] and "
+                f"devices[{i}]; every device holds one replica. Remove the duplicate."
+            )
+    platforms = sorted({d.platform for d in found})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"jdp.{verb}: devices are of platforms {' and '.join(platforms)} ({_names(found)}); one program "
+            f"runs on one platform. Pass devices of one of them."
+        )
+    return found
+
+
+@functools.cache
+def make_mesh(devices: tuple[jax.Device, ...], axis_name: str = "data") -> Mesh:
+    """The one-axis mesh of the replicas, in the order of the devices."""
+    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
+    return Mesh(np.array(devices, dtype=object), (axis_name,))
+
+
+@functools.cache
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that is whole on every device of the mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def cut_along(mesh: Mesh, axis: int) -> NamedSharding:
+    """The sharding of an array that is cut over the mesh along `axis`."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names[0]))
+
+
+def mesh_of(verb: str, devices: Devices) -> Mesh:
+    return make_mesh(resolve_devices(verb, devices))
+
+
+def resolve_output(verb: str, output_device: DeviceLike | None) -> jax.Device | str | None:
+    """`None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
+    if output_device is None or isinstance(output_device, str) and output_device == "sharded":
+        return output_device
+    if isinstance(output_device, str) and output_device == "cpu":
+        return jax.local_devices(backend="cpu")[0]
+    if isinstance(output_device, int) and not isinstance(output_device, bool) and output_device == -1:
+        return jax.local_devices(backend="cpu")[0]
+    return resolve_device(verb, output_device, "output_device")
+
+
+def warn_imbalance(devices: tuple[jax.Device, ...]) -> None:
+    """torch's balance check: one `UserWarning` where a device has under 75 % of another's memory or cores.
+
+    Source: `_check_balance` in torch/nn/parallel/data_parallel.py.
+    """
+    for what, measure in (("memory", _memory_bytes), ("cores", _cores)):
+        known = [(size, d) for d in devices if (size := measure(d))]
+        if len(known) < 2:
+            continue
+        (low, small), (high, large) = (pick(known, key=lambda k: k[0]) for pick in (min, max))
+        if low < 0.75 * high:
+            warnings.warn(
+                f"jdp.DataParallel: device {small} has {low} and device {large} has {high} ({what}); equal chunks "
+                f"wait for the smaller one. Leave {small} out of devices, or give it fewer rows with "
+                f"jdp.scatter(..., chunk_sizes=...).",
+                UserWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _memory_bytes(device: jax.Device) -> int | None:
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:  # described devices (of an absent machine) have no memory to ask
+        return None
+
+
+def _cores(device: jax.Device) -> int | None:
+    return getattr(device, "core_count", None)

@@ -1,0 +1,90 @@
+"""gather of a plain list: one tree per device, in the manner of torch's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._check import normal_axis
+from ._scattered import Tree, concrete
+
+
+def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
+    """One list of arrays per leaf, in device order, and the treedef that all trees share."""
+    if not isinstance(outputs, list | tuple) or not outputs:
+        raise ValueError(
+            f"jdp.{verb}: outputs is {outputs!r}; Expected at least one tree to {verb}. Pass a jdp.Scattered or a "
+            f"list with one tree per device."
+        )
+    flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in outputs]
+    paths, treedef = [path for path, _ in flat[0][0]], flat[0][1]
+    for i, (leaves, other) in enumerate(flat):
+        if other != treedef:
+            raise ValueError(
+                f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (All dicts must "
+                f"have the same number of keys). Return the same keys and lengths on every device."
+            )
+        for path, x in leaves:
+            if not isinstance(x, jax.Array | np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
+                raise TypeError(
+                    f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
+                    f"arrays. Pass jnp.asarray(x)."
+                )
+    return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
+
+
+def device_of(x: Any) -> jax.Device | None:
+    """The device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
+    value = concrete(x)
+    if not isinstance(value, jax.Array):
+        return None
+    return min(value.sharding.device_set, key=lambda d: d.id)
+
+
+def gather_list(outputs: Sequence[Tree], device: jax.Device | str | None, dim: int) -> Tree:
+    """`jdp.gather` of a list of trees."""
+    columns, treedef = transpose_list(outputs, "gather")
+    out = []
+    for k, column in enumerate(columns):
+        first = column[0]
+        if all(x.ndim == 0 for x in column):
+            column, axis = [jnp.expand_dims(x, 0) for x in column], 0
+        else:
+            axis = normal_axis(dim, first.ndim, "gather", lambda k=k: _name(outputs, k))
+        for i, x in enumerate(column):
+            off = (*x.shape[:axis], *x.shape[axis + 1 :])
+            if x.ndim != column[0].ndim or off != (*column[0].shape[:axis], *column[0].shape[axis + 1 :]):
+                raise ValueError(
+                    f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
+                    f"shapes must agree off dim {dim}. Pass another dim, or outputs that agree."
+                )
+            if x.dtype != first.dtype:
+                raise ValueError(
+                    f"jdp.gather: {_name(outputs, k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
+                    f"dtypes must agree. Cast them."
+                )
+        home = device_of(first) if device is None or device == "sharded" else device
+        if home is not None:
+            column = jax.device_put(column, home)
+        out.append(jnp.concatenate(column, axis=axis))
+    whole = jax.tree.unflatten(treedef, out)
+    return _spread(outputs, whole, dim) if device == "sharded" else whole
+
+
+def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
+    """`output_device="sharded"`: over the devices that the trees came from."""
+    from ._devices import make_mesh
+    from ._scatter_gather import join, split
+
+    devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
+    if not devices:
+        return whole
+    return join(split(whole, make_mesh(devices), dim, verb="gather", root="outputs"), "sharded")
+
+
+def _name(outputs: Sequence[Tree], k: int) -> str:
+    return "outputs" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(outputs[0])[k][0])

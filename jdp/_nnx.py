@@ -1,0 +1,75 @@
+"""The Flax NNX door: a module is split into a graph and its state, and updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ._check import is_key
+from ._linen import mark_outputs, mark_state
+from ._outputs import Reduce
+from ._parallel_apply import fold_key
+from ._scattered import Tree
+
+
+def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
+    """One NNX filter and axis for each entry; a name is that of a variable type ("cache" is nnx.Cache)."""
+    return [
+        (nnx.variable_type_from_name(kind) if isinstance(kind, str) else kind, axis)
+        for kind, axis in state_axes.items()
+    ]
+
+
+def nnx_function(out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str) -> Callable[..., Tree]:
+    """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
+    axes = [axis for _, axis in filters_of(state_axes)]
+
+    def call(replicas: Tree, *args: Any, **kwargs: Any) -> Tree:
+        graph, cut, rest = replicas
+        index = jax.lax.axis_index(axis_name)
+        before = [(path, v, None) for path, v in nnx.to_flat_state(rest)]
+        for state, axis in zip(cut, axes, strict=True):
+            before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
+        # Copies, for merge takes the variables as they are, and the module changes them in place.
+        own = [(path, _fold(v, index) if _is_rng_key(v) else jax.tree.map(lambda x: x, v)) for path, v, _ in before]
+        module = nnx.merge(graph, nnx.from_flat_state(own))
+        out = module(*args, **kwargs)
+        known = {path: (v, axis) for path, v, axis in before}
+        updates = []
+        for path, after in nnx.to_flat_state(nnx.state(module)):
+            if _is_rng_key(after):
+                continue  # a folded key is one replica's; only the counts go back
+            old, axis = known.get(path, (None, None))
+            if old is not None and _same(old, after):
+                continue
+            if isinstance(after, nnx.Intermediate):
+                updates.append((path, after))
+            else:
+                name = ".".join(map(str, path))
+                updates.append((path, mark_state(after, {} if old is None else old, name, reduce_state, axis)))
+        return mark_outputs(out, out_axes), nnx.from_flat_state(updates)
+
+    return call
+
+
+def _is_rng_key(variable: Any) -> bool:
+    return isinstance(variable, nnx.RngKey)
+
+
+def _fold(variable: Any, index: Any) -> Any:
+    """The key of an `nnx.Rngs`, or each of an array of them, folded with the replica's index."""
+
+    def fold(x: Any) -> Any:
+        if not is_key(x):
+            return x
+        return fold_key(x, index) if not x.ndim else jax.vmap(lambda k: fold_key(k, index))(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, variable)
+
+
+def _same(old: Any, new: Any) -> bool:
+    a, b = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,101 @@
+"""replicate puts every leaf of a tree whole on every device: `replicate(tree)[device i] == tree`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ._devices import Devices, mesh_of, replicated
+from ._scattered import Tree, concrete, is_scattered
+
+
+def replicate(tree: Tree, devices: Devices = None) -> Tree:
+    """Puts every leaf of a pytree whole on every device.
+
+    Leaves that are there already are neither moved nor copied; where that holds for all of them the
+    very same tree comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes
+    back to where the leaf was. Under `jax.jit` the tree passes through, for the program replicates it.
+
+    Args:
+        tree: a pytree of arrays: on the host, on the primary device, or replicated.
+        devices: the devices, the primary first; `None` is all of `jax.devices()`.
+
+    Returns:
+        The tree, each leaf a `jax.Array` that is replicated over `devices`.
+
+    Raises:
+        RuntimeError: a leaf is committed to any other device.
+        TypeError: a leaf is no array and no number.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> w = jdp.replicate({"w": np.ones(3)}, devices=[0])["w"]
+        >>> w.is_fully_replicated
+        True
+
+    Source: torch/nn/parallel/replicate.py; the device check is that of `DataParallel.forward` in
+    torch/nn/parallel/data_parallel.py.
+    """
+    return broadcast(tree, mesh_of("replicate", devices), "replicate")
+
+
+def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
+    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so."""
+    target = replicated(mesh)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
+    away = [i for i, x in enumerate(leaves) if getattr(x, "sharding", None) != target and not _in_place(x, mesh)]
+    if not away:
+        return tree
+    for i in away:
+        _check(leaves[i], mesh, verb, tree, i)
+    for i, x in zip(away, jax.device_put([leaves[i] for i in away], target), strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _in_place(x: Any, mesh: Mesh) -> bool:
+    """Whether a leaf whose sharding is not the replicated one itself still needs no copy."""
+    if is_scattered(x):
+        return True
+    if isinstance(x, jax.core.Tracer):
+        value = concrete(x)
+        return value is None or value is not x and _in_place(value, mesh)
+    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(replicated(mesh), x.ndim)
+
+
+def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:
+    x = concrete(x)
+    if isinstance(x, jax.Array):
+        primary, found = mesh.devices.flat[0], x.sharding.device_set
+        whole = x.is_fully_replicated and found == set(mesh.devices.flat)
+        if x.committed and found != {primary} and not whole:
+            raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index)))
+    elif not hasattr(x, "__array__") and not isinstance(x, bool | int | float | complex):
+        raise TypeError(
+            f"jdp.{verb}: {_path(tree, index)} is a {type(x).__name__}; parameters are arrays. Keep it out of the "
+            f"parameters and pass it as an argument."
+        )
+
+
+def _path(tree: Tree, index: int) -> str:
+    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
+    return jax.tree_util.keystr(path) or "params"
+
+
+def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str) -> str:
+    n, primary = mesh.devices.size, mesh.devices.flat[0]
+    spec = tuple(getattr(x.sharding, "spec", ()))
+    found = ", ".join(sorted(str(d) for d in x.sharding.device_set))
+    if x.ndim and x.shape[0] == n and not x.is_fully_replicated and (not spec or spec[0] is not None):
+        return (
+            f"jdp.{verb}: {path} has shape {x.shape} and is cut over {n} devices along its first axis: it looks "
+            f"replicated for jax.pmap, one copy stacked for each device; jdp takes plain parameters. Pass "
+            f"jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
+        )
+    return (
+        f"jdp.{verb}: {path}: module must have its parameters and buffers on device {primary} (device_ids[0]) but "
+        f"found one of them on device: {found}. Move them with jax.device_put(params, {primary!r}), or replicate "
+        f"them with jdp.replicate."
+    )

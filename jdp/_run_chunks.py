@@ -1,0 +1,154 @@
+"""Runs a function on every replica's chunk at its true size, inside one SPMD program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from ._outputs import Outputs, Rule, flatten
+from ._scattered import Cut, Layout, Leaf, Tree, own
+
+Call = Callable[[Sequence[Any], int], Tree]
+
+
+def run_chunks(
+    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
+) -> tuple[list[Any], Outputs]:
+    """The replica's output arrays (padded alike on all replicas), and what they are.
+
+    `call(values, replica)` runs the user's function. Where all replicas have equal chunks that is all;
+    else each size has its own body, and `lax.switch` on the replica's `index` takes the one it needs.
+    """
+    n = len(layout.devices)
+    if layout.used == tuple(range(n)) and all(len({*x.sizes}) == 1 for x in leaves if isinstance(x, Cut)):
+        values, treedef, rules = _traced(call, operands, leaves, layout, 0)
+        sizes = tuple((x.shape[rule.axis],) * n if _along(x, rule) else () for x, rule in zip(values, rules, strict=True))
+        return values, Outputs(layout, treedef, rules, sizes)
+    return _switch(call, operands, leaves, layout, index)
+
+
+def _traced(
+    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, replica: int
+) -> tuple[list[Any], Any, tuple[Rule, ...]]:
+    out = call([own(x, leaf, replica) for x, leaf in zip(operands, leaves, strict=True)], replica)
+    return flatten(out, layout.dim, operands)
+
+
+def _along(x: Any, rule: Rule) -> bool:
+    return rule.axis is not None and x.ndim > 0
+
+
+def _switch(
+    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
+) -> tuple[list[Any], Outputs]:
+    # The first replica of each size stands for all of that size. With no rows at all, the model is
+    # traced on none for the shapes of its outputs, and does not run.
+    first = {_signature(leaves, i): i for i in reversed(layout.used)} or {(): 0}
+    bodies = {}
+    for signature, replica in sorted(first.items(), key=lambda item: item[1]):
+        known: list[tuple[Any, tuple[Rule, ...]]] = []
+
+        def body(*operands: Any, replica: int = replica, known: list[Any] = known) -> list[Any]:
+            values, treedef, rules = _traced(call, operands, leaves, layout, replica)
+            known.append((treedef, rules))
+            return values
+
+        # Traced by hand, not by switch: once, for the shapes, and to look for collectives.
+        jaxpr = jax.make_jaxpr(body)(*operands)
+        _refuse_collectives(jaxpr.jaxpr, layout)
+        bodies[signature] = (replica, jaxpr, *known[-1])
+    (_, lead, treedef, rules), *others = bodies.values()
+    for replica, jaxpr, other_treedef, other_rules in others:
+        _must_agree(lead, jaxpr, (treedef, rules), (other_treedef, other_rules), replica)
+    shapes = [_padded([b[1].out_avals[k] for b in bodies.values()], rules[k]) for k in range(len(rules))]
+
+    def finish(jaxpr: Any) -> Callable[..., list[Any]]:
+        run = jax.extend.core.jaxpr_as_fun(jaxpr)
+        return lambda *operands: [_pad_to(x, shape) for x, shape in zip(run(*operands), shapes, strict=True)]
+
+    def idle(*operands: Any) -> list[Any]:
+        return [
+            jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
+            for shape, aval, rule in zip(shapes, lead.out_avals, rules, strict=True)
+        ]
+
+    order = list(bodies) if layout.used else []
+    branches = [finish(bodies[s][1]) for s in order]
+    table = [order.index(_signature(leaves, i)) if i in layout.used else len(order) for i in range(len(layout.devices))]
+    if len(order) in table:
+        branches.append(idle)
+    values = jax.lax.switch(jnp.asarray(np.array(table, np.int32))[index], branches, *operands)
+    by_replica = [bodies[_signature(leaves, i)][1] if i in layout.used else None for i in range(len(layout.sizes))]
+    sizes = tuple(
+        tuple(0 if b is None else b.out_avals[k].shape[rules[k].axis] for b in by_replica)
+        if _along(lead.out_avals[k], rules[k])
+        else ()
+        for k in range(len(rules))
+    )
+    return values, Outputs(layout, treedef, rules, sizes)
+
+
+def _signature(leaves: Sequence[Leaf], replica: int) -> tuple[int, ...]:
+    return tuple(leaf.sizes[replica] for leaf in leaves if isinstance(leaf, Cut))
+
+
+def _must_agree(lead: Any, other: Any, known: tuple[Any, Any], found: tuple[Any, Any], replica: int) -> None:
+    if known != found:
+        raise ValueError(
+            f"jdp.parallel_apply: replica 0 returns {known[0]}, replica {replica} {found[0]}; all replicas return the "
+            f"same tree. Return one that does not depend on the number of rows."
+        )
+    for k, (a, b, rule) in enumerate(zip(lead.out_avals, other.out_avals, known[1], strict=True)):
+        apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
+        if a.ndim != b.ndim or a.dtype != b.dtype or apart:
+            raise ValueError(
+                f"jdp.parallel_apply: output {k} is {a.str_short()} on replica 0 and {b.str_short()} on replica "
+                f"{replica}; replicas may differ along axis {rule.axis} only. Return the rows along it, or name their "
+                f"axis in out_axes."
+            )
+
+
+def _padded(avals: Sequence[Any], rule: Rule) -> tuple[int, ...]:
+    """The shape that the outputs of all replicas are padded to."""
+    shape = list(avals[0].shape)
+    if _along(avals[0], rule):
+        shape[rule.axis] = max(1, *(a.shape[rule.axis] for a in avals))  # type: ignore[index]
+    return tuple(shape)
+
+
+def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
+    for axis, rows in enumerate(shape):
+        if x.shape[axis] != rows:
+            missing = jnp.zeros((*x.shape[:axis], rows - x.shape[axis], *x.shape[axis + 1 :]), x.dtype)
+            x = jnp.concatenate([x, missing], axis=axis)
+    return x
+
+
+def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
+    (axis_name,) = layout.mesh.axis_names
+    for name in _collectives(jaxpr, axis_name):
+        raise ValueError(
+            f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
+            f"{layout.sizes} on {len(layout.devices)} devices; replicas with unequal chunks run different code and "
+            f"would wait for each other for ever. Drop rows or pad the batch to a multiple of {len(layout.devices)}, "
+            f"or leave axis_name out of the model and let sync_batch_norm do it."
+        )
+
+
+def _collectives(jaxpr: Any, axis_name: str) -> Iterable[str]:
+    """The names of the primitives that communicate over the axis, nested ones too."""
+    for eqn in jaxpr.eqns:
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = names if isinstance(names, tuple | list) else (names,)
+        if axis_name in names and eqn.primitive.name != "axis_index":
+            yield eqn.primitive.name
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from _collectives(value, axis_name)
+            elif hasattr(value, "jaxpr"):
+                yield from _collectives(value.jaxpr, axis_name)
