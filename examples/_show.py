@@ -58,6 +58,7 @@ class Show:
         self.losses: list[float] = []  # one per step
         self.hits: list[float] = []  # the share of the batch that was right, one per step
         self.accuracies: list[float] = []  # on the test rows, one per epoch
+        self.predicted = np.empty(0, np.int64)  # the last epoch's, one per test row
         self._pending: tuple[jax.Array, jax.Array] | None = None
         self._begin = time.perf_counter()
         self._since: float | None = None  # when this epoch's first step was on its way, its compilation over
@@ -73,7 +74,9 @@ class Show:
             disable=not self.console.is_terminal,
             transient=True,
         )
-        self.task = self.bar.add_task("", total=self.steps * args.epochs, epoch=1, state="compiling")
+        self.task = self.bar.add_task(
+            "", total=self.steps * args.epochs, epoch=self._epoch(), state="compiling"
+        )
 
     def __enter__(self) -> Self:
         train, test = len(self.data.train_labels), len(self.data.test_labels)
@@ -135,8 +138,10 @@ class Show:
         self._counted += 1
         loss, hit = np.mean(self.losses[-50:]), np.mean(self.hits[-50:])  # one batch's alone would jump about
         state = f"{self._speed()}  loss {loss:.3f}  accuracy {hit:.1%}"
-        epoch = f"{min(len(self.accuracies) + 1, self.args.epochs)}/{self.args.epochs}"
-        self.bar.update(self.task, advance=1, epoch=epoch, state=state)
+        self.bar.update(self.task, advance=1, epoch=self._epoch(), state=state)
+
+    def _epoch(self) -> str:
+        return f"{len(self.accuracies) + 1}/{self.args.epochs}"
 
     def _speed(self) -> str:
         if self._since is None or not self._counted:

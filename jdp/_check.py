@@ -38,7 +38,7 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
                 f"Convert it to one of these, or leave it out."
             )
         # JAX refuses big-endian arrays.
-        return True, np.asarray(leaf) if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+        return True, leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
     if isinstance(leaf, dict | list | tuple):
         kind = next(t.__name__ for t in (dict, list, tuple) if isinstance(leaf, t))
         raise TypeError(

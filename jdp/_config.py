@@ -14,7 +14,7 @@ from ._linen import linen_function, mark_outputs
 from ._nnx import nnx_function
 from ._outputs import Reduce
 from ._parallel_apply import spmd
-from ._scattered import Scattered, Tree
+from ._scattered import Layout, Scattered, Tree
 
 Kind = Literal["linen", "nnx", "function"]
 
@@ -51,6 +51,7 @@ class Config:
         self.state_axes = dict(state_axes or {})
         self.mesh = make_mesh(self.devices, axis_name)
         self._programs: dict[int, tuple[Any, Callable[..., Scattered]]] = {}
+        self.layouts: dict[Any, Layout] = {}
         warn_imbalance(self.devices)
 
     def program(self, module: Any) -> Callable[..., Scattered]:
@@ -80,7 +81,7 @@ class Config:
         return self  # nothing in it changes
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("mesh", "_programs")}
+        state = {name: value for name, value in vars(self).items() if name not in ("mesh", "layouts", "_programs")}
         state["devices"] = [_portable(d) for d in self.devices]
         state["output_device"] = _portable(self.output_device)
         return state
@@ -90,7 +91,7 @@ class Config:
         self.devices = tuple(_here(d) for d in state["devices"])
         self.output_device = _here(state["output_device"])
         self.mesh = make_mesh(self.devices, self.axis_name)
-        self._programs = {}
+        self._programs, self.layouts = {}, {}
 
 
 def kind_of(module: Any) -> Kind:

@@ -15,7 +15,7 @@ from ._devices import DeviceLike, Devices, make_mesh, resolve_devices, resolve_o
 from ._dispatch import dispatch
 from ._kept import kept
 from ._prefetch import prefetch
-from ._replicate import broadcast
+from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import gather, join, split
 from ._scattered import Scattered, Tree, parts
 
@@ -130,6 +130,8 @@ class DataParallel(nnx.Module, Generic[M]):
             verb="DataParallel",
             root=("args", "kwargs"),
             axes=axes,
+            layouts=config.layouts if devices is config.devices else None,
+            place=False,
         )
         args, kw = parts(both)
         return args, kw
@@ -218,9 +220,12 @@ class DataParallel(nnx.Module, Generic[M]):
         inputs, kw = self.scatter(args, kwargs, config.devices)
         replicas = self.replicate(params, config.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        # Results come back where the parameters live: replicate returns the same tree if they are replicated.
-        home = "sharded" if replicas is params and jax.tree.leaves(params) else None
-        device = home if config.output_device is None else config.output_device
+        device = config.output_device
+        if device is None or stateful:
+            # Results come back where the parameters live. (The next line's first test is the fast one.)
+            stay = jax.tree.leaves(params) if replicas is params else lives_replicated(params, config.mesh)
+            home = "sharded" if stay else None
+            device = home if device is None else device
         if not stateful:
             return self.gather(outputs, device)
         out, state = parts(outputs)

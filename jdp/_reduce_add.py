@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ._devices import DeviceLike, replicated, resolve_output
 from ._gather_list import device_of, transpose_list
-from ._scattered import Cut, Scattered, Stack, Tree, concrete
+from ._scattered import Cut, Scattered, Stack, Tree, concrete, placed
 
 
 def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | None = None) -> Tree:
@@ -48,6 +48,7 @@ def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | No
 
 
 def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
+    s = placed(s)
     layout = s._layout
     for x, leaf in zip(s._arrays, layout.arrays, strict=True):
         if isinstance(leaf, Cut):

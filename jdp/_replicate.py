@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ._devices import Devices, mesh_of, replicated
 from ._scattered import Tree, concrete, is_scattered
@@ -44,8 +44,16 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so."""
     target = replicated(mesh)
+    if all(getattr(x, "sharding", None) == target for x in jax.tree.leaves(tree)):
+        return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
-    away = [i for i, x in enumerate(leaves) if getattr(x, "sharding", None) != target and not _in_place(x, mesh)]
+    away = [
+        i
+        for i, x in enumerate(leaves)
+        # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
+        # jitted step would compile once for it, and again for what comes back committed.
+        if not is_scattered(x) and (value := concrete(x)) is not None and getattr(value, "sharding", None) != target
+    ]
     if not away:
         return tree
     for i in away:
@@ -55,14 +63,15 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _in_place(x: Any, mesh: Mesh) -> bool:
-    """Whether a leaf whose sharding is not the replicated one itself still needs no copy."""
-    if is_scattered(x):
-        return True
-    if isinstance(x, jax.core.Tracer):
-        value = concrete(x)
-        return value is None or value is not x and _in_place(value, mesh)
-    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(replicated(mesh), x.ndim)
+def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
+    """Whether the arrays of a tree are whole on every device of the mesh, by whatever name."""
+    values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
+    target = replicated(mesh)
+    return bool(values) and all(
+        isinstance(x, jax.Array) and (x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim))
+        for x in values
+        if x is not None
+    )
 
 
 def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:

@@ -15,7 +15,7 @@ from ._check import axes_of, check_rows, classify, name_of, normal_axis
 from ._chunk import chunk_sizes as torch_chunk_sizes
 from ._chunk import given_sizes, pad, unpad
 from ._devices import DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
-from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, is_scattered
+from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, is_scattered, placed
 
 
 def scatter(
@@ -63,9 +63,22 @@ def split(
     root: str | tuple[str, ...],
     axes: Tree = None,
     sizes: Sequence[int] | None = None,
+    layouts: dict[Any, Layout] | None = None,
+    place: bool = True,
 ) -> Scattered:
-    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so."""
+    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
+
+    `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
+    shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
+    to move.
+    """
     leaves, treedef = jax.tree.flatten(inputs, is_leaf=is_scattered)
+    key: Any = None
+    if layouts is not None:
+        key = (treedef, *[(x.shape, x.dtype) if hasattr(x, "dtype") else Static(x) for x in leaves])
+        layout = layouts.get(key)
+        if layout is not None:
+            return _fill(leaves, layout, place)
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
     ready: list[Ready] = []
     if any(map(is_scattered, leaves)):
@@ -74,12 +87,13 @@ def split(
         leaves, treedef = jax.tree.flatten(inputs)
         ready = [x for x in leaves if type(x) is Ready]
     specs: list[Any] = []
+    converted = False
     for i, (leaf, axis) in enumerate(zip(leaves, axis_of, strict=True)):
         if type(leaf) is Ready:
             specs.append(leaf.spec)
             continue
-        is_array, leaf = classify(leaf, verb, lambda i=i: name_of(inputs, i, root))
-        leaves[i] = leaf
+        is_array, leaves[i] = classify(leaf, verb, lambda i=i: name_of(inputs, i, root))
+        converted |= leaves[i] is not leaf
         if not is_array:
             specs.append(Static(leaf))
         elif axis is None or not leaf.ndim:
@@ -105,8 +119,22 @@ def split(
             f"cut alike. Scatter them together."
         )
     layout = Layout(treedef, tuple(Cut(s, chunks) if isinstance(s, int) else s for s in specs), chunks, mesh, dim)
-    arrays = [x for x, leaf in zip(leaves, layout.leaves, strict=True) if not isinstance(leaf, Static)]
-    return Scattered(_place(arrays, layout), layout)
+    if layouts is not None and not ready and not converted:
+        layouts[key] = layout
+    return _fill(leaves, layout, place)
+
+
+def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
+    """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
+    n, even = len(layout.devices), layout.is_even
+    arrays = []
+    for x, leaf in zip(leaves, layout.leaves, strict=True):
+        if type(x) is Ready:
+            arrays.append(x.array)
+        elif type(leaf) is not Static:
+            arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
+    s = Scattered(arrays, layout)
+    return s if not place and all(type(x) is np.ndarray for x in arrays) else placed(s)
 
 
 class Ready:
@@ -127,32 +155,6 @@ def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
             f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
         )
     return layout.fill([Ready(x, leaf, layout.sizes) for x, leaf in zip(s._arrays, layout.arrays, strict=True)])
-
-
-def _place(arrays: Sequence[Any], layout: Layout) -> list[Any]:
-    """Pads the cut arrays and puts all of them onto the devices, in one call; tracers stay where they are."""
-    n, mesh = len(layout.devices), layout.mesh
-    out = [
-        x.array if type(x) is Ready else _pad(x, leaf, n) if isinstance(leaf, Cut) else x
-        for x, leaf in zip(arrays, layout.arrays, strict=True)
-    ]
-    move, where = [], []
-    for i, (x, leaf) in enumerate(zip(out, layout.arrays, strict=True)):
-        # Under jit and vmap there is nothing to place: shard_map's in_specs do it.
-        if (value := concrete(x)) is None:
-            continue
-        if type(arrays[i]) is Ready:
-            continue
-        target = cut_along(mesh, leaf.axis) if isinstance(leaf, Cut) else replicated(mesh)
-        if getattr(value, "sharding", None) != target:
-            move.append(i)
-            where.append(target)
-    if len(move) == 1:  # a list costs device_put a tree to flatten
-        out[move[0]] = jax.device_put(out[move[0]], where[0])
-    elif move:
-        for i, x in zip(move, jax.device_put([out[i] for i in move], where), strict=True):
-            out[i] = x
-    return out
 
 
 def _pad(x: Any, leaf: Cut, n: int) -> Any:
@@ -195,7 +197,7 @@ def gather(
     """
     device = resolve_output("gather", output_device)
     if isinstance(outputs, Scattered):
-        return join(_along(outputs, dim), device)
+        return join(_along(placed(outputs), dim), device)
     from ._gather_list import gather_list  # the rarer door; it needs this module
 
     return gather_list(outputs, device, dim)
@@ -203,6 +205,7 @@ def gather(
 
 def join(outputs: Scattered, device: jax.Device | str | None) -> Tree:
     """`gather`, each leaf along its own axis."""
+    outputs = placed(outputs)
     layout = outputs._layout
     values = [concrete(x) for x in outputs._arrays]
     if any(value is None for value in values):
@@ -210,11 +213,10 @@ def join(outputs: Scattered, device: jax.Device | str | None) -> Tree:
     if device == "sharded":
         return layout.fill(outputs._arrays if layout.is_even else _trim_sharded(outputs))
     target = layout.devices[0] if device is None else device
-    arrays = [_one_copy(x, leaf) for x, leaf in zip(outputs._arrays, layout.arrays, strict=True)]
-    if len(arrays) == 1:
-        arrays = [jax.device_put(arrays[0], target)]
-    elif arrays:
-        arrays = jax.device_put(arrays, target)
+    arrays: Sequence[Any] = outputs._arrays
+    if layout.devices != (target,):  # else they are there
+        arrays = [_one_copy(x, leaf) for x, leaf in zip(arrays, layout.arrays, strict=True)]
+        arrays = [jax.device_put(arrays[0], target)] if len(arrays) == 1 else jax.device_put(arrays, target)
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
 
 

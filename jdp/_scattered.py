@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+
+from ._devices import cut_along, replicated
 
 Tree = Any
 """Any pytree of arrays."""
@@ -119,6 +121,18 @@ class Layout:
         return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
 
     @functools.cached_property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each array lies."""
+        return tuple(
+            cut_along(self.mesh, leaf.axis)
+            if isinstance(leaf, Cut)
+            else cut_along(self.mesh, 0)
+            if isinstance(leaf, Stack)
+            else replicated(self.mesh)
+            for leaf in self.arrays
+        )
+
+    @functools.cached_property
     def is_even(self) -> bool:
         """Whether the arrays hold no padding, so that gathering them is nothing to do."""
         n = len(self.devices)
@@ -198,7 +212,9 @@ class Scattered(Sequence[Tree]):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         layout = self._layout
-        return layout.fill([_chunk(x, leaf, i, layout) for x, leaf in zip(self._arrays, layout.arrays, strict=True)])
+        return layout.fill(
+            [_chunk(x, leaf, i, layout) for x, leaf in zip(placed(self)._arrays, layout.arrays, strict=True)]
+        )
 
     def __repr__(self) -> str:
         devices = ", ".join(str(d) for d in self.devices)
@@ -215,6 +231,26 @@ def parts(s: Scattered) -> tuple[Scattered, ...]:
     return tuple(found)
 
 
+def placed(s: Scattered) -> Scattered:
+    """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
+    shardings = s._layout.shardings
+    away = [
+        i
+        for i, x in enumerate(s._arrays)
+        if (value := concrete(x)) is not None and getattr(value, "sharding", None) != shardings[i]
+    ]
+    if not away:
+        return s
+    arrays = list(s._arrays)
+    if len(away) == 1:  # a list would be one more tree for device_put to flatten
+        arrays[away[0]] = jax.device_put(arrays[away[0]], shardings[away[0]])
+    else:
+        moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away])
+        for i, x in zip(away, moved, strict=True):
+            arrays[i] = x
+    return Scattered(arrays, s._layout)
+
+
 def is_scattered(x: Any) -> bool:
     return isinstance(x, Scattered)
 
@@ -226,7 +262,7 @@ def concrete(x: Any) -> Any:
 
 def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
     """Replica i's value of one leaf."""
-    if not isinstance(x, jax.core.Tracer | np.ndarray):
+    if not isinstance(x, jax.core.Tracer):
         device = layout.devices[i]
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:

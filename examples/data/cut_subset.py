@@ -2,9 +2,9 @@
 
     python cut_subset.py FOLDER_OF_THE_ORIGINALS
 
-FOLDER holds the four standard IDX files, gzipped or not. The same originals give the same bytes here: the
-gzip header carries no time and no name. Prints the SHA-256 of each file's raw IDX bytes, before and after the
-cut; `_mnist_data.py` keeps both.
+The folder holds the four standard IDX files, gzipped or not. The gzip headers carry no time and no name, so
+the same zlib packs the same bytes again. Prints the SHA-256 of each file's raw IDX bytes, before and after
+the cut; `_mnist_data.py` keeps both.
 """
 
 import gzip

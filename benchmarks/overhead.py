@@ -1,0 +1,158 @@
+"""What a call of dp.apply costs beside the same program written by hand. Run: make bench
+
+Everything is timed in one process per number of devices, the contenders taking turns, so that noise
+of a shared machine meets all of them; a figure is the median of the ratios of neighbouring calls.
+
+    hand-written   device_put of the batch, jit(shard_map), device_put of the output to one device
+    pmap           flax's recipe: shard the batch on the host, jax.pmap, reshape the output
+    uneven         10 rows where 12 would fill the chunks, against those 12, both by dp.apply
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jdp
+
+
+def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+    """The calls to time, and a count of compilations that the jdp ones fill."""
+    import flax.linen as nn
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    traces = {"even": 0, "uneven": 0}
+
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x):  # noqa: ANN001, ANN204
+            for _ in range(3):
+                x = nn.relu(nn.Dense(128)(x))
+            return nn.Dense(10)(x)
+
+    class CNN(nn.Module):
+        @nn.compact
+        def __call__(self, x):  # noqa: ANN001, ANN204
+            for features in (16, 32):
+                x = nn.avg_pool(nn.relu(nn.Conv(features, (3, 3))(x)), (2, 2), (2, 2))
+            return nn.Dense(10)(nn.relu(nn.Dense(64)(x.reshape(len(x), -1))))
+
+    model, shape, chunk = (MLP(), (128,), 16) if model_name == "MLP" else (CNN(), (28, 28, 1), 128 // n)
+    devices = jax.devices()[:n]
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n * chunk, *shape)).astype(np.float32)
+    uneven = x[: n * chunk - max(1, chunk // 4)]
+
+    counting = type(model)()
+
+    def apply(variables: Any, x: Any) -> Any:
+        traces["even" if x.shape[0] == chunk else "uneven"] += 1
+        return counting.apply(variables, x)
+
+    dp = jdp.DataParallel(apply, devices, output_device=devices[0])
+    mesh = Mesh(np.array(devices), ("data",))
+    everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    variables = jax.device_put(model.init(jax.random.key(0), x[:1]), everywhere)
+    by_hand = jax.jit(
+        jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+    )
+    stacked = jax.device_put(
+        jax.tree.map(lambda w: np.broadcast_to(w, (n, *w.shape)), variables), NamedSharding(mesh, P("data"))
+    )
+    pmapped = jax.pmap(model.apply, axis_name="data", devices=devices)
+
+    def hand_written() -> Any:
+        return jax.device_put(by_hand(variables, jax.device_put(x, cut)), devices[0])
+
+    def pmap() -> Any:
+        out = pmapped(stacked, x.reshape(n, chunk, *shape))
+        return jax.device_put(out.reshape(n * chunk, *out.shape[2:]), devices[0])
+
+    calls = {
+        "hand-written": hand_written,
+        "pmap": pmap,
+        "jdp": partial(dp, variables, x),
+        "uneven": partial(dp, variables, uneven),
+    }
+    return calls, traces
+
+
+def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    calls, traces = contenders(model_name, n)
+    for _ in range(10):
+        for call in calls.values():
+            jax.block_until_ready(call())
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    names = list(calls)
+    while time.perf_counter() < end:
+        names = names[1:] + names[:1]  # nobody always comes after the same neighbour
+        for name in names:
+            start = time.perf_counter()
+            jax.block_until_ready(calls[name]())
+            times[name].append(time.perf_counter() - start)
+    at = {name: np.array(values) for name, values in times.items()}
+
+    def ratio(a: str, b: str) -> float:
+        return float(np.median(at[a]) / np.median(at[b]))
+
+    return {
+        "model": model_name,
+        "devices": n,
+        "hand_us": float(np.median(at["hand-written"]) * 1e6),
+        "jdp/hand": ratio("jdp", "hand-written"),
+        "jdp/pmap": ratio("jdp", "pmap"),
+        "uneven/even": ratio("uneven", "jdp"),
+        "calls": len(at["jdp"]),
+        "traces": traces,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 8])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of timing for each row")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "N"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:  # a process of its own: the number of virtual devices is fixed once JAX has started
+        model_name, n = args.one
+        jdp.virtual_cpu_devices(int(n))
+        print(json.dumps(measure(model_name, int(n), args.seconds)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="dp.apply, ratios of medians (1.00 is the same speed)")
+    for column in ("model", "devices", "hand-written", "jdp / hand", "jdp / pmap", "uneven / even", "calls", "traces"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for model_name in ("MLP", "CNN"):
+        for n in args.devices:
+            command = [sys.executable, __file__, "--one", model_name, str(n), "--seconds", str(args.seconds)]
+            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            table.add_row(
+                model_name,
+                str(n),
+                f"{row['hand_us']:.0f} us",
+                f"{row['jdp/hand']:.2f}",
+                f"{row['jdp/pmap']:.2f}",
+                f"{row['uneven/even']:.2f}",
+                str(row["calls"]),
+                f"{row['traces']['even']} even, {row['traces']['uneven']} uneven",
+            )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
