@@ -58,6 +58,9 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
         return tree
     for i in away:
         _check(leaves[i], mesh, verb, tree, i)
+        if isinstance(leaves[i], jax.core.Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
+            # A gradient comes back to where the value came from, and from the host that is nowhere.
+            leaves[i] = jax.device_put(leaves[i], mesh.devices.flat[0])
     for i, x in zip(away, jax.device_put([leaves[i] for i in away], target), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

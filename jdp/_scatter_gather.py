@@ -15,7 +15,7 @@ from ._check import axes_of, check_rows, classify, name_of, normal_axis
 from ._chunk import chunk_sizes as torch_chunk_sizes
 from ._chunk import given_sizes, pad, unpad
 from ._devices import DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
-from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, is_scattered, placed
+from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, is_scattered, placed, reshard
 
 
 def scatter(
@@ -215,15 +215,17 @@ def join(outputs: Scattered, device: jax.Device | str | None) -> Tree:
     target = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if layout.devices != (target,):  # else they are there
-        arrays = [_one_copy(x, leaf) for x, leaf in zip(arrays, layout.arrays, strict=True)]
+        arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         arrays = [jax.device_put(arrays[0], target)] if len(arrays) == 1 else jax.device_put(arrays, target)
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
 
 
-def _one_copy(x: Any, leaf: Leaf) -> Any:
-    """Of an array that is whole on every device, one device's: device_put would read it through the host."""
-    if isinstance(leaf, Whole) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
-        return x.addressable_data(0)
+def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
+    """An array that device_put brings to one device well."""
+    if isinstance(x, jax.core.Tracer):
+        return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
+    if isinstance(leaf, Whole) and x.is_fully_addressable:
+        return x.addressable_data(0)  # device_put would read it through the host
     return x
 
 

@@ -234,21 +234,32 @@ def parts(s: Scattered) -> tuple[Scattered, ...]:
 def placed(s: Scattered) -> Scattered:
     """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
     shardings = s._layout.shardings
-    away = [
-        i
-        for i, x in enumerate(s._arrays)
-        if (value := concrete(x)) is not None and getattr(value, "sharding", None) != shardings[i]
-    ]
-    if not away:
-        return s
-    arrays = list(s._arrays)
+    arrays, away = list(s._arrays), []
+    for i, x in enumerate(arrays):
+        value = concrete(x)
+        if value is None or getattr(value, "sharding", None) == shardings[i]:
+            continue
+        if value is x:
+            away.append(i)
+        else:
+            arrays[i] = reshard(jax.device_put(x, replicated(s._layout.mesh)), shardings[i])
     if len(away) == 1:  # a list would be one more tree for device_put to flatten
         arrays[away[0]] = jax.device_put(arrays[away[0]], shardings[away[0]])
-    else:
+    elif away:
         moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away])
         for i, x in zip(away, moved, strict=True):
             arrays[i] = x
     return Scattered(arrays, s._layout)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def reshard(x: Any, sharding: NamedSharding) -> Any:
+    """`x` on the same devices with another sharding.
+
+    For tracers, beside a device_put whose own sharding names no axis: device_put fails where jacobians
+    map it, or its transpose, over one axis more.
+    """
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def is_scattered(x: Any) -> bool:
