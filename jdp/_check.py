@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,11 @@ _KEY = jax.dtypes.prng_key
 def is_key(x: Any) -> bool:
     """Whether `x` is a typed PRNG key, or an array of them."""
     return jax.dtypes.issubdtype(x.dtype, _KEY)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
+    return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"
 
 
 def is_legacy_key(x: Any) -> bool:
@@ -54,7 +61,30 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
             f"jdp.{verb}: {name()} is a {type(leaf).__module__}.{type(leaf).__name__}, no jax or numpy array; only "
             f"those are cut. Pass np.asarray(x)."
         )
+    if isinstance(leaf, Iterator):
+        raise TypeError(f"jdp.{verb}: {name()} is an iterator; one call takes one batch. Pass next(it), or loop over it.")
+    if _holds_arrays(leaf):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__} that holds arrays, a container that JAX does not know as "
+            f"a pytree; they would not be cut. Register it (jax.tree_util.register_dataclass, "
+            f"register_pytree_node), or pass a dict, list or tuple of them."
+        )
     return False, leaf
+
+
+def _holds_arrays(x: Any) -> bool:
+    """Whether `x` is a container with arrays that are not 0-d: a deque, a UserDict, a plain dataclass."""
+    if isinstance(x, str | bytes | range):
+        return False
+    if isinstance(x, Mapping):
+        inside: Iterable[Any] = x.values()
+    elif isinstance(x, Collection):
+        inside = x
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, types.SimpleNamespace):
+        inside = vars(x).values() if hasattr(x, "__dict__") else ()
+    else:
+        return False
+    return any(is_array(value) and value.ndim for value in inside)
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:

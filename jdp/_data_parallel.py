@@ -16,8 +16,9 @@ from ._dispatch import dispatch
 from ._kept import kept
 from ._prefetch import prefetch
 from ._replicate import broadcast, lives_replicated
-from ._scatter_gather import gather, join, split
+from ._scatter_gather import gather, join
 from ._scattered import Scattered, Tree, parts
+from ._split import split
 
 M = TypeVar("M")
 

@@ -26,9 +26,9 @@ def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> jax.D
     if isinstance(device, str):
         platform, _, index = device.partition(":")
         try:
-            candidates = jax.devices(platform)
+            candidates = jax.devices(platform) if platform else []
             # int() would take "cpu:-1", " 1" and "1_0" as well; a device index is plain digits.
-            position = int(index) if index.isdecimal() else 0 if not index and ":" not in device else -1
+            position = int(index) if index.isdecimal() else 0 if device == platform else -1
         except RuntimeError:
             candidates, position = [], -1
     else:

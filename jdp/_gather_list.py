@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ._check import normal_axis
+from ._check import is_array, normal_axis
 from ._scattered import Tree, concrete
 
 
@@ -25,11 +24,11 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
     for i, (leaves, other) in enumerate(flat):
         if other != treedef:
             raise ValueError(
-                f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (All dicts must "
-                f"have the same number of keys). Return the same keys and lengths on every device."
+                f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (torch: All dicts "
+                f"must have the same number of keys). Return the same keys and lengths on every device."
             )
         for path, x in leaves:
-            if not isinstance(x, jax.Array | np.ndarray | np.generic) or x.dtype.kind in "OSUMm":
+            if not is_array(x):
                 raise TypeError(
                     f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
                     f"arrays. Pass jnp.asarray(x)."
@@ -51,13 +50,14 @@ def gather_list(outputs: Sequence[Tree], device: jax.Device | str | None, dim: i
     out = []
     for k, column in enumerate(columns):
         first = column[0]
-        if all(x.ndim == 0 for x in column):
+        if first.ndim == 0 and all(x.ndim == 0 for x in column):
             column, axis = [jnp.expand_dims(x, 0) for x in column], 0
         else:
+            _same_rank(column, outputs, k)
             axis = normal_axis(dim, first.ndim, "gather", lambda k=k: _name(outputs, k))
         for i, x in enumerate(column):
             off = (*x.shape[:axis], *x.shape[axis + 1 :])
-            if x.ndim != column[0].ndim or off != (*column[0].shape[:axis], *column[0].shape[axis + 1 :]):
+            if off != (*column[0].shape[:axis], *column[0].shape[axis + 1 :]):
                 raise ValueError(
                     f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
                     f"shapes must agree off dim {dim}. Pass another dim, or outputs that agree."
@@ -75,10 +75,20 @@ def gather_list(outputs: Sequence[Tree], device: jax.Device | str | None, dim: i
     return _spread(outputs, whole, dim) if device == "sharded" else whole
 
 
+def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
+    for i, x in enumerate(column):
+        if x.ndim != column[0].ndim:
+            raise ValueError(
+                f"jdp.gather: {_name(outputs, k)} has shape {column[0].shape} on device 0 and {x.shape} on device {i}; "
+                f"all must have the same number of dimensions. Return outputs that agree."
+            )
+
+
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
     """`output_device="sharded"`: over the devices that the trees came from."""
     from ._devices import make_mesh
-    from ._scatter_gather import join, split
+    from ._scatter_gather import join
+    from ._split import split
 
     devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
     if not devices:

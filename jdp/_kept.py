@@ -20,10 +20,10 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
     makes afresh at each access, is known by its object and its function.
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
-    entry = _kept.get(id(owner))
+    number = id(owner)
+    entry = _kept.get(number)
     if entry is None or entry[0]() is not owner:
-        ref = weakref.ref(owner, lambda _, number=id(owner): _kept.pop(number, None))
-        entry = _kept[id(owner)] = (ref, {})
+        entry = _kept[number] = (weakref.ref(owner, lambda _: _kept.pop(number, None)), {})
     ref, made = entry
     if (method, key) not in made:
 

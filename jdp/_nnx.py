@@ -10,8 +10,8 @@ from flax import nnx
 
 from ._check import is_key
 from ._linen import mark_outputs, mark_state
+from ._operands import fold_key
 from ._outputs import Reduce
-from ._parallel_apply import fold_key
 from ._scattered import Tree
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._check import is_key
+from ._check import is_array, is_key
 from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Tree, Whole
 
 Reduce = Literal["primary", "mean", "same"]
@@ -50,16 +50,18 @@ def flatten(out: Tree, dim: int, operands: Sequence[Any]) -> tuple[list[Any], An
     for i, leaf in enumerate(leaves):
         mark = leaf if isinstance(leaf, Marked) else Marked(leaf, dim)
         value = mark.value
-        if not isinstance(value, jax.Array | np.ndarray | np.generic) or value.dtype.kind in "OSUMm":
+        if not is_array(value):
             raise TypeError(
-                f"jdp.parallel_apply: {_path(out, i)} is a {type(value).__name__}; outputs are arrays, for they are "
+                f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, for they are "
                 f"gathered from all replicas. Return jnp.asarray(x), or leave it out."
             )
         axis = mark.axis
-        if axis is not None and value.ndim:
+        if axis is not None and not value.ndim:
+            axis = 0  # a vector with one entry per replica, whatever dim is
+        elif axis is not None:
             if not -value.ndim <= axis < value.ndim:
                 raise IndexError(
-                    f"jdp.parallel_apply: {_path(out, i)} has {value.ndim} dimensions, dim is {axis}; Dimension out "
+                    f"jdp.parallel_apply: {output_path(out, i)} has {value.ndim} dimensions, dim is {axis}; Dimension out "
                     f"of range (expected to be in range of [{-value.ndim}, {value.ndim - 1}], but got {axis}). Pass "
                     f"out_axes with an axis for each output (None: the primary replica's)."
                 )
@@ -70,7 +72,7 @@ def flatten(out: Tree, dim: int, operands: Sequence[Any]) -> tuple[list[Any], An
     return values, treedef, tuple(rules)
 
 
-def _path(out: Tree, index: int) -> str:
+def output_path(out: Tree, index: int) -> str:
     return "output" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(out)[index][0])
 
 

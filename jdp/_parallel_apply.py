@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._check import is_key
 from ._dispatch import dispatch
 from ._kept import kept
+from ._operands import Operands
 from ._outputs import Outputs
 from ._replicate import broadcast
 from ._run_chunks import run_chunks
-from ._scattered import Cut, Layout, Leaf, Scattered, Static, Tree, Whole, is_scattered, placed
+from ._scattered import Scattered, Static, Tree, is_scattered, placed
 
 
 def parallel_apply(
@@ -61,6 +60,8 @@ def parallel_apply(
             f"jdp.parallel_apply: inputs and kwargs are a {type(found).__name__}; they are scattered trees. "
             f"Pass jdp.scatter(inputs)."
         )
+    if not callable(fn):
+        raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
     inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
     return dispatch(kept(fn, "program", spmd), replicas, inputs, kwargs)
@@ -89,92 +90,42 @@ def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]
     label = name or getattr(fn, "__name__", type(fn).__name__)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
-        layout = _common_layout([x._layout for x in nodes if is_scattered(x)])
-        axis_name = layout.mesh.axis_names[0]
-        operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]
-        leaves = [leaf for x in nodes for leaf in (x._layout.arrays if is_scattered(x) else (Whole(),))]
-        warn_new_values(seen, nodes, operands, label)
+        given = Operands(replicas, inputs, kwargs)
+        _warn_new_values(seen, given, label)
+        found: list[Outputs] = []
 
         def call(values: Sequence[Any], replica: int) -> Tree:
             """`fn` on the values of one replica; `replica` is the lowest that has such shapes."""
-            rest = iter(values)
-            own = [
-                node._layout.fill([next(rest) for _ in node._arrays]) if is_scattered(node) else next(rest)
-                for node in nodes
-            ]
-            weights, args, kw = jax.tree.unflatten(treedef, own)
-            args = args if isinstance(args, tuple | list) else (args,)
+            weights, args, kw = given.arguments(values)
             try:
-                return fn(weights, *args, **(kw or {}))
+                return fn(weights, *args, **kw)
             except Exception as error:
-                device = layout.devices[replica]
+                device = given.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
                 raise
 
-        plan: list[Outputs] = []
-
         def local(*operands: Any) -> tuple[list[Any], list[Any]]:
-            index = jax.lax.axis_index(axis_name)
-            given = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
-            operands = operands[:given] + tuple(
-                fold_key(x, index) if isinstance(leaf, Whole) else x
-                for x, leaf in zip(operands[given:], leaves[given:], strict=True)
-            )
-            values, outputs = run_chunks(call, operands, leaves, layout, index)
-            plan.append(outputs)
+            index = jax.lax.axis_index(given.axis_name)
+            values, outputs = run_chunks(call, given.fold_keys(operands, index), given.leaves, given.layout, index)
+            found.append(outputs)
             return outputs.reduce(values, index)
 
+        specs = (PartitionSpec(given.axis_name), PartitionSpec())
+        # check_vma fails on real models (the scan of an RNN).
+        mapped = jax.shard_map(local, mesh=given.layout.mesh, in_specs=given.specs, out_specs=specs, check_vma=False)
         with jax.named_scope("DataParallel"):
-            cut, whole = jax.shard_map(
-                local,
-                mesh=layout.mesh,
-                in_specs=tuple(_spec(leaf, axis_name) for leaf in leaves),
-                out_specs=(PartitionSpec(axis_name), PartitionSpec()),
-                check_vma=False,  # real models (a scan in an RNN) fail the checks
-            )(*operands)
-        return plan[-1].scattered(cut, whole)
+            cut, whole = mapped(*given.arrays)
+        return found[-1].scattered(cut, whole)
 
     run.__name__ = run.__qualname__ = label
     return run
 
 
-def fold_key(x: Any, index: Any) -> Any:
-    """A 0-d typed PRNG key, folded with the replica's index on every replica but the primary."""
-    # The same key draws the same numbers on every replica. The primary's stays, and so does that
-    # of one device alone: its numbers are those of the bare model.
-    if not is_key(x) or x.ndim:
-        return x
-    return jnp.where(index == 0, x, jax.random.fold_in(x, index))
-
-
-def _spec(leaf: Leaf, axis_name: str) -> PartitionSpec:
-    if isinstance(leaf, Whole):
-        return PartitionSpec()
-    return PartitionSpec(*[None] * (leaf.axis if isinstance(leaf, Cut) else 0), axis_name)
-
-
-def _common_layout(layouts: Sequence[Layout]) -> Layout:
-    """The layout whose chunks all agree on."""
-    first = next((x for x in layouts if x.is_cut), layouts[0])
-    for other in layouts:
-        if other.mesh != first.mesh or other.is_cut and other.sizes != first.sizes:
-            raise ValueError(
-                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {_names(first)}, others {other.sizes} on "
-                f"{_names(other)}; all are cut alike. Scatter them together."
-            )
-    return first
-
-
-def _names(layout: Layout) -> str:
-    return ", ".join(str(d) for d in layout.devices)
-
-
-def warn_new_values(seen: dict[Any, set[Any]], nodes: Sequence[Any], operands: Sequence[Any], name: str) -> None:
+def _warn_new_values(seen: dict[Any, set[Any]], given: Operands, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
-    layouts = [x._layout for x in nodes if is_scattered(x)]
+    layouts = [x._layout for x in given.nodes if is_scattered(x)]
     statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in given.arrays)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._devices import DeviceLike, replicated, resolve_output
+from ._check import is_key, name_of
+from ._devices import DeviceLike, make_mesh, replicated, resolve_output
 from ._gather_list import device_of, transpose_list
-from ._scattered import Cut, Scattered, Stack, Tree, concrete, placed
+from ._scattered import Cut, Scattered, Static, Tree, Whole, concrete, placed
 
 
 def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | None = None) -> Tree:
@@ -50,38 +52,46 @@ def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | No
 def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     s = placed(s)
     layout = s._layout
-    for x, leaf in zip(s._arrays, layout.arrays, strict=True):
+    if any(isinstance(leaf, Static) for leaf in layout.leaves):
+        i = next(i for i, leaf in enumerate(layout.leaves) if isinstance(leaf, Static))
+        raise TypeError(f"jdp.reduce_add: {_path(s, i)} is no array; only arrays are summed. Leave it out.")
+    for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
+        _refuse_keys(x, _path(s, i))
         if isinstance(leaf, Cut):
-            shapes = [[*x.shape[: leaf.axis], size, *x.shape[leaf.axis + 1 :]] for size in leaf.sizes]
+            shapes = [[*x.shape[: leaf.axis], leaf.sizes[j], *x.shape[leaf.axis + 1 :]] for j in layout.used]
             other = next((shape for shape in shapes if shape != shapes[0]), None)
             if other is not None:
-                raise ValueError(_differ("size", shapes[0], other))
+                raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
     sums = _sum_everywhere(s)
     if not everywhere and sums:
         whole = layout.devices[0] if target is None else target
-        sums = jax.device_put(
-            [x if isinstance(x, jax.core.Tracer) else x.addressable_data(0) for x in sums], whole
-        )
+        sums = jax.device_put([x if isinstance(x, jax.core.Tracer) else x.addressable_data(0) for x in sums], whole)
     return layout.fill(sums)
+
+
+def _path(s: Scattered, i: int) -> str:
+    return name_of(s._layout.fill(s._arrays), i, "outputs")
+
+
+def _refuse_keys(x: Any, path: str) -> None:
+    if is_key(x):
+        raise TypeError(f"jdp.reduce_add: {path} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 
 
 def _sum(s: Scattered) -> list[Any]:
     layout = s._layout
+    used = np.array(layout.used, int)
     out = []
     for x, leaf in zip(s._arrays, layout.arrays, strict=True):
-        count = len(layout.used)
         if isinstance(leaf, Cut):
             x = x.reshape(*x.shape[: leaf.axis], -1, leaf.padded, *x.shape[leaf.axis + 1 :])
-            x = jax.lax.slice_in_dim(x, 0, leaf.sizes[0], axis=leaf.axis + 1)
-            x = jnp.moveaxis(x, leaf.axis, 0)[jnp.array(layout.used, int)]
-            x = x.sum(0, dtype=x.dtype)
-        elif isinstance(leaf, Stack):
-            x = x[jnp.array(layout.used, int)].sum(0, dtype=x.dtype)
-        else:
-            x = jnp.where(count > 0, x * jnp.asarray(count, x.dtype), jnp.zeros_like(x))
-        out.append(x)
+            rows = leaf.sizes[used[0]] if len(used) else 0
+            x = jnp.moveaxis(jax.lax.slice_in_dim(x, 0, rows, axis=leaf.axis + 1), leaf.axis, 0)
+        elif isinstance(leaf, Whole):
+            x = jnp.broadcast_to(x, (layout.mesh.size, *x.shape))
+        out.append(x[used].sum(0, dtype=x.dtype))
     return out
 
 
@@ -93,27 +103,27 @@ def _sum_everywhere(s: Scattered) -> list[Any]:
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
     columns, treedef = transpose_list(outputs, "reduce_add")
     sums = []
-    for column in columns:
+    for k, column in enumerate(columns):
+        path = name_of(outputs[0], k, "outputs")
+        _refuse_keys(column[0], path)
         for x in column[1:]:
             if x.shape != column[0].shape:
-                raise ValueError(_differ("size", list(column[0].shape), list(x.shape)))
+                raise ValueError(_differ(path, "size", list(column[0].shape), list(x.shape)))
             if x.dtype != column[0].dtype:
-                raise ValueError(_differ("dtype", column[0].dtype, x.dtype))
+                raise ValueError(_differ(path, "dtype", column[0].dtype, x.dtype))
         home = device_of(column[0]) if target is None else target
         moved = column if home is None else [jax.device_put(x, home) for x in column]
-        total = functools.reduce(operator.add, moved)
+        total = jnp.asarray(functools.reduce(operator.add, moved))
         if everywhere:
             devices = tuple(dict.fromkeys(d for x in column if (d := device_of(x)) is not None))
             if devices:
-                from ._devices import make_mesh
-
                 total = jax.device_put(total, replicated(make_mesh(devices)))
         sums.append(total)
     return jax.tree.unflatten(treedef, sums)
 
 
-def _differ(what: str, a: Any, b: Any) -> str:
+def _differ(path: str, what: str, a: Any, b: Any) -> str:
     return (
-        f"jdp.reduce_add: All inputs of ReduceAdd must have the same {what}, but got {a} and {b}. Reduce trees whose "
-        f"shapes do not depend on the chunk (gradients, sums over rows), or use jdp.gather."
+        f"jdp.reduce_add: {path}: All inputs of ReduceAdd must have the same {what}, but got {a} and {b}. Return the "
+        f"same {what} on every replica (a gradient, a sum over rows), or use jdp.gather."
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
+from ._check import classify
 from ._devices import Devices, mesh_of, replicated
 from ._scattered import Tree, concrete, is_scattered
 
@@ -84,11 +85,13 @@ def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:
         whole = x.is_fully_replicated and found == set(mesh.devices.flat)
         if x.committed and found != {primary} and not whole:
             raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index)))
-    elif not hasattr(x, "__array__") and not isinstance(x, bool | int | float | complex):
-        raise TypeError(
-            f"jdp.{verb}: {_path(tree, index)} is a {type(x).__name__}; parameters are arrays. Keep it out of the "
-            f"parameters and pass it as an argument."
-        )
+    elif not isinstance(x, bool | int | float | complex):
+        array, _ = classify(x, verb, lambda: _path(tree, index))
+        if not array:
+            raise TypeError(
+                f"jdp.{verb}: {_path(tree, index)} is a {type(x).__name__}; parameters are arrays. Keep it out of the "
+                f"parameters and pass it as an argument."
+            )
 
 
 def _path(tree: Tree, index: int) -> str:

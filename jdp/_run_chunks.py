@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from ._outputs import Outputs, Rule, flatten
+from ._outputs import Outputs, Rule, flatten, output_path
 from ._scattered import Cut, Layout, Leaf, Tree, own
 
 Call = Callable[[Sequence[Any], int], Tree]
@@ -43,15 +43,25 @@ def _along(x: Any, rule: Rule) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
-def _switch(
-    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
-) -> tuple[list[Any], Outputs]:
-    # The first replica of each size stands for all of that size. With no rows at all, the model is
-    # traced on none for the shapes of its outputs, and does not run.
+class _Body(NamedTuple):
+    """The user's function traced on one size of chunk."""
+
+    replica: int
+    jaxpr: Any
+    out: Tree  # its outputs, for their paths
+    treedef: Any
+    rules: tuple[Rule, ...]
+
+
+def _trace_bodies(
+    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout
+) -> dict[tuple[int, ...], _Body]:
+    """One body for each size of chunk; the first replica of a size stands for all of that size."""
+    # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
     first = {_signature(leaves, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for signature, replica in sorted(first.items(), key=lambda item: item[1]):
-        known: list[tuple[Any, tuple[Rule, ...]]] = []
+        known: list[Any] = []
 
         def body(*operands: Any, replica: int = replica, known: list[Any] = known) -> list[Any]:
             values, treedef, rules = _traced(call, operands, leaves, layout, replica)
@@ -60,56 +70,66 @@ def _switch(
 
         # Traced by hand, not by switch: once, for the shapes, and to look for collectives.
         jaxpr = jax.make_jaxpr(body)(*operands)
-        _refuse_collectives(jaxpr.jaxpr, layout)
-        bodies[signature] = (replica, jaxpr, *known[-1])
-    (_, lead, treedef, rules), *others = bodies.values()
-    for replica, jaxpr, other_treedef, other_rules in others:
-        _must_agree(lead, jaxpr, (treedef, rules), (other_treedef, other_rules), replica)
-    shapes = [_padded([b[1].out_avals[k] for b in bodies.values()], rules[k]) for k in range(len(rules))]
+        if layout.used:
+            _refuse_collectives(jaxpr.jaxpr, layout)
+        treedef, rules = known[-1]
+        bodies[signature] = _Body(replica, jaxpr, jax.tree.unflatten(treedef, jaxpr.out_avals), treedef, rules)
+    lead, *others = bodies.values()
+    for other in others:
+        _must_agree(lead, other)
+    return bodies
 
-    def finish(jaxpr: Any) -> Callable[..., list[Any]]:
+
+def _switch(
+    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
+) -> tuple[list[Any], Outputs]:
+    bodies = _trace_bodies(call, operands, leaves, layout)
+    lead = next(iter(bodies.values()))
+    rules, avals = lead.rules, lead.jaxpr.out_avals
+    shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
+
+    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: [_pad_to(x, shape) for x, shape in zip(run(*operands), shapes, strict=True)]
 
     def idle(*operands: Any) -> list[Any]:
         return [
             jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
-            for shape, aval, rule in zip(shapes, lead.out_avals, rules, strict=True)
+            for shape, aval, rule in zip(shapes, avals, rules, strict=True)
         ]
 
     order = list(bodies) if layout.used else []
-    branches = [finish(bodies[s][1]) for s in order]
-    table = [order.index(_signature(leaves, i)) if i in layout.used else len(order) for i in range(len(layout.devices))]
-    if len(order) in table:
-        branches.append(idle)
-    values = jax.lax.switch(jnp.asarray(np.array(table, np.int32))[index], branches, *operands)
-    by_replica = [bodies[_signature(leaves, i)][1] if i in layout.used else None for i in range(len(layout.sizes))]
+    body_of = [order.index(_signature(leaves, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
+    branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in body_of)
+    values = jax.lax.switch(jnp.asarray(np.array(body_of, np.int32))[index], branches, *operands)
+
+    def rows(k: int, i: int) -> int:
+        return bodies[_signature(leaves, i)].jaxpr.out_avals[k].shape[rules[k].axis] if i in layout.used else 0
+
     sizes = tuple(
-        tuple(0 if b is None else b.out_avals[k].shape[rules[k].axis] for b in by_replica)
-        if _along(lead.out_avals[k], rules[k])
-        else ()
-        for k in range(len(rules))
+        tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()
+        for k, (aval, rule) in enumerate(zip(avals, rules, strict=True))
     )
-    return values, Outputs(layout, treedef, rules, sizes)
+    return values, Outputs(layout, lead.treedef, rules, sizes)
 
 
 def _signature(leaves: Sequence[Leaf], replica: int) -> tuple[int, ...]:
     return tuple(leaf.sizes[replica] for leaf in leaves if isinstance(leaf, Cut))
 
 
-def _must_agree(lead: Any, other: Any, known: tuple[Any, Any], found: tuple[Any, Any], replica: int) -> None:
-    if known != found:
+def _must_agree(lead: _Body, other: _Body) -> None:
+    if (lead.treedef, lead.rules) != (other.treedef, other.rules):
         raise ValueError(
-            f"jdp.parallel_apply: replica 0 returns {known[0]}, replica {replica} {found[0]}; all replicas return the "
-            f"same tree. Return one that does not depend on the number of rows."
+            f"jdp.parallel_apply: replica {lead.replica} returns {lead.treedef}, replica {other.replica} "
+            f"{other.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
         )
-    for k, (a, b, rule) in enumerate(zip(lead.out_avals, other.out_avals, known[1], strict=True)):
+    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.rules, strict=True)):
         apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
         if a.ndim != b.ndim or a.dtype != b.dtype or apart:
             raise ValueError(
-                f"jdp.parallel_apply: output {k} is {a.str_short()} on replica 0 and {b.str_short()} on replica "
-                f"{replica}; replicas may differ along axis {rule.axis} only. Return the rows along it, or name their "
-                f"axis in out_axes."
+                f"jdp.parallel_apply: {output_path(lead.out, k)} is {a.str_short()} on replica {lead.replica} and "
+                f"{b.str_short()} on replica {other.replica}; replicas may differ along axis {rule.axis} only. Return "
+                f"the rows along it, or name their axis in out_axes."
             )
 
 
@@ -131,12 +151,19 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
     (axis_name,) = layout.mesh.axis_names
+    n = layout.mesh.size
     for name in _collectives(jaxpr, axis_name):
+        if not layout.is_cut:
+            raise ValueError(
+                f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
+                f"that it runs on the primary device alone; it would wait for {n - 1} others for ever. Pass a batch, "
+                f"or leave the collective out (drop and pad do not help; sync_batch_norm does it without)."
+            )
         raise ValueError(
             f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
-            f"{layout.sizes} on {len(layout.devices)} devices; replicas with unequal chunks run different code and "
-            f"would wait for each other for ever. Drop rows or pad the batch to a multiple of {len(layout.devices)}, "
-            f"or leave axis_name out of the model and let sync_batch_norm do it."
+            f"{layout.sizes} on {n} devices; replicas with unequal chunks run different code and would wait for each "
+            f"other for ever. Drop rows or pad the batch to a multiple of {n}, or leave axis_name out of the model "
+            f"and let sync_batch_norm do it."
         )
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from ._check import axes_of, check_rows, classify, name_of, normal_axis
-from ._chunk import chunk_sizes as torch_chunk_sizes
-from ._chunk import given_sizes, pad, unpad
+from ._check import name_of, normal_axis
+from ._chunk import pad, unpad
 from ._devices import DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
-from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, is_scattered, placed, reshard
+from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, placed, reshard
+from ._split import split
 
 
 def scatter(
@@ -52,116 +51,6 @@ def scatter(
     in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
     return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
-
-
-def split(
-    inputs: Tree,
-    mesh: Mesh,
-    dim: int,
-    *,
-    verb: str,
-    root: str | tuple[str, ...],
-    axes: Tree = None,
-    sizes: Sequence[int] | None = None,
-    layouts: dict[Any, Layout] | None = None,
-    place: bool = True,
-) -> Scattered:
-    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
-
-    `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
-    shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
-    to move.
-    """
-    leaves, treedef = jax.tree.flatten(inputs, is_leaf=is_scattered)
-    key: Any = None
-    if layouts is not None:
-        key = (treedef, *[(x.shape, x.dtype) if hasattr(x, "dtype") else Static(x) for x in leaves])
-        layout = layouts.get(key)
-        if layout is not None:
-            return _fill(leaves, layout, place)
-    axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
-    ready: list[Ready] = []
-    if any(map(is_scattered, leaves)):
-        axis_of = [a for a, x in zip(axis_of, leaves, strict=True) for _ in (x._layout.leaves if is_scattered(x) else "-")]
-        inputs = jax.tree.unflatten(treedef, [_expand(x, mesh, verb) if is_scattered(x) else x for x in leaves])
-        leaves, treedef = jax.tree.flatten(inputs)
-        ready = [x for x in leaves if type(x) is Ready]
-    specs: list[Any] = []
-    converted = False
-    for i, (leaf, axis) in enumerate(zip(leaves, axis_of, strict=True)):
-        if type(leaf) is Ready:
-            specs.append(leaf.spec)
-            continue
-        is_array, leaves[i] = classify(leaf, verb, lambda i=i: name_of(inputs, i, root))
-        converted |= leaves[i] is not leaf
-        if not is_array:
-            specs.append(Static(leaf))
-        elif axis is None or not leaf.ndim:
-            specs.append(Whole())
-        else:
-            specs.append(normal_axis(axis, leaf.ndim, verb, lambda i=i: name_of(inputs, i, root)))
-    n = mesh.devices.size
-    cut = [(i, spec) for i, spec in enumerate(specs) if isinstance(spec, int)]
-    chunks = next((x.sizes for x in ready if not isinstance(x.spec, Whole)), None)
-    if cut:
-        rows = check_rows([(leaves[i], axis, i) for i, axis in cut], verb, lambda i: name_of(inputs, i, root))
-        if chunks is not None and sum(chunks) != rows:
-            raise ValueError(
-                f"jdp.{verb}: {name_of(inputs, cut[0][0], root)} has {rows} rows, what is scattered already has "
-                f"{sum(chunks)}; all inputs are cut alike. Scatter them together."
-            )
-        chunks = chunks or (torch_chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n))
-    elif chunks is None:
-        chunks = (1,) if sizes is None else given_sizes(sizes, 0, n)
-    if any(x.sizes != chunks for x in ready if not isinstance(x.spec, Whole)):
-        raise ValueError(
-            f"jdp.{verb}: inputs that are scattered already have chunks {[x.sizes for x in ready]}; all inputs are "
-            f"cut alike. Scatter them together."
-        )
-    layout = Layout(treedef, tuple(Cut(s, chunks) if isinstance(s, int) else s for s in specs), chunks, mesh, dim)
-    if layouts is not None and not ready and not converted:
-        layouts[key] = layout
-    return _fill(leaves, layout, place)
-
-
-def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
-    """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
-    n, even = len(layout.devices), layout.is_even
-    arrays = []
-    for x, leaf in zip(leaves, layout.leaves, strict=True):
-        if type(x) is Ready:
-            arrays.append(x.array)
-        elif type(leaf) is not Static:
-            arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
-    s = Scattered(arrays, layout)
-    return s if not place and all(type(x) is np.ndarray for x in arrays) else placed(s)
-
-
-class Ready:
-    """One array of an argument that came scattered already."""
-
-    __slots__ = ("array", "spec", "sizes")
-
-    def __init__(self, array: Any, spec: Leaf, sizes: tuple[int, ...]) -> None:
-        self.array, self.spec, self.sizes = array, spec, sizes
-
-
-def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
-    """The tree of `s`, with a `Ready` for each array."""
-    layout = s._layout
-    if layout.mesh != mesh:
-        raise ValueError(
-            f"jdp.{verb}: an input is scattered over ({', '.join(map(str, s.devices))}), the call runs on "
-            f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
-        )
-    return layout.fill([Ready(x, leaf, layout.sizes) for x, leaf in zip(s._arrays, layout.arrays, strict=True)])
-
-
-def _pad(x: Any, leaf: Cut, n: int) -> Any:
-    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _jit_pad(x, leaf, n)
-
-
-_jit_pad = jax.jit(pad, static_argnums=(1, 2))
 
 
 def gather(

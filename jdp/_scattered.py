@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ._devices import cut_along, replicated
@@ -182,6 +181,12 @@ class Scattered(Sequence[Tree]):
         raise AttributeError(f"jdp.Scattered: cannot set {name!r}; it is immutable. Scatter the new tree.")
 
     __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __copy__(self) -> Scattered:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Scattered:
+        return self
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
         return self._arrays, self._layout

@@ -1,0 +1,192 @@
+"""What counts as devices, and as an output device."""
+
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+import jdp
+
+
+def double(params, x):
+    return 2 * x
+
+
+ROWS = np.arange(8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "given, ids",
+    [
+        (None, range(8)),
+        ([0], [0]),
+        ([2, 0, 5], [2, 0, 5]),
+        (range(3), [0, 1, 2]),
+        ((1, 2), [1, 2]),
+        (["cpu:3", "cpu:1"], [3, 1]),
+        (["cpu:4", 1], [4, 1]),
+        ([np.int64(3), np.int32(0)], [3, 0]),
+    ],
+    ids=repr,
+)
+def test_devices_are_indices_strings_or_all_of_them_in_the_order_given(devices, given, ids):
+    expected = [devices[i] for i in ids]
+    s = jdp.scatter(ROWS, given)
+    assert list(s.devices) == expected
+    assert [chunk.devices() for chunk in s] == [{d} for d in expected]
+    assert jdp.replicate(ROWS, given).devices() == set(expected)
+    assert list(jdp.DataParallel(double, given).devices) == expected
+
+
+def test_devices_may_be_jax_devices_beside_indices(devices):
+    assert list(jdp.scatter(ROWS, [devices[3], 1, "cpu:0"]).devices) == [devices[3], devices[1], devices[0]]
+
+
+def test_the_first_device_is_the_primary_device(devices):
+    s = jdp.scatter(ROWS, [5, 0])
+    assert jdp.gather(s).devices() == {devices[5]}
+    assert jdp.reduce_add(s).devices() == {devices[5]}
+    assert jdp.DataParallel(double, [5, 0])(1.0, ROWS).devices() == {devices[5]}
+
+
+VERBS = {
+    "scatter": lambda devices: jdp.scatter(ROWS, devices),
+    "replicate": lambda devices: jdp.replicate(ROWS, devices),
+    "DataParallel": lambda devices: jdp.DataParallel(double, devices),
+    "data_parallel": lambda devices: jdp.data_parallel(double, 1.0, ROWS, devices),
+}
+each_verb = pytest.mark.parametrize("verb", VERBS)
+
+
+@each_verb
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ([], "empty"),
+        ((), "empty"),
+        ([0, 0], "cpu:0.* twice|duplicate"),
+        ([1, 0, "cpu:1"], "cpu:1.* twice|duplicate"),
+        ([0, 8], "8"),
+        ([-1], "-1"),
+        ([True], "True"),
+        ([False], "False"),
+        (["cpu:8"], "cpu:8"),
+        (["cpu:-1"], "cpu:-1"),
+        (["tpu:0"], "tpu:0"),
+        (["nonsense"], "nonsense"),
+        ([""], "''"),
+    ],
+    ids=repr,
+)
+def test_empty_duplicate_and_unknown_devices_are_refused(refused, verb, given, match):
+    with refused(ValueError, verb, match):
+        VERBS[verb](given)
+
+
+@each_verb
+@pytest.mark.parametrize(
+    "given", [{0, 1}, 2, "cpu:0", iter([0]), {0: 1}], ids=["set", "int", "str", "iterator", "dict"]
+)
+def test_devices_that_are_no_sequence_are_refused(refused, verb, given):
+    with refused(TypeError, verb, "sequence"):
+        VERBS[verb](given)
+
+
+@pytest.mark.parametrize("element", [1.5, None, object()], ids=["float", "None", "object"])
+def test_an_element_that_is_no_device_is_refused(element):
+    with pytest.raises((TypeError, ValueError), match=r"^jdp\.scatter: devices\[1\]"):
+        jdp.scatter(ROWS, [0, element])
+
+
+def gpu(index, memory=100, cores=100):
+    """Stands in for a GPU, which the test machine has none of."""
+    device = mock.Mock(spec=jax.devices()[0], platform="gpu", id=index, core_count=cores, process_index=0)
+    device.memory_stats.return_value = {"bytes_limit": memory}
+    device.__str__ = lambda self: f"gpu:{index}"
+    return device
+
+
+@each_verb
+def test_devices_of_several_platforms_are_refused(refused, devices, verb):
+    with refused(ValueError, verb, "(?s)cpu.*gpu"):
+        VERBS[verb]([devices[0], gpu(0)])
+
+
+@pytest.mark.parametrize("uneven", [{"memory": 74}, {"cores": 74}, {"memory": 10, "cores": 10}], ids=repr)
+def test_devices_below_three_quarters_of_another_bring_one_warning(uneven):
+    pair = [gpu(0), gpu(1, **uneven)]
+    with pytest.warns(UserWarning) as warned:
+        jdp.DataParallel(double, pair)
+    assert len(warned) == 1
+    # both are named
+    text = str(warned[0].message)
+    assert all(name in text for name in ("gpu:0", "gpu:1")) or all(repr(d) in text for d in pair)
+
+
+def test_devices_at_three_quarters_bring_no_warning():
+    pair = [gpu(0), gpu(1, memory=75, cores=75)]
+    assert list(jdp.DataParallel(double, pair).devices) == pair
+
+
+@pytest.mark.parametrize(
+    "given, index",
+    [(None, 1), (6, 6), ("cpu:2", 2), ("cpu", 0), (-1, 0)],
+    ids=repr,
+)
+def test_output_device(devices, given, index):
+    s = jdp.scatter(ROWS, [1, 2])
+    assert jdp.gather(s, given).devices() == {devices[index]}
+    assert jdp.reduce_add(s, given).devices() == {devices[index]}
+    dp = jdp.DataParallel(double, [1, 2], output_device=given)
+    y = dp(1.0, ROWS)
+    assert y.devices() == {devices[index]}
+    np.testing.assert_array_equal(y, 2 * ROWS)
+
+
+def test_output_device_may_be_a_jax_device_that_is_no_replica(devices):
+    assert jdp.gather(jdp.scatter(ROWS, [0, 1]), devices[7]).devices() == {devices[7]}
+
+
+OUTPUTS = {
+    "gather": lambda device: jdp.gather(jdp.scatter(ROWS, [0, 1]), device),
+    "reduce_add": lambda device: jdp.reduce_add(jdp.scatter(ROWS, [0, 1]), device),
+    "DataParallel": lambda device: jdp.DataParallel(double, [0, 1], output_device=device),
+}
+
+
+@pytest.mark.parametrize("verb", OUTPUTS)
+@pytest.mark.parametrize("given", [8, -2, True, "cpu:8", "nonsense"], ids=repr)
+def test_unknown_output_devices_are_refused(refused, verb, given):
+    with refused(ValueError, verb, str(given)):
+        OUTPUTS[verb](given)
+
+
+@pytest.mark.parametrize("text", ["all", "sharded"])
+def test_all_is_for_sums_and_sharded_is_for_rows(text):
+    verb = {"all": "gather", "sharded": "reduce_add"}[text]
+    with pytest.raises(ValueError, match=rf"^jdp\.{verb}: .*{text}"):
+        OUTPUTS[verb](text)
+
+
+def test_one_device_goes_through_the_same_code(same):
+    one, two = jdp.scatter({"x": ROWS}, [0]), jdp.scatter({"x": ROWS}, [0, 1])
+    assert type(one) is type(two) is jdp.Scattered
+    same(jdp.gather(one), jdp.gather(two))
+
+
+def test_the_virtual_devices_are_there_and_asking_again_is_harmless(devices):
+    jdp.virtual_cpu_devices(8)
+    assert len(jax.devices("cpu")) == len(devices) == 8
+
+
+def test_virtual_devices_after_jax_has_started_are_refused(refused, devices):
+    with refused(RuntimeError, "virtual_cpu_devices", "(?s)8.*started|started.*8"):
+        jdp.virtual_cpu_devices(4)
+    assert jax.devices() == devices
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_fewer_than_one_virtual_device_is_refused(refused, bad):
+    with refused(ValueError, "virtual_cpu_devices", str(bad)):
+        jdp.virtual_cpu_devices(bad)

@@ -1,0 +1,106 @@
+"""Never a deadlock on CPU: loops of 20,000 steps that nobody waits for, on 8 virtual devices.
+
+In processes of their own, for the number of threads is fixed when JAX starts, and a deadlock aborts.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+STEPS = 20_000
+
+
+def run(code, **env):
+    """The last line that a fresh Python prints, with only these variables beside the path."""
+    import os
+
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=kept | env, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_eager_loop_of_collectives_without_set_up():
+    # 8 devices by XLA's own flag: no help from virtual_cpu_devices, jdp's own queue must do it.
+    code = f"""
+        import jax, jdp, numpy as np
+        dp = jdp.DataParallel(lambda w, x: jax.lax.pmean(x * w, "data"))
+        w = jdp.replicate(np.float32(3))
+        for _ in range({STEPS}):
+            y = dp(w, np.arange(8, dtype=np.float32))
+        print(y.tolist())
+    """
+    last = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    assert last == str([10.5] * 8)
+
+
+def test_jitted_loop_of_the_user_with_virtual_cpu_devices():
+    code = f"""
+        import jdp
+        jdp.virtual_cpu_devices(8)
+        import jax, numpy as np
+        dp = jdp.DataParallel(lambda w, x: x * w)
+        x = jax.device_put(np.ones(8, np.float32), jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(jax.devices()), ("data",)), jax.sharding.PartitionSpec("data")))
+        step = jax.jit(lambda w, x: w + jax.grad(lambda w: dp(w, x).sum())(w))
+        w = jdp.replicate(np.float32(0))
+        for _ in range({STEPS}):
+            w = step(w, x)
+        print(float(w))
+    """
+    assert run(code) == str(8.0 * STEPS)
+
+
+def test_the_queue_is_bounded_and_waits():
+    import jax
+    import numpy as np
+
+    import jdp
+    from jdp import _dispatch
+
+    dp = jdp.DataParallel(lambda w, x: w * x)
+    outs = [dp(1.0, np.ones(8, np.float32)) for _ in range(40)]
+    assert len(_dispatch._running) <= 8
+    assert all(y.is_ready() for y in outs[:-8])
+    jax.block_until_ready(outs)
+
+
+def test_virtual_cpu_devices_sets_up_devices_and_threads():
+    code = """
+        import os, jdp
+        jdp.virtual_cpu_devices(3)
+        import jax
+        jdp_devices = len(jax.devices())
+        jdp.virtual_cpu_devices(3)  # the same again is no error
+        print(jdp_devices, os.environ["NPROC"])
+    """
+    assert run(code) == "3 6"
+
+
+def test_virtual_cpu_devices_wins_over_the_older_flag():
+    code = "import jdp; jdp.virtual_cpu_devices(3); import jax; print(len(jax.devices()))"
+    assert run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "3"
+
+
+def test_virtual_cpu_devices_says_so_when_jax_has_started():
+    code = """
+        import jax, jdp
+        jax.devices()
+        try:
+            jdp.virtual_cpu_devices(4)
+        except RuntimeError as error:
+            print(error)
+    """
+    assert "JAX has started already, with 1 CPU devices" in run(code)
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "4"])
+def test_virtual_cpu_devices_refuses_what_is_no_number_of_devices(n):
+    import jdp
+
+    with pytest.raises(ValueError, match=r"jdp\.virtual_cpu_devices: n is .* Pass 1 or more"):
+        jdp.virtual_cpu_devices(n)

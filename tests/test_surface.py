@@ -1,0 +1,170 @@
+"""The public names, their docstrings and annotations, and the shape of the code."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import statistics
+import subprocess
+import sys
+import typing
+
+import pytest
+
+import jdp
+
+PACKAGE = pathlib.Path(jdp.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [
+    "DataParallel",
+    "Scattered",
+    "chunk_sizes",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "reduce_add",
+    "replicate",
+    "scatter",
+    "virtual_cpu_devices",
+]
+METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
+
+
+def module_name(path):
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def public_functions():
+    """Every public function and method, with its name."""
+    for name in NAMES:
+        value = getattr(jdp, name)
+        if not inspect.isclass(value):
+            yield name, value
+            continue
+        for attribute, member in vars(value).items():
+            member = member.fget if isinstance(member, property) else member
+            if inspect.isfunction(member) and (attribute in ("__init__", "__call__") or attribute[0] != "_"):
+                yield f"{name}.{attribute}", member
+
+
+def test_the_public_names_are_pinned():
+    public = [name for name, value in vars(jdp).items() if name[0] != "_" and not inspect.ismodule(value)]
+    assert sorted(public) == sorted(NAMES)
+    if hasattr(jdp, "__all__"):
+        assert sorted(jdp.__all__) == sorted(NAMES)
+
+
+def test_every_module_of_the_package_is_private_and_imports():
+    for path in MODULES:
+        assert path.name.startswith("_"), path
+        assert importlib.import_module(module_name(path))
+    assert "utils" not in " ".join(path.name for path in MODULES)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    list(
+        {
+            "scatter": "(inputs, devices=None, dim=0, *, chunk_sizes=None)",
+            "replicate": "(tree, devices=None)",
+            "parallel_apply": "(fn, replicas, inputs, kwargs=None)",
+            "gather": "(outputs, output_device=None, dim=0)",
+            "reduce_add": "(outputs, destination=None)",
+            "chunk_sizes": "(size, n)",
+            "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, "
+            "kwargs=None)",
+            "virtual_cpu_devices": "(n)",
+        }.items()
+    ),
+)
+def test_signatures_are_those_of_the_contract(name, expected):
+    assert bare_signature(getattr(jdp, name)) == expected
+
+
+def bare_signature(function, skip=0):
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[skip:]]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("'", '"')
+
+
+def test_the_signature_of_data_parallel_the_class():
+    assert bare_signature(jdp.DataParallel.__init__, skip=1) == (
+        "(module, devices=None, output_device=None, dim=0, *, "
+        'in_axes=None, out_axes=None, axis_name="data", reduce_state="primary", state_axes=None)'
+    )
+
+
+@pytest.mark.parametrize("name, function", list(public_functions()))
+def test_every_parameter_and_return_is_annotated(name, function):
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    assert [p.name for p in parameters if p.annotation is p.empty] == []
+    assert signature.return_annotation is not signature.empty
+    assert typing.get_type_hints(function, vars(sys.modules[function.__module__]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_a_docstring_with_an_example_that_runs(name):
+    text = getattr(jdp, name).__doc__
+    first = text.strip().splitlines()[0]
+    assert first.endswith((".", "`")) and len(first) < 120
+    examples = doctest.DocTestParser().get_examples(text)
+    assert [e for e in examples if "import " not in e.source and not e.options.get(doctest.SKIP)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_of_the_wrapper_has_a_docstring(name):
+    assert inspect.getdoc(inspect.getattr_static(jdp.DataParallel, name))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("Scattered", "virtual_cpu_devices")])
+def test_a_verb_is_defined_by_an_equation_or_a_source(name):
+    text = getattr(jdp, name).__doc__
+    assert "Source: " in text and "torch" in text
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_the_examples_in_the_docstrings_run(path):
+    module = importlib.import_module(module_name(path))
+    assert module.__doc__, f"{path.name} does not say what it is"
+    assert doctest.testmod(module, raise_on_error=True).failed == 0
+
+
+def test_the_shape_of_the_code():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in MODULES}
+    assert statistics.median(lengths.values()) < 200
+    long = [
+        f"{path.name}:{node.name} {length}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (length := body_lines(node)) >= 40
+    ]
+    assert long == []
+
+
+def body_lines(node):
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_every_module_of_the_package_says_what_it_is():
+    assert all(ast.get_docstring(ast.parse(path.read_text())) for path in MODULES)
+
+
+def test_the_core_imports_neither_torch_nor_the_tests_tools():
+    tools = ("torch", "matplotlib", "hypothesis", "pytest")
+    assert python(f"import sys, jdp; print([m for m in {tools} if m in sys.modules])") == "[]"
+
+
+def test_importing_jdp_does_not_start_jax():
+    code = "import jdp; jdp.virtual_cpu_devices(3); import jax; print(len(jax.devices('cpu')))"
+    assert python(code) == "3"
+
+
+def python(code):
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    return run.stdout.strip()
