@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._scattered import is_scattered
@@ -17,7 +18,7 @@ _KEY = jax.dtypes.prng_key
 
 def is_key(x: Any) -> bool:
     """Whether `x` is a typed PRNG key, or an array of them."""
-    return jax.dtypes.issubdtype(x.dtype, _KEY)
+    return jnp.issubdtype(x.dtype, _KEY)
 
 
 def is_array(x: Any) -> bool:
@@ -62,7 +63,9 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
             f"those are cut. Pass np.asarray(x)."
         )
     if isinstance(leaf, Iterator):
-        raise TypeError(f"jdp.{verb}: {name()} is an iterator; one call takes one batch. Pass next(it), or loop over it.")
+        raise TypeError(
+            f"jdp.{verb}: {name()} is an iterator; one call takes one batch. Pass next(it), or loop over it."
+        )
     if _holds_arrays(leaf):
         raise TypeError(
             f"jdp.{verb}: {name()} is a {type(leaf).__name__} that holds arrays, a container that JAX does not know as "
@@ -84,7 +87,7 @@ def _holds_arrays(x: Any) -> bool:
         inside = vars(x).values() if hasattr(x, "__dict__") else ()
     else:
         return False
-    return any(is_array(value) and value.ndim for value in inside)
+    return any(is_array(value) and value.ndim for value in jax.tree.leaves(list(inside)))
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
@@ -112,8 +115,10 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
     """The number of rows that all cut arrays (array, axis, index) agree on."""
     first, axis, index = cut[0]
-    if verb != "scatter" and all(is_legacy_key(x) for x, _, _ in cut):
-        raise TypeError(legacy_key_text(verb, name(index)))
+    if verb != "scatter":  # of arguments; a tree that is only scattered may hold two such rows
+        for x, _, i in cut:
+            if is_legacy_key(x):
+                raise TypeError(legacy_key_text(verb, name(i)))
     rows = first.shape[axis]
     for other, other_axis, other_index in cut[1:]:
         if other.shape[other_axis] == rows:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._scattered import Cut
+from ._layout import Cut
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import jax
 from flax import linen, nnx
 
-from ._devices import DeviceLike, Devices, make_mesh, resolve_devices, resolve_output, warn_imbalance
+from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices, resolve_output, warn_imbalance
 from ._kept import kept
+from ._layout import Layout, Tree
 from ._linen import linen_function, mark_outputs
 from ._nnx import nnx_function
 from ._outputs import Reduce
 from ._parallel_apply import spmd
-from ._scattered import Layout, Scattered, Tree
+from ._scattered import Scattered
 
 Kind = Literal["linen", "nnx", "function"]
 
@@ -42,7 +43,9 @@ class Config:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"jdp.{verb}: dim is {dim!r}; it is the axis to cut along. Pass an int.")
         if reduce_state not in ("primary", "mean"):
-            raise ValueError(f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them.")
+            raise ValueError(
+                f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them."
+            )
         self.kind: Kind = kind
         self.devices = resolve_devices(verb, devices)
         self.output_device = resolve_output(verb, output_device)
@@ -88,8 +91,8 @@ class Config:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.devices = tuple(_here(d) for d in state["devices"])
-        self.output_device = _here(state["output_device"])
+        *devices, self.output_device = _here([*state["devices"], state["output_device"]])
+        self.devices = tuple(devices)
         self.mesh = make_mesh(self.devices, self.axis_name)
         self._programs, self.layouts = {}, {}
 
@@ -117,22 +120,23 @@ def _name(module: Any) -> str:
 
 
 def _portable(device: Any) -> Any:
-    return (device.platform, device.id) if isinstance(device, jax.Device) else device
+    return (device.platform, device.id) if isinstance(device, Device) else device
 
 
-def _here(device: Any) -> Any:
-    """The device of this machine with a pickled platform and id."""
-    if not isinstance(device, tuple):
-        return device
-    platform, number = device
+def _here(devices: list[Any]) -> list[Any]:
+    """The devices of this machine with pickled platforms and ids; what is no device stays as it is."""
+    found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
+    missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if isinstance(d, tuple) and here is None]
+    if missing:
+        raise ValueError(
+            f"jdp.DataParallel: the pickled wrapper runs on {', '.join(missing)}, which this machine lacks; it has "
+            f"{', '.join(map(str, jax.devices()))}. Pickle the variables instead, and make a wrapper here."
+        )
+    return found
+
+
+def _find(platform: str, number: int) -> Device | None:
     try:
-        known = jax.devices(platform)
-    except RuntimeError:
-        known = []
-    for candidate in known:
-        if candidate.id == number:
-            return candidate
-    raise ValueError(
-        f"jdp.DataParallel: the pickled wrapper runs on device {platform}:{number}, which this machine lacks; it has "
-        f"{', '.join(map(str, known or jax.devices()))}. Pickle the variables instead, and make a wrapper here."
-    )
+        return next((d for d in jax.devices(platform) if d.id == number), None)
+    except RuntimeError:  # no such platform
+        return None

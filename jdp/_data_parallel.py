@@ -1,23 +1,23 @@
-"""DataParallel and data_parallel: `data_parallel(f, params, batch) == f(params, *batch)`."""
+"""DataParallel: `DataParallel(f)(params, *batch) == f(params, *batch)`, on every device."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import jax
 from flax import nnx
 
 from . import _linen, _nnx
 from ._config import Config, kind_of
-from ._devices import DeviceLike, Devices, make_mesh, resolve_devices, resolve_output
+from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices
 from ._dispatch import dispatch
-from ._kept import kept
+from ._layout import Tree
 from ._prefetch import prefetch
 from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import gather, join
-from ._scattered import Scattered, Tree, parts
+from ._scattered import Scattered, parts
 from ._split import split
 
 M = TypeVar("M")
@@ -97,12 +97,12 @@ class DataParallel(nnx.Module, Generic[M]):
             nnx.update(module, broadcast(nnx.state(module), self._config.mesh, "DataParallel"))
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices of the replicas; the first is the primary device."""
         return self._config.devices
 
     @property
-    def output_device(self) -> jax.Device | str | None:
+    def output_device(self) -> Device | str | None:
         """Where outputs go; None is where the parameters live."""
         return self._config.output_device
 
@@ -111,7 +111,9 @@ class DataParallel(nnx.Module, Generic[M]):
         """The axis along which inputs are cut and outputs concatenated."""
         return self._config.dim
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices) -> tuple[Scattered, Scattered]:
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+    ) -> tuple[Scattered, Scattered]:
         """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
         config = self._config
         axes = None
@@ -124,14 +126,15 @@ class DataParallel(nnx.Module, Generic[M]):
                     f"jax.vmap each positional argument has one. Pass in_axes of that length."
                 )
             axes = (in_axes, config.dim)
+        own = devices is config.devices
         both = split(
             (tuple(inputs), dict(kwargs)),
-            config.mesh if devices is config.devices else make_mesh(resolve_devices("DataParallel", devices), config.axis_name),
+            config.mesh if own else make_mesh(resolve_devices("DataParallel", devices), config.axis_name),
             config.dim,
             verb="DataParallel",
             root=("args", "kwargs"),
             axes=axes,
-            layouts=config.layouts if devices is config.devices else None,
+            layouts=config.layouts if own else None,
             place=False,
         )
         args, kw = parts(both)
@@ -157,7 +160,7 @@ class DataParallel(nnx.Module, Generic[M]):
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
         if _in_replica():
-            return self.module(*args, **kwargs)
+            return cast(Any, self.module)(*args, **kwargs)
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
         graph, *states = nnx.split(self.module, *[kind for kind, _ in filters], ...)
@@ -200,8 +203,8 @@ class DataParallel(nnx.Module, Generic[M]):
             kwargs = _linen.normal_options(kwargs)
             stateful = _linen.is_stateful(kwargs)
         if _in_replica():
-            call = self.module.apply if config.kind == "linen" else self.module
-            return call(variables, *args, **kwargs)  # type: ignore[operator]
+            module = cast(Any, self.module)
+            return (module.apply if config.kind == "linen" else module)(variables, *args, **kwargs)
         if cut := [name for name in config.state_axes if name in variables]:
             variables = dict(variables)
             for name in cut:
@@ -221,7 +224,7 @@ class DataParallel(nnx.Module, Generic[M]):
         inputs, kw = self.scatter(args, kwargs, config.devices)
         replicas = self.replicate(params, config.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        device = config.output_device
+        device, home = config.output_device, None
         if device is None or stateful:
             # Results come back where the parameters live. (The next line's first test is the fast one.)
             stay = jax.tree.leaves(params) if replicas is params else lives_replicated(params, config.mesh)
@@ -240,9 +243,10 @@ class DataParallel(nnx.Module, Generic[M]):
         wrapper and back), with the same numbers, whole on every device.
         """
         if self._config.kind != "linen":
+            what = "an NNX module" if self._config.kind == "nnx" else "a function"
             raise AttributeError(
-                f"jdp.DataParallel: init is for Linen modules; this wraps "
-                f"{'an NNX module, which holds its own state' if self._config.kind == 'nnx' else 'a function, which has its own parameters'}."
+                f"jdp.DataParallel: init is for Linen modules, and this wraps {what}; nothing is left to initialise. "
+                f"Call dp(*args) for NNX, dp(params, *args) for a function."
             )
         return self._init
 
@@ -288,47 +292,3 @@ class DataParallel(nnx.Module, Generic[M]):
 def _in_replica() -> bool:
     """Whether this is traced inside a replica's program already."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def data_parallel(
-    apply_fn: Any,
-    params: Tree,
-    batch: Tree,
-    devices: Devices = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    kwargs: Mapping[str, Any] | None = None,
-) -> Tree:
-    """Runs a function on every device, each with its chunk of the batch: `== apply_fn(params, *batch)`.
-
-    The functional form of `jdp.DataParallel`. The program is compiled once for each function, known by
-    its identity: pass `model.apply`, or a function that you keep, not a lambda made afresh.
-
-    Args:
-        apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
-        params: its first argument, whole on every replica.
-        batch: its further arguments: a tuple is the arguments, `None` is none, anything else is one.
-        devices: as for `jdp.DataParallel`.
-        output_device: as for `jdp.DataParallel`.
-        dim: the axis along which inputs are cut and outputs concatenated.
-        kwargs: keyword arguments of `apply_fn`.
-
-    Returns:
-        What `apply_fn` returns, the rows of all chunks in input order.
-
-    Example:
-        >>> import jdp, numpy as np
-        >>> jdp.data_parallel(lambda w, x: x @ w, np.ones((2, 3)), np.ones((5, 2)), devices=[0]).shape
-        (5, 3)
-
-    Source: `data_parallel` in torch/nn/parallel/data_parallel.py.
-    """
-    arguments: Sequence[Any] = batch if isinstance(batch, tuple) else () if batch is None else (batch,)
-    key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
-    linen_module = _linen.module_of(apply_fn)
-    if linen_module is None:
-        dp = kept(apply_fn, key, lambda weak: DataParallel(weak, *key))
-    else:
-        # An equal module: what is kept with the user's must not keep it alive.
-        dp = kept(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
-    return dp(params, *arguments, **(kwargs or {}))

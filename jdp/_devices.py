@@ -6,22 +6,27 @@ import functools
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-DeviceLike: TypeAlias = jax.Device | int | str
+if TYPE_CHECKING:
+    from jaxlib._jax import Device  # jax.Device, which a type checker takes for a variable
+else:
+    Device = jax.Device
+
+DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
 
 Devices: TypeAlias = Sequence[DeviceLike] | None
 """The devices of a verb; `None` is all of `jax.devices()`."""
 
 
-def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> jax.Device:
+def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Device:
     """The one `jax.Device` that `device` names, or a `ValueError` that lists those that exist."""
-    if isinstance(device, jax.Device):
+    if isinstance(device, Device):
         return device
     if isinstance(device, str):
         platform, _, index = device.partition(":")
@@ -48,11 +53,11 @@ def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> jax.D
     )
 
 
-def _names(devices: Sequence[jax.Device]) -> str:
+def _names(devices: Sequence[Device]) -> str:
     return ", ".join(str(d) for d in devices)
 
 
-def resolve_devices(verb: str, devices: Devices) -> tuple[jax.Device, ...]:
+def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     """The devices, checked: at least one, all known, no duplicates, one platform."""
     if devices is None:
         return tuple(jax.devices())
@@ -80,7 +85,7 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[jax.Device, ...]:
 
 
 @functools.cache
-def make_mesh(devices: tuple[jax.Device, ...], axis_name: str = "data") -> Mesh:
+def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
     """The one-axis mesh of the replicas, in the order of the devices."""
     # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
     return Mesh(np.array(devices, dtype=object), (axis_name,))
@@ -102,7 +107,7 @@ def mesh_of(verb: str, devices: Devices) -> Mesh:
     return make_mesh(resolve_devices(verb, devices))
 
 
-def resolve_output(verb: str, output_device: DeviceLike | None) -> jax.Device | str | None:
+def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str | None:
     """`None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
     if output_device is None or isinstance(output_device, str) and output_device == "sharded":
         return output_device
@@ -113,7 +118,7 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> jax.Device | 
     return resolve_device(verb, output_device, "output_device")
 
 
-def warn_imbalance(devices: tuple[jax.Device, ...]) -> None:
+def warn_imbalance(devices: tuple[Device, ...]) -> None:
     """torch's balance check: one `UserWarning` where a device has under 75 % of another's memory or cores.
 
     Source: `_check_balance` in torch/nn/parallel/data_parallel.py.
@@ -134,12 +139,12 @@ def warn_imbalance(devices: tuple[jax.Device, ...]) -> None:
             return
 
 
-def _memory_bytes(device: jax.Device) -> int | None:
+def _memory_bytes(device: Device) -> int | None:
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask
         return None
 
 
-def _cores(device: jax.Device) -> int | None:
+def _cores(device: Device) -> int | None:
     return getattr(device, "core_count", None)

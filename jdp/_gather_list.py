@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ._check import is_array, normal_axis
-from ._scattered import Tree, concrete
+from ._devices import Device
+from ._layout import Tree
+from ._scattered import concrete
 
 
 def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
@@ -36,7 +38,7 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
     return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
 
 
-def device_of(x: Any) -> jax.Device | None:
+def device_of(x: Any) -> Device | None:
     """The device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
     value = concrete(x)
     if not isinstance(value, jax.Array):
@@ -44,7 +46,7 @@ def device_of(x: Any) -> jax.Device | None:
     return min(value.sharding.device_set, key=lambda d: d.id)
 
 
-def gather_list(outputs: Sequence[Tree], device: jax.Device | str | None, dim: int) -> Tree:
+def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """`jdp.gather` of a list of trees."""
     columns, treedef = transpose_list(outputs, "gather")
     out = []

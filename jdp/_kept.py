@@ -31,6 +31,6 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
             target: Any = ref()
             return target(*args, **kwargs) if method is None else method(target, *args, **kwargs)
 
-        stand_in.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
         made[method, key] = make(stand_in)
     return made[method, key]

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from ._check import axes_of, is_legacy_key
 from ._devices import replicated
+from ._layout import Tree
 from ._outputs import Marked, Reduce
-from ._scattered import Tree, concrete
+from ._scattered import concrete
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:

@@ -9,10 +9,10 @@ import jax
 from flax import nnx
 
 from ._check import is_key
+from ._layout import Tree
 from ._linen import mark_outputs, mark_state
 from ._operands import fold_key
 from ._outputs import Reduce
-from ._scattered import Tree
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
@@ -23,7 +23,9 @@ def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
     ]
 
 
-def nnx_function(out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str) -> Callable[..., Tree]:
+def nnx_function(
+    out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str
+) -> Callable[..., Tree]:
     """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
     axes = [axis for _, axis in filters_of(state_axes)]
 
@@ -63,9 +65,9 @@ def _fold(variable: Any, index: Any) -> Any:
     """The key of an `nnx.Rngs`, or each of an array of them, folded with the replica's index."""
 
     def fold(x: Any) -> Any:
-        if not is_key(x):
-            return x
-        return fold_key(x, index) if not x.ndim else jax.vmap(lambda k: fold_key(k, index))(x.reshape(-1)).reshape(x.shape)
+        if not is_key(x) or not x.ndim:
+            return fold_key(x, index)
+        return jax.vmap(lambda key: fold_key(key, index))(x.reshape(-1)).reshape(x.shape)
 
     return jax.tree.map(fold, variable)
 

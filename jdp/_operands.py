@@ -1,31 +1,35 @@
-"""The arguments of a replica's call as flat arrays, and back: what goes through `shard_map`."""
+"""The arguments of a call as flat operands, and back: what goes through `shard_map`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ._check import is_key
-from ._scattered import Cut, Layout, Leaf, Scattered, Tree, Whole, is_scattered
+from ._layout import Cut, Layout, Leaf, Tree, Whole
+from ._scattered import Scattered, is_scattered, own
 
 
-class Operands:
-    """`(replicas, inputs, kwargs)`, flat: `arrays`, what each one is (`leaves`), and the chunks (`layout`)."""
+class Signature(NamedTuple):
+    """All of a call but its arrays: how `(replicas, inputs, kwargs)` is made of flat operands."""
 
-    def __init__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> None:
-        self.nodes, self.treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
-        self.arrays: list[Any] = []
-        self.leaves: list[Leaf] = []
-        for node in self.nodes:
-            self.arrays += node._arrays if is_scattered(node) else (node,)
-            self.leaves += node._layout.arrays if is_scattered(node) else (Whole(),)
-        self.layout = _common_layout([node._layout for node in self.nodes if is_scattered(node)])
-        self.axis_name = self.layout.mesh.axis_names[0]
-        self._weights = len(self.arrays) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
+    treedef: Any
+    nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
+    weights: int  # how many of the operands are the replicas'
+    layout: Layout  # the chunks that all agree on
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What each operand is."""
+        return tuple(leaf for node in self.nodes for leaf in (node.arrays if node else (Whole(),)))
+
+    @property
+    def axis_name(self) -> str:
+        return self.layout.mesh.axis_names[0]
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -36,22 +40,28 @@ class Operands:
             for leaf in self.leaves
         )
 
-    def arguments(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
-        """One replica's `(replicas, args, kwargs)`, of its own values."""
-        rest = iter(values)
-        own = [
-            node._layout.fill([next(rest) for _ in node._arrays]) if is_scattered(node) else next(rest)
-            for node in self.nodes
-        ]
-        replicas, args, kwargs = jax.tree.unflatten(self.treedef, own)
+    def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
+        """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
+        rest = iter([own(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)])
+        values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
+        replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
         return replicas, args if isinstance(args, tuple | list) else (args,), kwargs or {}
 
     def fold_keys(self, operands: Sequence[Any], index: Any) -> tuple[Any, ...]:
         """The operands, with each key among the inputs made the replica's own."""
         return tuple(
-            fold_key(x, index) if i >= self._weights and isinstance(leaf, Whole) else x
+            fold_key(x, index) if i >= self.weights and isinstance(leaf, Whole) else x
             for i, (x, leaf) in enumerate(zip(operands, self.leaves, strict=True))
         )
+
+
+def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> tuple[list[Any], Signature]:
+    """The operands of a call, and its signature."""
+    nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
+    operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]
+    weights = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
+    layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
+    return operands, Signature(treedef, layouts, weights, _common_layout([x for x in layouts if x]))
 
 
 def fold_key(x: Any, index: Any) -> Any:

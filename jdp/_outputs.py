@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._check import is_array, is_key
-from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Tree, Whole
+from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
+from ._scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same"]
 """Whose value is the one for all: the primary's, the mean, or that of any, since they are equal."""
@@ -27,7 +28,9 @@ class Marked:
     __slots__ = ("value", "axis", "reduce", "old")
 
     def __init__(self, value: Any, axis: int | None, reduce: Reduce = "primary", old: Any = None) -> None:
-        self.value, self.axis, self.reduce, self.old = value, axis, reduce, old
+        self.value, self.axis, self.old = value, axis, old
+        # What did not change is equal on all replicas as it is.
+        self.reduce: Reduce = "same" if value is old else reduce
 
 
 class Rule(NamedTuple):
@@ -38,8 +41,23 @@ class Rule(NamedTuple):
     old: int | None
 
 
-def flatten(out: Tree, dim: int, operands: Sequence[Any]) -> tuple[list[Any], Any, tuple[Rule, ...]]:
-    """The arrays of an output tree, its treedef and one rule for each array.
+@jax.tree_util.register_pytree_node_class
+class Returned:
+    """The output arrays of a replica, and (as static data, so that it passes through `jit`) what they are."""
+
+    def __init__(self, values: Sequence[Any], treedef: Any, rules: tuple[Rule, ...]) -> None:
+        self.values, self.treedef, self.rules = list(values), treedef, rules
+
+    def tree_flatten(self) -> tuple[list[Any], tuple[Any, tuple[Rule, ...]]]:
+        return self.values, (self.treedef, self.rules)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, tuple[Rule, ...]], values: Sequence[Any]) -> Returned:
+        return cls(values, *static)
+
+
+def returned(out: Tree, dim: int, operands: Sequence[Any]) -> Returned:
+    """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array.
 
     Raises:
         TypeError: a leaf is no array, with its path.
@@ -52,8 +70,8 @@ def flatten(out: Tree, dim: int, operands: Sequence[Any]) -> tuple[list[Any], An
         value = mark.value
         if not is_array(value):
             raise TypeError(
-                f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, for they are "
-                f"gathered from all replicas. Return jnp.asarray(x), or leave it out."
+                f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, "
+                f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."
             )
         axis = mark.axis
         if axis is not None and not value.ndim:
@@ -61,15 +79,15 @@ def flatten(out: Tree, dim: int, operands: Sequence[Any]) -> tuple[list[Any], An
         elif axis is not None:
             if not -value.ndim <= axis < value.ndim:
                 raise IndexError(
-                    f"jdp.parallel_apply: {output_path(out, i)} has {value.ndim} dimensions, dim is {axis}; Dimension out "
-                    f"of range (expected to be in range of [{-value.ndim}, {value.ndim - 1}], but got {axis}). Pass "
-                    f"out_axes with an axis for each output (None: the primary replica's)."
+                    f"jdp.parallel_apply: {output_path(out, i)} has {value.ndim} dimensions, dim is {axis}; "
+                    f"Dimension out of range (expected to be in range of [{-value.ndim}, {value.ndim - 1}], but got "
+                    f"{axis}). Pass out_axes with an axis for each output (None: the primary replica's)."
                 )
             axis %= value.ndim
         old = next((j for j, x in enumerate(operands) if x is mark.old), None) if mark.old is not None else None
         values.append(value)
-        rules.append(Rule(axis, "same" if mark.value is mark.old else mark.reduce, old))
-    return values, treedef, tuple(rules)
+        rules.append(Rule(axis, mark.reduce, old))
+    return Returned(values, treedef, tuple(rules))
 
 
 def output_path(out: Tree, index: int) -> str:

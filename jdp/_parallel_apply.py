@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ from jax.sharding import PartitionSpec
 
 from ._dispatch import dispatch
 from ._kept import kept
-from ._operands import Operands
-from ._outputs import Outputs
+from ._layout import Static, Tree
+from ._operands import Signature, flatten_call
+from ._outputs import Outputs, Returned, returned
 from ._replicate import broadcast
 from ._run_chunks import run_chunks
-from ._scattered import Scattered, Static, Tree, is_scattered, placed
+from ._scattered import Scattered, placed
 
 
 def parallel_apply(
@@ -70,16 +72,16 @@ def parallel_apply(
 def spmd(fn: Callable[..., Tree], name: str | None = None) -> Callable[..., Scattered]:
     """The program that runs `fn` on every replica; compiled once per layout and shapes."""
     run = _spmd(fn, name)
-    compiled: dict[Any, Callable[..., Scattered]] = {}
+    programs: dict[Any, Callable[..., Scattered]] = {}
 
     def call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         key = inputs._layout, None if kwargs is None else kwargs._layout
-        program = compiled.get(key)
+        program = programs.get(key)
         if program is None:
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what
             # a device_put before it costs, and into the one program that placed arrays run as well.
             where = [None if layout is None else Scattered(layout.shardings, layout) for layout in key]
-            program = compiled[key] = jax.jit(run, in_shardings=(None, *where))
+            program = programs[key] = jax.jit(run, in_shardings=(None, *where))
         return program(replicas, inputs, kwargs)
 
     return call
@@ -89,43 +91,54 @@ def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]
     seen: dict[Any, set[Any]] = {}
     label = name or getattr(fn, "__name__", type(fn).__name__)
 
-    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        given = Operands(replicas, inputs, kwargs)
-        _warn_new_values(seen, given, label)
-        found: list[Outputs] = []
+    @functools.cache
+    def body(signature: Signature, replica: int) -> Callable[..., Returned]:
+        """`fn` on a chunk of the size that `replica` (the lowest such) has."""
 
-        def call(values: Sequence[Any], replica: int) -> Tree:
-            """`fn` on the values of one replica; `replica` is the lowest that has such shapes."""
-            weights, args, kw = given.arguments(values)
+        def call(*operands: Any) -> Returned:
+            replicas, args, kwargs = signature.arguments(operands, replica)
             try:
-                return fn(weights, *args, **kw)
+                out = fn(replicas, *args, **kwargs)
             except Exception as error:
-                device = given.layout.devices[replica]
+                device = signature.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
                 raise
+            return returned(out, signature.layout.dim, operands)
+
+        call.__name__ = label
+        # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
+        # on the devices already, with and without a gradient.
+        return jax.jit(call)
+
+    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        operands, signature = flatten_call(replicas, inputs, kwargs)
+        _warn_new_values(seen, operands, signature, label)
+        found: list[Outputs] = []
 
         def local(*operands: Any) -> tuple[list[Any], list[Any]]:
-            index = jax.lax.axis_index(given.axis_name)
-            values, outputs = run_chunks(call, given.fold_keys(operands, index), given.leaves, given.layout, index)
+            index = jax.lax.axis_index(signature.axis_name)
+            operands = signature.fold_keys(operands, index)
+            values, outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
             found.append(outputs)
             return outputs.reduce(values, index)
 
-        specs = (PartitionSpec(given.axis_name), PartitionSpec())
+        specs = (PartitionSpec(signature.axis_name), PartitionSpec())
+        mesh = signature.layout.mesh
         # check_vma fails on real models (the scan of an RNN).
-        mapped = jax.shard_map(local, mesh=given.layout.mesh, in_specs=given.specs, out_specs=specs, check_vma=False)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=signature.specs, out_specs=specs, check_vma=False)
         with jax.named_scope("DataParallel"):
-            cut, whole = mapped(*given.arrays)
+            cut, whole = mapped(*operands)
         return found[-1].scattered(cut, whole)
 
     run.__name__ = run.__qualname__ = label
     return run
 
 
-def _warn_new_values(seen: dict[Any, set[Any]], given: Operands, name: str) -> None:
+def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
-    layouts = [x._layout for x in given.nodes if is_scattered(x)]
+    layouts = [node for node in signature.nodes if node]
     statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in given.arrays)
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:

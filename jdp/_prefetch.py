@@ -6,7 +6,8 @@ import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from ._scattered import Scattered, Tree
+from ._layout import Tree
+from ._scattered import Scattered
 
 
 def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Scattered], size: int) -> Iterator[Scattered]:

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._check import is_key, name_of
 from ._devices import DeviceLike, make_mesh, replicated, resolve_output
 from ._gather_list import device_of, transpose_list
-from ._scattered import Cut, Scattered, Static, Tree, Whole, concrete, placed
+from ._layout import Cut, Static, Tree, Whole
+from ._scattered import Scattered, concrete, placed
 
 
 def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | None = None) -> Tree:
@@ -67,7 +69,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     sums = _sum_everywhere(s)
     if not everywhere and sums:
         whole = layout.devices[0] if target is None else target
-        sums = jax.device_put([x if isinstance(x, jax.core.Tracer) else x.addressable_data(0) for x in sums], whole)
+        sums = jax.device_put([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)
     return layout.fill(sums)
 
 

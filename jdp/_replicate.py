@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ._check import classify
 from ._devices import Devices, mesh_of, replicated
-from ._scattered import Tree, concrete, is_scattered
+from ._layout import Tree
+from ._scattered import concrete, is_scattered
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
@@ -59,7 +61,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
         return tree
     for i in away:
         _check(leaves[i], mesh, verb, tree, i)
-        if isinstance(leaves[i], jax.core.Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
+        if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], mesh.devices.flat[0])
     for i, x in zip(away, jax.device_put([leaves[i] for i in away], target), strict=True):

@@ -10,33 +10,28 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from ._outputs import Outputs, Rule, flatten, output_path
-from ._scattered import Cut, Layout, Leaf, Tree, own
+from ._layout import Cut, Layout, Tree
+from ._operands import Signature
+from ._outputs import Outputs, Returned, Rule, output_path
 
-Call = Callable[[Sequence[Any], int], Tree]
+BodyOf = Callable[[int], Callable[..., Returned]]
 
 
 def run_chunks(
-    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
+    body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any
 ) -> tuple[list[Any], Outputs]:
     """The replica's output arrays (padded alike on all replicas), and what they are.
 
-    `call(values, replica)` runs the user's function. Where all replicas have equal chunks that is all;
-    else each size has its own body, and `lax.switch` on the replica's `index` takes the one it needs.
+    `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
+    equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs.
     """
-    n = len(layout.devices)
-    if layout.used == tuple(range(n)) and all(len({*x.sizes}) == 1 for x in leaves if isinstance(x, Cut)):
-        values, treedef, rules = _traced(call, operands, leaves, layout, 0)
-        sizes = tuple((x.shape[rule.axis],) * n if _along(x, rule) else () for x, rule in zip(values, rules, strict=True))
-        return values, Outputs(layout, treedef, rules, sizes)
-    return _switch(call, operands, leaves, layout, index)
-
-
-def _traced(
-    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, replica: int
-) -> tuple[list[Any], Any, tuple[Rule, ...]]:
-    out = call([own(x, leaf, replica) for x, leaf in zip(operands, leaves, strict=True)], replica)
-    return flatten(out, layout.dim, operands)
+    layout = signature.layout
+    n = layout.mesh.size
+    if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
+        return _switch(body_of, operands, signature, index)
+    out = body_of(0)(*operands)
+    sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
+    return out.values, Outputs(layout, out.treedef, out.rules, sizes)
 
 
 def _along(x: Any, rule: Rule) -> bool:
@@ -53,37 +48,28 @@ class _Body(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-def _trace_bodies(
-    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout
-) -> dict[tuple[int, ...], _Body]:
+def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> dict[tuple[int, ...], _Body]:
     """One body for each size of chunk; the first replica of a size stands for all of that size."""
+    layout = signature.layout
     # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
-    first = {_signature(leaves, i): i for i in reversed(layout.used)} or {(): 0}
+    first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
-    for signature, replica in sorted(first.items(), key=lambda item: item[1]):
-        known: list[Any] = []
-
-        def body(*operands: Any, replica: int = replica, known: list[Any] = known) -> list[Any]:
-            values, treedef, rules = _traced(call, operands, leaves, layout, replica)
-            known.append((treedef, rules))
-            return values
-
-        # Traced by hand, not by switch: once, for the shapes, and to look for collectives.
-        jaxpr = jax.make_jaxpr(body)(*operands)
+    for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
+        # Traced by hand, not by switch: for the shapes, and to look for collectives.
+        jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
         if layout.used:
             _refuse_collectives(jaxpr.jaxpr, layout)
-        treedef, rules = known[-1]
-        bodies[signature] = _Body(replica, jaxpr, jax.tree.unflatten(treedef, jaxpr.out_avals), treedef, rules)
+        tree = jax.tree.unflatten(out.treedef, jaxpr.out_avals)
+        bodies[sizes] = _Body(replica, jaxpr, tree, out.treedef, out.rules)
     lead, *others = bodies.values()
     for other in others:
         _must_agree(lead, other)
     return bodies
 
 
-def _switch(
-    call: Call, operands: Sequence[Any], leaves: Sequence[Leaf], layout: Layout, index: Any
-) -> tuple[list[Any], Outputs]:
-    bodies = _trace_bodies(call, operands, leaves, layout)
+def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
+    layout = signature.layout
+    bodies = _trace_bodies(body_of, operands, signature)
     lead = next(iter(bodies.values()))
     rules, avals = lead.rules, lead.jaxpr.out_avals
     shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
@@ -99,12 +85,12 @@ def _switch(
         ]
 
     order = list(bodies) if layout.used else []
-    body_of = [order.index(_signature(leaves, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
-    branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in body_of)
-    values = jax.lax.switch(jnp.asarray(np.array(body_of, np.int32))[index], branches, *operands)
+    which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
+    branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
+    values = jax.lax.switch(jnp.asarray(np.array(which, np.int32))[index], branches, *operands)
 
     def rows(k: int, i: int) -> int:
-        return bodies[_signature(leaves, i)].jaxpr.out_avals[k].shape[rules[k].axis] if i in layout.used else 0
+        return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[rules[k].axis] if i in layout.used else 0
 
     sizes = tuple(
         tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()
@@ -113,8 +99,8 @@ def _switch(
     return values, Outputs(layout, lead.treedef, rules, sizes)
 
 
-def _signature(leaves: Sequence[Leaf], replica: int) -> tuple[int, ...]:
-    return tuple(leaf.sizes[replica] for leaf in leaves if isinstance(leaf, Cut))
+def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
+    return tuple(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
 def _must_agree(lead: _Body, other: _Body) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._check import name_of, normal_axis
 from ._chunk import pad, unpad
-from ._devices import DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
-from ._scattered import Cut, Layout, Leaf, Scattered, Stack, Static, Tree, Whole, concrete, placed, reshard
+from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
+from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
+from ._scattered import Scattered, concrete, placed, reshard
 from ._split import split
 
 
@@ -92,7 +94,7 @@ def gather(
     return gather_list(outputs, device, dim)
 
 
-def join(outputs: Scattered, device: jax.Device | str | None) -> Tree:
+def join(outputs: Scattered, device: Device | str | None) -> Tree:
     """`gather`, each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
@@ -111,7 +113,7 @@ def join(outputs: Scattered, device: jax.Device | str | None) -> Tree:
 
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     """An array that device_put brings to one device well."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
     if isinstance(leaf, Whole) and x.is_fully_addressable:
         return x.addressable_data(0)  # device_put would read it through the host

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from ._check import axes_of, check_rows, classify, name_of, normal_axis
 from ._chunk import chunk_sizes, given_sizes, pad
-from ._scattered import Cut, Layout, Leaf, Scattered, Static, Tree, Whole, is_scattered, placed
+from ._layout import Cut, Layout, Leaf, Static, Tree, Whole
+from ._scattered import Scattered, is_scattered, placed
 
 
 def split(

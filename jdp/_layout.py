@@ -1,0 +1,153 @@
+"""The layout of a scattered tree: which leaf is cut along which axis, and into how many rows each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from ._devices import Device, cut_along, replicated
+
+Tree = Any
+"""Any pytree of arrays."""
+
+
+class Cut(NamedTuple):
+    """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest."""
+
+    axis: int
+    sizes: tuple[int, ...]
+
+    @property
+    def padded(self) -> int:
+        # One row at least: the gradient of a shard_map over a zero-row operand does not compile.
+        return max(1, *self.sizes)
+
+
+class Stack(NamedTuple):
+    """A leaf that is 0-d on each replica: one entry per device."""
+
+
+class Whole(NamedTuple):
+    """A leaf that is whole on every replica."""
+
+
+class Static:
+    """A leaf that is no array (a bool, a string, a function): part of the program, not of its data."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _key(self) -> tuple:
+        # 1 == 1.0 == True and 0.0 == -0.0, but a model may tell them apart.
+        value = self.value
+        return type(value), repr(value) if isinstance(value, float | complex) else value
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Static):
+            return self is other
+        try:
+            return hash(self._key()) == hash(other._key()) and self._key() == other._key()
+        except TypeError:
+            # An unhashable object (a set) may change between calls: it equals nothing, and is traced anew.
+            return False
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._key())
+        except TypeError:
+            return id(self)
+
+
+Leaf = Cut | Stack | Whole | Static
+
+
+class Layout:
+    """All of a `Scattered` but its arrays: hashable, compared by value, the same object where it can be."""
+
+    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "__dict__")
+
+    def __init__(
+        self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int
+    ) -> None:
+        self.treedef, self.leaves, self.sizes, self.mesh, self.dim = treedef, leaves, sizes, mesh, dim
+        self._hash = hash((treedef, leaves, sizes, mesh, dim))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.treedef, self.leaves, self.sizes, self.mesh, self.dim) == (
+            other.treedef,
+            other.leaves,
+            other.sizes,
+            other.mesh,
+            other.dim,
+        )
+
+    @functools.cached_property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def is_cut(self) -> bool:
+        return any(isinstance(leaf, Cut | Stack) for leaf in self.leaves)
+
+    @functools.cached_property
+    def used(self) -> tuple[int, ...]:
+        """The replicas that hold rows; with nothing cut, the primary alone."""
+        return tuple(i for i, size in enumerate(self.sizes) if size) if self.is_cut else (0,)
+
+    def fill(self, values: Sequence[Any]) -> Tree:
+        """The tree with `values` for its arrays, in order."""
+        arrays = iter(values)
+        return jax.tree.unflatten(
+            self.treedef, [leaf.value if isinstance(leaf, Static) else next(arrays) for leaf in self.leaves]
+        )
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Cut | Stack | Whole, ...]:
+        """The leaves that are arrays."""
+        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
+
+    @functools.cached_property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each array lies."""
+        return tuple(
+            cut_along(self.mesh, leaf.axis)
+            if isinstance(leaf, Cut)
+            else cut_along(self.mesh, 0)
+            if isinstance(leaf, Stack)
+            else replicated(self.mesh)
+            for leaf in self.arrays
+        )
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether the arrays hold no padding, so that gathering them is nothing to do."""
+        n = len(self.devices)
+        return all(
+            isinstance(leaf, Whole)
+            or (isinstance(leaf, Stack) and len(self.used) == n)
+            or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
+            for leaf in self.arrays
+        )
+
+    @functools.cached_property
+    def parts(self) -> tuple[Layout, ...]:
+        """The layouts of the tree's children."""
+        found, start = [], 0
+        for child in self.treedef.children():
+            stop = start + child.num_leaves
+            found.append(Layout(child, self.leaves[start:stop], self.sizes, self.mesh, self.dim))
+            start = stop
+        return tuple(found)

@@ -1,0 +1,986 @@
+"""DataParallel of Linen modules and plain functions: `dp(params, x) == module(params, x)`."""
+
+import collections
+import dataclasses
+import gc
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+ROWS = np.random.RandomState(0).randn(17, 3).astype(np.float32)
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.tanh(nn.Dense(4)(x)))
+
+    def hidden(self, x, scale=1.0):
+        return x * scale + self.variables["params"]["Dense_0"]["kernel"].sum()
+
+
+class Dropper(nn.Module):
+    """Returns its dropout mask: which numbers a replica drew."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+MODEL = MLP()
+VARIABLES = jax.tree.map(np.asarray, MODEL.init(jax.random.key(0), ROWS))
+WRAPPERS = {n: jdp.DataParallel(MODEL, devices=range(n)) for n in (1, 2, 3, 8)}
+ONES = np.ones((10, 16), np.float32)
+DROP = {n: jdp.DataParallel(Dropper(), devices=range(n)) for n in (1, 4)}
+
+
+def linear(params, x):
+    return x @ params["w"] + params["b"]
+
+
+LINEAR = {"w": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.float32([1, -1])}
+WEIGHT = np.float32(3)
+
+
+# --- the equation ---
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [0, 1, 5, 16])
+def test_linen_equals_the_module(n, size):
+    dp, x = WRAPPERS[n], ROWS[:size]
+    want = MODEL.apply(VARIABLES, x)
+    for got in (dp.apply(VARIABLES, x), dp(VARIABLES, x)):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_functional_form_equals_the_function(n):
+    x = ROWS[:10]
+    want = linear(LINEAR, x)
+    for batch in (x, (x,)):
+        got = jdp.data_parallel(linear, LINEAR, batch, devices=range(n))
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    dp = jdp.DataParallel(linear, devices=range(n))
+    np.testing.assert_allclose(dp(LINEAR, x), want, rtol=1e-6)
+    np.testing.assert_allclose(dp.apply(LINEAR, x), want, rtol=1e-6)
+
+
+def test_devices_none_is_all_devices(devices):
+    dp = jdp.DataParallel(linear)
+    assert list(dp.devices) == devices
+    np.testing.assert_allclose(jdp.data_parallel(linear, LINEAR, ROWS), linear(LINEAR, ROWS), rtol=1e-6)
+
+
+def test_even_batches_agree_with_pmap_to_the_last_bit(devices):
+    """Outputs, and the summed gradient against psum of each replica's."""
+    n, x = 4, ROWS[:16]
+    dp = jdp.DataParallel(MODEL, devices=range(n))
+    stack = x.reshape(n, 4, 3)
+    pmap = {"axis_name": "data", "devices": devices[:n]}
+    want = jax.pmap(MODEL.apply, in_axes=(None, 0), **pmap)(VARIABLES, stack)
+    np.testing.assert_array_equal(dp.apply(VARIABLES, x), np.reshape(want, (16, 2)))
+
+    def loss(variables, x):
+        return jnp.sum(MODEL.apply(variables, x) ** 2)
+
+    def summed(variables, x):
+        return lax.psum(jax.grad(loss)(variables, x), "data")
+
+    want = jax.pmap(summed, in_axes=(None, 0), **pmap)(VARIABLES, stack)
+    variables = jdp.replicate(VARIABLES, range(n))
+    for wrap in (lambda f: f, jax.jit):
+        got = wrap(jax.grad(lambda v: jnp.sum(dp.apply(v, x) ** 2)))(variables)
+        jax.tree.map(lambda g, w: np.testing.assert_array_equal(g, w[0]), got, want)
+
+
+def test_batch_norm_and_dropout_agree_with_pmap_to_the_last_bit(devices):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+            return nn.Dropout(0.5, deterministic=False)(x)
+
+    net, n, x = Net(), 4, ROWS[:16]
+    variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    key = jax.random.key(7)
+
+    def one(variables, x):
+        index = lax.axis_index("data")
+        own = lax.cond(index == 0, lambda: key, lambda: jax.random.fold_in(key, index))
+        return net.apply(variables, x, mutable=["batch_stats"], rngs={"dropout": own})
+
+    want, stats = jax.pmap(one, in_axes=(None, 0), axis_name="data", devices=devices[:n])(variables, x.reshape(n, 4, 3))
+    dp = jdp.DataParallel(net, devices=range(n))
+    got, state = dp.apply(variables, x, mutable=["batch_stats"], rngs={"dropout": key})
+    jax.tree.map(lambda g, w: np.testing.assert_array_equal(g, w[0]), state, stats)
+    np.testing.assert_array_equal(got[:4], want[0])
+    assert not np.array_equal(got[4:8], got[:4])
+
+
+# --- Linen's doors ---
+
+
+def test_init_returns_the_models_own_tree_replicated(devices):
+    dp = WRAPPERS[8]
+    for rngs in (jax.random.key(0), {"params": jax.random.key(0)}):
+        variables = dp.init(rngs, ROWS)
+        assert jax.tree.structure(variables) == jax.tree.structure(VARIABLES)  # no `module.` prefix
+        jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
+        for leaf in jax.tree.leaves(variables):
+            assert leaf.is_fully_replicated and leaf.devices() == set(devices)
+
+
+def test_init_of_another_batch_size_and_of_uneven_rows():
+    for size in (1, 2, 5):
+        variables = WRAPPERS[8].init(jax.random.key(0), ROWS[:size])
+        jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
+
+
+def test_checkpoints_load_in_the_wrapper_and_back():
+    dp = WRAPPERS[3]
+    ours = dp.init(jax.random.key(5), ROWS)
+    theirs = MODEL.init(jax.random.key(6), ROWS)
+    loaded = flax.serialization.from_bytes(theirs, flax.serialization.to_bytes(ours))
+    np.testing.assert_allclose(MODEL.apply(loaded, ROWS), dp.apply(ours, ROWS), rtol=1e-6, atol=1e-6)
+    loaded = flax.serialization.from_bytes(ours, flax.serialization.to_bytes(theirs))
+    np.testing.assert_allclose(dp.apply(loaded, ROWS), MODEL.apply(theirs, ROWS), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["hidden", MLP.hidden])
+def test_method_other_than_call(method):
+    """Row 139e: any method runs in parallel."""
+    x = ROWS[:10]
+    got = WRAPPERS[3].apply(VARIABLES, x, method=method, scale=2.0)
+    np.testing.assert_allclose(got, MODEL.apply(VARIABLES, x, method="hidden", scale=2.0), rtol=1e-6)
+
+
+def test_mutable_false_returns_the_output_alone_and_a_list_returns_a_pair():
+    dp, x = WRAPPERS[3], ROWS[:4]
+    assert isinstance(dp.apply(VARIABLES, x), jax.Array)
+    y, state = dp.apply(VARIABLES, x, mutable=["batch_stats"])
+    assert y.shape == (4, 2) and jax.tree.leaves(state) == []
+    y, state = dp.apply(VARIABLES, x, mutable=True)
+    jax.tree.map(np.testing.assert_array_equal, state["params"], VARIABLES["params"])
+
+
+# --- plain functions ---
+
+
+def test_a_functions_keywords_are_its_own():
+    """Row 36: rngs, mutable, method, and the names of the wrapper's own parameters are no one's."""
+
+    def model(p, x, *, rngs, mutable, method, variables, inputs, module, self, params, args, devices):
+        assert method == "sum" and mutable is True
+        return p * x * rngs + variables + inputs + module + self + params + args + devices
+
+    rows = np.arange(5, dtype=np.float32)
+    kw = dict(rngs=rows, mutable=True, method="sum", variables=rows, inputs=rows, module=rows, self=rows)
+    kw |= dict(params=rows, args=rows, devices=rows)
+    want = 2 * rows * rows + 7 * rows
+    dp = jdp.DataParallel(model, devices=range(2))
+    np.testing.assert_allclose(dp.apply(np.float32(2), rows, **kw), want)
+    kw.pop("self")
+    dp = jdp.DataParallel(lambda p, x, **kw: model(p, x, self=x, **kw), devices=range(2))
+    np.testing.assert_allclose(dp(np.float32(2), rows, **kw), want)
+    got = jdp.data_parallel(lambda p, x, **kw: model(p, x, self=x, **kw), np.float32(2), rows, [0, 1], kwargs=kw)
+    np.testing.assert_allclose(got, want)
+
+
+def test_keywords_are_cut_like_arguments():
+    def model(p, x, *, scale, shift=0.0, bias):
+        assert scale.shape == x.shape and bias.shape == ()
+        return p * x * scale + shift + bias
+
+    x, scale = np.arange(5, dtype=np.float32), np.arange(5, 10, dtype=np.float32)
+    kw = dict(scale=scale, shift=2.0, bias=np.float32(1))
+    got = jdp.DataParallel(model, devices=range(3))(WEIGHT, x, **kw)
+    np.testing.assert_allclose(got, 3 * x * scale + 3)
+    got = jdp.data_parallel(model, WEIGHT, x, devices=range(3), kwargs=kw)
+    np.testing.assert_allclose(got, 3 * x * scale + 3)
+
+
+def test_batch_of_data_parallel_tuple_none_list_and_the_rest():
+    """Row 140a: a tuple is the arguments (a NamedTuple too), None is none, a list is one argument."""
+    Pair = collections.namedtuple("Pair", "a b")
+    x = np.arange(4, dtype=np.float32)
+    run = jdp.data_parallel
+    np.testing.assert_array_equal(run(lambda w, a, b: w * a + b, WEIGHT, (x, x), [0, 1]), 4 * x)
+    np.testing.assert_array_equal(run(lambda w, a, b: w * a + b, WEIGHT, Pair(x, x), [0, 1]), 4 * x)
+    np.testing.assert_array_equal(run(lambda w, ab: w * ab[0] + ab[1], WEIGHT, [x, x], [0, 1]), 4 * x)
+    np.testing.assert_array_equal(run(lambda w, d: w * d["x"], WEIGHT, {"x": x}, [0, 1]), 3 * x)
+    np.testing.assert_array_equal(run(lambda w: w * jnp.ones((2, 1)), WEIGHT, None, [0, 1]), [[3], [3]])
+    np.testing.assert_array_equal(run(lambda w: w * jnp.ones((2, 1)), WEIGHT, (), [0, 1]), [[3], [3]])
+    np.testing.assert_array_equal(run(lambda w, *, x: w * x, WEIGHT, None, [0, 1], kwargs={"x": x}), 3 * x)
+
+
+def test_data_parallel_output_device_and_dim(devices):
+    x = np.arange(10, dtype=np.float32).reshape(2, 5)
+    y = jdp.data_parallel(lambda w, x: w * x, WEIGHT, x, devices[:3], devices[6], 1)
+    np.testing.assert_array_equal(y, 3 * x)
+    assert y.devices() == {devices[6]}
+
+
+def test_with_nothing_to_cut_the_model_runs_once_on_the_primary_device():
+    """Rows 23 and 29: torch runs it on every device and concatenates."""
+    seen = []
+
+    def model(w, scale=1.0, name="", key=None):
+        jax.debug.callback(lambda w: seen.append(threading.get_ident()), w)
+        return w * scale * jnp.ones((2, 3))
+
+    dp = jdp.DataParallel(model, devices=[2, 3, 5])
+    for args in ((), (2.0,), (np.float32(2), "name"), (2.0, "name", jax.random.key(0))):
+        seen.clear()
+        y = dp(WEIGHT, *args)
+        jax.effects_barrier()
+        assert y.shape == (2, 3) and float(y[0, 0]) == (6 if args else 3)
+        assert y.devices() == {jax.devices()[2]}
+        assert len(seen) == 1
+
+
+def test_static_values_reach_the_model_as_they_are():
+    def model(w, x, mode, *, train, fn, sizes):
+        assert mode == "twice" and train is True and sizes == (1, None, [2]) and type(sizes[0]) is int
+        return fn(x) * w
+
+    dp = jdp.DataParallel(model, devices=range(2))
+    x = np.arange(5, dtype=np.float32)
+    np.testing.assert_array_equal(dp(WEIGHT, x, "twice", train=True, fn=jnp.negative, sizes=(1, None, [2])), -3 * x)
+
+
+def test_many_distinct_static_values_warn_once():
+    dp = jdp.DataParallel(lambda w, x, k: w * x + k, devices=[0])
+    x = np.ones(2, np.float32)
+    for k in range(15):
+        dp(WEIGHT, x, k)
+    with pytest.warns(UserWarning, match="16") as record:
+        dp(WEIGHT, x, 15)
+    assert len(record) == 1
+    for k in (3, 16, 17):
+        np.testing.assert_array_equal(dp(WEIGHT, x, k), 3 + np.full(2, k))  # no second warning, which is an error
+
+
+def test_python_and_zero_d_scalars_are_the_same_to_the_model():
+    dp = jdp.DataParallel(lambda w, x, s: x * s * w, devices=range(3))
+    x = np.arange(7, dtype=np.float32)
+    for s in (2, 2.0, np.float32(2), np.float64(2), jnp.float32(2), np.array(2)):
+        np.testing.assert_array_equal(dp(WEIGHT, x, s), 6 * x)
+
+
+# --- devices and where things are ---
+
+
+@pytest.mark.parametrize("given", [[3, 1], ["cpu:3", "cpu:1"], ("cpu:3", 1), range(3, 0, -2)])
+def test_forms_of_devices(devices, given):
+    dp = jdp.DataParallel(linear, devices=given)
+    assert tuple(dp.devices) == (devices[3], devices[1])
+    y = dp(LINEAR, ROWS[:5])
+    assert y.devices() == {devices[3]}  # the first is the primary device
+    np.testing.assert_allclose(y, linear(LINEAR, ROWS[:5]), rtol=1e-6)
+    assert tuple(jdp.DataParallel(linear, devices=[devices[3], "cpu:1"]).devices) == (devices[3], devices[1])
+
+
+def test_attributes(devices):
+    dp = jdp.DataParallel(MODEL, [1, 2], output_device="cpu:4", dim=0)
+    assert dp.module is MODEL and tuple(dp.devices) == tuple(devices[1:3]) and dp.dim == 0
+    assert dp.output_device == devices[4]
+    assert jdp.DataParallel[MLP](MODEL, [1]).module is MODEL  # row 17
+    assert "MLP" in repr(dp)
+
+
+def test_outputs_follow_the_parameters(devices):
+    dp = jdp.DataParallel(linear, devices=[2, 3, 4])
+    replicated = jdp.replicate(LINEAR, [2, 3, 4])
+    for x in (ROWS[:9], ROWS[:10], ROWS[:1]):
+        assert dp(LINEAR, x).devices() == {devices[2]}
+        assert dp(jax.device_put(LINEAR, devices[2]), x).devices() == {devices[2]}
+        assert dp(replicated, x).devices() == set(devices[2:5])
+        assert dp(replicated, jax.device_put(x, devices[6])).devices() == set(devices[2:5])
+
+
+@pytest.mark.parametrize("where, at", [("cpu", 0), (-1, 0), ("cpu:6", 6), (7, 7), (None, 2)])
+@pytest.mark.parametrize("size", [0, 1, 4, 5])
+def test_output_device(devices, where, at, size):
+    dp = jdp.DataParallel(linear, devices=[2, 3], output_device=where)
+    for params in (LINEAR, jax.device_put(LINEAR, devices[2])):
+        y = dp(params, ROWS[:size])
+        assert y.devices() == {devices[at]}
+        np.testing.assert_allclose(y, linear(LINEAR, ROWS[:size]), rtol=1e-6)
+
+
+def test_output_device_holds_for_one_device_too(devices):
+    """Row 24: torch ignores it there."""
+    dp = jdp.DataParallel(linear, devices=[2], output_device=devices[5])
+    assert dp(LINEAR, ROWS[:5]).devices() == {devices[5]}
+    assert dp(jdp.replicate(LINEAR, [2]), ROWS[:5]).devices() == {devices[5]}
+
+
+def test_sharded_outputs(devices):
+    dp = jdp.DataParallel(lambda w, x: (x * w, x.T * w), devices=[1, 2], output_device="sharded", out_axes=(0, 1))
+    y, t = dp(WEIGHT, ROWS[:6])
+    assert y.sharding.spec == P("data") and t.sharding.spec == P(None, "data")
+    assert y.devices() == set(devices[1:3]) and y.addressable_shards[0].data.shape == (3, 3)
+    y, t = dp(WEIGHT, ROWS[:5])  # 5 rows do not divide by 2
+    assert y.is_fully_replicated and t.is_fully_replicated and y.devices() == set(devices[1:3])
+    np.testing.assert_array_equal(y, 3 * ROWS[:5])
+    np.testing.assert_array_equal(t, 3 * ROWS[:5].T)
+
+
+def test_inputs_may_live_anywhere(devices):
+    """Row 30."""
+    want = linear(LINEAR, ROWS[:10])
+    mesh = jax.make_mesh((5,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[3:])
+    places = [devices[7], devices[0], jax.NamedSharding(mesh, P("rows")), jax.NamedSharding(mesh, P())]
+    dp = jdp.DataParallel(linear, devices=[2, 3, 4])
+    for place in places:
+        x = jax.device_put(ROWS[:10], place)
+        np.testing.assert_allclose(dp(LINEAR, x), want, rtol=1e-6)
+        assert not x.is_deleted()
+    np.testing.assert_allclose(dp(LINEAR, ROWS.T.copy().T[:10]), want, rtol=1e-6)  # row 31: not contiguous
+
+
+def test_an_output_is_never_an_input_in_disguise(devices):
+    """The caller may donate what came back, and keep what went in."""
+    dp = jdp.DataParallel(lambda w, x: x, devices=[0])
+    x = jax.device_put(ROWS, devices[0])
+    y = dp(WEIGHT, x)
+    y.delete()
+    np.testing.assert_array_equal(x, ROWS)
+
+
+def test_new_parameters_are_seen_at_once():
+    """Row 33."""
+    dp = WRAPPERS[3]
+    other = jax.tree.map(lambda w: w + 1, VARIABLES)
+    x = ROWS[:5]
+    first = dp.apply(VARIABLES, x)
+    np.testing.assert_allclose(dp.apply(other, x), MODEL.apply(other, x), rtol=1e-6)
+    np.testing.assert_array_equal(dp.apply(VARIABLES, x), first)
+    mutable = {"w": LINEAR["w"].copy(), "b": LINEAR["b"]}
+    function = jdp.DataParallel(linear, devices=range(2))
+    function(mutable, x)
+    mutable["w"] *= 2  # in place: a wrapper that remembers arrays by identity would be wrong
+    np.testing.assert_allclose(function(mutable, x), linear(mutable, x), rtol=1e-6)
+
+
+# --- axes ---
+
+
+def test_dim():
+    model = lambda w, x, y: {"out": x * w + y}  # noqa: E731
+    x, y = np.arange(30, dtype=np.float32).reshape(3, 10), np.ones((1, 10), np.float32)
+    for dim in (1, -1):
+        dp = jdp.DataParallel(model, devices=range(4), dim=dim)
+        np.testing.assert_array_equal(dp(WEIGHT, x, y)["out"], 3 * x + 1)
+
+
+def test_in_axes_and_out_axes_mean_what_they_mean_in_vmap():
+    """Axes are an argument's: cut along its own, None goes whole, out None is the primary replica's."""
+
+    def model(w, x, table, pair):
+        assert table.shape == (2, 2) and x.shape[1] == pair["a"].shape[0] == pair["b"].shape[1]
+        return (x * w).T, {"whole": table * x.shape[1], "rows": pair["a"] + pair["b"][0]}
+
+    dp = jdp.DataParallel(
+        model, devices=range(4), in_axes=(1, None, {"a": 0, "b": -1}), out_axes=(0, {"whole": None, "rows": 0})
+    )
+    x = np.arange(20, dtype=np.float32).reshape(2, 10)
+    table = np.eye(2, dtype=np.float32)
+    pair = {"a": np.arange(10, dtype=np.float32), "b": np.ones((1, 10), np.float32)}
+    out, rest = dp(WEIGHT, x, table, pair)
+    np.testing.assert_array_equal(out, 3 * x.T)
+    np.testing.assert_array_equal(rest["whole"], 3 * table)  # the primary replica has 3 of the 10 rows
+    np.testing.assert_array_equal(rest["rows"], pair["a"] + 1)
+
+
+def test_in_axes_one_int():
+    x = np.arange(20, dtype=np.float32).reshape(2, 10)
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4), in_axes=1, out_axes=1)
+    np.testing.assert_array_equal(dp(WEIGHT, x), 3 * x)
+
+
+def test_in_axes_none_is_dim_and_a_tuple_of_none_cuts_nothing():
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4), in_axes=None)
+    np.testing.assert_array_equal(dp(WEIGHT, ROWS), 3 * ROWS)
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4), in_axes=(None,))
+    np.testing.assert_array_equal(dp(WEIGHT, ROWS), 3 * ROWS)  # nothing to cut: once, not four times
+
+
+# --- outputs of every shape ---
+
+
+class Two(NamedTuple):
+    logits: Any
+    loss: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Box:
+    value: Any
+    name: str = dataclasses.field(default="box", metadata=dict(static=True))
+
+
+@pytest.mark.parametrize("n, entries", [(1, 1), (4, 4), (8, 5)])
+def test_containers_survive_and_zero_d_outputs_become_a_vector(n, entries):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, batch: Box):
+            assert isinstance(batch, Box) and batch.name == "mine"
+            y = nn.Dense(2)(batch.value["x"])
+            loss = jnp.mean((y - batch.value["y"]) ** 2)
+            return {"two": Two(y, loss), "box": Box([y, None], "out"), "tuple": (loss,)}
+
+    net = Net()
+    batch = Box({"x": ROWS[:10], "y": ROWS[:10, :2]}, "mine")
+    dp = jdp.DataParallel(net, devices=range(n))
+    variables = dp.init(jax.random.key(0), batch)
+    out = dp.apply(variables, batch)
+    want = net.apply(variables, batch)
+    assert type(out["two"]) is Two and type(out["box"]) is Box and out["box"].name == "out"
+    assert type(out["tuple"]) is tuple and out["box"].value[1] is None
+    np.testing.assert_allclose(out["two"].logits, want["two"].logits, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out["box"].value[0], want["two"].logits, rtol=1e-6, atol=1e-6)
+    per_row = np.mean((want["two"].logits - batch.value["y"]) ** 2, 1)
+    size = -(-10 // n)
+    losses = [per_row[i : i + size].mean() for i in range(0, 10, size)]
+    assert len(losses) == entries
+    np.testing.assert_allclose(out["two"].loss, losses, rtol=1e-5)
+    np.testing.assert_allclose(out["tuple"][0], losses, rtol=1e-5)
+
+
+# --- real models ---
+
+
+def close(got, want, rtol=1e-5, atol=1e-6):
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
+
+
+def test_cnn_with_batch_norm_and_dropout_trains():
+    """Three steps of plain SGD through dp.apply equal the same three steps of the plain loop over chunks."""
+
+    class CNN(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Conv(3, (3, 3))(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.5, use_fast_variance=False)(x)
+            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+            x = nn.Dropout(0.5, deterministic=not train)(x.reshape(len(x), -1))
+            return nn.Dense(2)(x)
+
+    net = CNN()
+    x = np.random.RandomState(1).randn(5, 4, 4, 1).astype(np.float32)
+    labels = np.array([0, 1, 1, 0, 1])
+    dp = jdp.DataParallel(net, devices=range(3))  # chunks of 2, 2, 1
+    start = dp.init(jax.random.key(0), x, train=False)
+    assert set(start) == {"params", "batch_stats"}
+
+    def cross_entropy(logits, labels):
+        return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+
+    def apply_chunks(variables, x, key):
+        outs = [
+            net.apply(variables, x[i : i + 2], True, mutable=["batch_stats"], rngs={"dropout": own})
+            for i, own in zip((0, 2, 4), (key, jax.random.fold_in(key, 1), jax.random.fold_in(key, 2)), strict=True)
+        ]
+        return jnp.concatenate([y for y, _ in outs]), outs[0][1]
+
+    def apply_dp(variables, x, key):
+        return dp.apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key})
+
+    def train(apply, variables, steps=3):
+        @jax.jit
+        def step(variables, key):
+            def loss(params):
+                logits, state = apply({**variables, "params": params}, x, key)
+                return cross_entropy(logits, labels).mean(), state
+
+            (value, state), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads)
+            return {"params": params, **state}, value
+
+        losses = []
+        for i in range(steps):
+            variables, value = step(variables, jax.random.key(i))
+            losses.append(float(value))
+        return variables, losses
+
+    got, losses = train(apply_dp, start)
+    want, wanted = train(apply_chunks, jax.tree.map(np.asarray, start))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    close(got, want, rtol=1e-4, atol=1e-5)
+    close(dp.apply(got, x, train=False), net.apply(jax.tree.map(np.asarray, got), x, False))
+
+
+def test_lstm_with_a_time_axis_first():
+    """Row complaint 12: the batch in dim 1, the carry's in dim 0, sequence lengths beside it."""
+    rnn = nn.RNN(nn.LSTMCell(4), time_major=True, return_carry=True)
+    x = np.random.RandomState(0).randn(3, 5, 2).astype(np.float32)  # (time, batch, features)
+    lengths = np.array([3, 1, 2, 3, 2])
+    variables = rnn.init(jax.random.key(0), x)
+    (c, h), want = rnn.apply(variables, x, seq_lengths=lengths)
+    dp = jdp.DataParallel(Lengths(rnn), devices=range(3), in_axes=(1, 0), out_axes=((0, 0), 1))
+    variables = {"params": {"rnn": variables["params"]}}
+    (dc, dh), got = dp.apply(variables, x, lengths)
+    close((dc, dh, got), (c, h, want))
+    grads = jax.grad(lambda v: jnp.sum(dp.apply(v, x, lengths)[1] ** 2))(variables)
+    want = jax.grad(lambda v: jnp.sum(Lengths(rnn).apply(v, x, lengths)[1] ** 2))(variables)
+    close(grads, want)
+
+
+class Lengths(nn.Module):
+    rnn: nn.Module
+
+    def __call__(self, x, lengths):
+        return self.rnn(x, seq_lengths=lengths)
+
+
+def test_rnn_along_dim_one():
+    rnn = nn.RNN(nn.SimpleCell(4), time_major=True)
+    x = np.random.RandomState(0).randn(3, 5, 2).astype(np.float32)
+    variables = rnn.init(jax.random.key(0), x)
+    dp = jdp.DataParallel(rnn, devices=range(3), dim=1)
+    close(dp.apply(variables, x), rnn.apply(variables, x))
+
+
+def test_tied_weights():
+    """Row 79: one table, two uses; its gradient is the sum of both."""
+
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(7, 4)
+            return embed.attend(nn.tanh(embed(tokens)))
+
+    net, tokens = Tied(), np.arange(10).reshape(5, 2) % 7
+    variables = net.init(jax.random.key(0), tokens)
+    dp = jdp.DataParallel(net, devices=range(3))
+    close(dp.apply(variables, tokens), net.apply(variables, tokens))
+    got = jax.grad(lambda v: jnp.sum(dp.apply(v, tokens) ** 2))(variables)
+    close(got, jax.grad(lambda v: jnp.sum(net.apply(v, tokens) ** 2))(variables))
+
+
+def test_odd_parameters_survive():
+    """Rows 80, 93, 94: None, complex, zero-size, integer and bfloat16 parameters."""
+    params = {
+        "none": None,
+        "complex": np.array([1 + 2j], np.complex64),
+        "empty": np.zeros((0, 3), np.float32),
+        "int": np.int32(2),
+        "bf16": jnp.ones(1, jnp.bfloat16),
+    }
+
+    def model(p, x):
+        assert p["none"] is None and p["empty"].shape == (0, 3) and p["bf16"].dtype == jnp.bfloat16
+        return (x * p["complex"]).imag * p["int"] + p["empty"].sum() + p["bf16"].astype(np.float32)
+
+    x = np.arange(5, dtype=np.float32)
+    np.testing.assert_array_equal(jdp.DataParallel(model, devices=range(3))(params, x), 4 * x + 1)
+
+
+# --- randomness ---
+
+
+def test_replicas_draw_different_masks_and_the_primary_the_models_own():
+    key = {"dropout": jax.random.key(3)}
+    y = np.asarray(DROP[4].apply({}, ONES, rngs=key))
+    chunks = [y[0:3], y[3:6], y[6:9]]
+    for i in range(3):
+        for j in range(i):
+            assert not np.array_equal(chunks[i], chunks[j]), (i, j)
+    assert not np.array_equal(y[9], y[0]) and not np.array_equal(y[9], y[3])
+    np.testing.assert_array_equal(y[:3], Dropper().apply({}, ONES[:3], rngs=key))
+    np.testing.assert_array_equal(y, DROP[4].apply({}, ONES, rngs=key))  # reproducible
+    assert not np.array_equal(y, DROP[4].apply({}, ONES, rngs={"dropout": jax.random.key(4)}))
+    assert not np.array_equal(y[:3], y[3:6]) and 0.3 < (y == 0).mean() < 0.7
+
+
+def test_one_device_draws_what_the_bare_model_draws():
+    key = {"dropout": jax.random.key(3)}
+    np.testing.assert_array_equal(DROP[1].apply({}, ONES, rngs=key), Dropper().apply({}, ONES, rngs=key))
+    bare = jax.random.key(3)  # Flax takes one key for all collections too
+    np.testing.assert_array_equal(DROP[1].apply({}, ONES, rngs=bare), Dropper().apply({}, ONES, rngs=bare))
+    np.testing.assert_array_equal(DROP[4].apply({}, ONES, rngs=bare)[:3], Dropper().apply({}, ONES[:3], rngs=bare))
+
+
+def test_legacy_keys_are_taken_in_rngs():
+    legacy, typed = jax.random.PRNGKey(3), jax.random.key(3)
+    y = DROP[4].apply({}, ONES, rngs={"dropout": legacy})
+    np.testing.assert_array_equal(y, DROP[4].apply({}, ONES, rngs={"dropout": typed}))
+
+
+def test_keys_among_the_arguments():
+    """A 0-d key is folded with the replica's index but on the primary; a (B,) array of keys is cut."""
+
+    def model(_, x, key, keys, *, kwkey):
+        assert keys.shape == (len(x),)
+        own = jax.random.bits(key, (len(x), 2))
+        kw = jax.random.bits(kwkey, (len(x), 2))
+        return own, jax.vmap(lambda k: jax.random.bits(k, (2,)))(keys), kw
+
+    x, key, keys = np.zeros(10), jax.random.key(1), jax.random.split(jax.random.key(2), 10)
+    dp = jdp.DataParallel(model, devices=range(4))
+    own, rows, kw = dp(None, x, key, keys, kwkey=key)
+    np.testing.assert_array_equal(rows, model(None, x, key, keys, kwkey=key)[1])
+    np.testing.assert_array_equal(own[:3], jax.random.bits(key, (3, 2)))
+    np.testing.assert_array_equal(own, kw)
+    assert not np.array_equal(own[3:6], own[:3]) and not np.array_equal(own[3:6], own[6:9])
+    one = jdp.DataParallel(model, devices=[0])(None, x, key, keys, kwkey=key)
+    np.testing.assert_array_equal(one[0], jax.random.bits(key, (10, 2)))
+
+
+# --- four steps that a subclass may replace ---
+
+
+def test_the_four_steps_are_called_in_torchs_order_and_their_results_are_used():
+    class Traced(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            steps.append("scatter")
+            assert type(inputs) is tuple and list(devices) == list(self.devices)
+            doubled = tuple(2 * x for x in inputs)
+            return jdp.scatter(doubled, devices, self.dim), jdp.scatter(kwargs, devices, self.dim)
+
+        def replicate(self, tree, devices):
+            steps.append("replicate")
+            return super().replicate(jax.tree.map(lambda w: 10 * w, tree), devices)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            steps.append("parallel_apply")
+            assert isinstance(inputs, jdp.Scattered) and inputs.sizes == (3, 3, 1)
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            steps.append("gather")
+            assert isinstance(outputs, jdp.Scattered)
+            return super().gather(outputs, output_device) + 1
+
+    steps = []
+    dp = Traced(lambda w, x: x * w, devices=range(3))
+    x = np.arange(7, dtype=np.float32)
+    np.testing.assert_array_equal(dp(WEIGHT, x), 60 * x + 1)
+    assert steps == ["scatter", "replicate", "parallel_apply", "gather"]
+    assert float(jax.grad(lambda w: dp(w, x).sum())(WEIGHT)) == 20 * x.sum()
+
+
+@pytest.mark.parametrize("step", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_one_step_replaced_in_a_linen_wrapper_with_state(step):
+    calls = []
+
+    def spy(self, *args):
+        calls.append(len(args))
+        return getattr(jdp.DataParallel, step)(self, *args)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, shift):
+            return nn.BatchNorm(use_running_average=False)(x) + shift
+
+    net = Net()
+    dp = type("Spied", (jdp.DataParallel,), {step: spy})(net, devices=range(3))
+    plain = jdp.DataParallel(net, devices=range(3))
+    shift = np.ones((7, 1), np.float32)
+    variables = plain.init(jax.random.key(0), ROWS[:7], shift=shift)
+    got = dp.apply(variables, ROWS[:7], mutable=["batch_stats"], shift=shift)
+    close(got, plain.apply(variables, ROWS[:7], mutable=["batch_stats"], shift=shift))
+    assert calls and set(calls) == {{"scatter": 3, "replicate": 2, "parallel_apply": 3, "gather": 2}[step]}
+
+
+def test_the_four_steps_by_hand_are_the_wrapper():
+    dp = jdp.DataParallel(linear, devices=range(3))
+    inputs, kwargs = dp.scatter((ROWS[:10],), {}, dp.devices)
+    assert isinstance(inputs, jdp.Scattered) and inputs.sizes == (4, 4, 2)
+    outputs = dp.parallel_apply(dp.replicate(LINEAR, dp.devices), inputs, kwargs)
+    np.testing.assert_allclose(outputs[2], linear(LINEAR, ROWS[8:10]), rtol=1e-6)
+    y = dp.gather(outputs, dp.devices[1])
+    assert y.devices() == {dp.devices[1]}
+    np.testing.assert_array_equal(y, dp(LINEAR, ROWS[:10]))
+
+
+# --- compilation, memory, order ---
+
+
+def test_the_model_is_called_once_per_shape():
+    calls = []
+
+    class Counting(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            calls.append(x.shape)
+            return nn.Dense(2)(x)
+
+    dp = jdp.DataParallel(Counting(), devices=range(4))
+    variables = dp.init(jax.random.key(0), ROWS[:4])
+    calls.clear()
+    for size in (8, 4, 8, 4):
+        for _ in range(3):
+            dp.apply(variables, ROWS[:size])
+            dp(variables, jnp.asarray(ROWS[:size]))
+    assert calls == [(2, 3), (1, 3)]
+    dp.apply(variables, ROWS[:8], train=True)  # another constant, another program
+    dp.apply(variables, ROWS[:8], train=True)
+    assert calls == [(2, 3), (1, 3), (2, 3)]
+    before = len(calls)
+    grad = jax.jit(jax.grad(lambda v, x: dp.apply(v, x).sum()))
+    for _ in range(3):
+        variables = jax.tree.map(lambda v, g: v - g, variables, grad(variables, ROWS[:8]))
+    assert len(calls) - before <= 1
+    before = len(calls)
+    for _ in range(3):
+        jax.grad(lambda v: dp.apply(v, ROWS[:8]).sum())(variables)  # a new function each time, the same program
+    assert len(calls) - before <= 1
+    before = len(calls)
+    for seed in range(3):
+        dp.apply(variables, ROWS[:8], rngs={"dropout": jax.random.key(seed)})
+    assert len(calls) - before <= 1
+
+
+def test_functional_form_compiles_once_for_a_function():
+    calls = []
+
+    def model(w, x):
+        calls.append(1)
+        return x * w
+
+    for _ in range(4):
+        jdp.data_parallel(model, WEIGHT, ROWS[:8], devices=range(4))
+    assert len(calls) == 1
+    bound = WRAPPERS[1].module.apply
+    first = jdp.data_parallel(bound, VARIABLES, ROWS[:4], devices=range(2))
+    close(first, MODEL.apply(VARIABLES, ROWS[:4]))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_dropped_wrapper_is_freed():
+    class Holder:
+        def __init__(self):
+            self.big = np.zeros(10)
+
+        def __call__(self, params, x):
+            return params * x + self.big[0]
+
+    def use(module, *args):
+        dp = jdp.DataParallel(module, devices=range(3))
+        x = np.ones(5, np.float32)
+        dp(*args, x)
+        jax.grad(lambda w: dp(w, x).sum())(*args)
+        return weakref.ref(dp), weakref.ref(module)
+
+    refs = use(Holder(), WEIGHT)
+    gc.collect()
+    assert [r() for r in refs] == [None, None]
+
+    def use_linen():
+        dp = jdp.DataParallel(MLP(), devices=range(3))
+        dp.apply(dp.init(jax.random.key(0), ROWS), ROWS)
+        return weakref.ref(dp), weakref.ref(dp.module)
+
+    refs = use_linen()
+    gc.collect()
+    assert [r() for r in refs] == [None, None]
+
+
+def test_parameters_are_not_kept():
+    dp = WRAPPERS[3]
+    variables = dp.init(jax.random.key(1), ROWS)
+    dp.apply(variables, ROWS)
+    dp.apply(jax.tree.map(jnp.asarray, VARIABLES), ROWS)
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(variables)]
+    del variables
+    gc.collect()
+    assert [r() for r in refs] == [None] * len(refs)
+
+
+def test_an_eager_loop_without_waiting_ends():
+    """DESIGN's fact 5: XLA on the CPU deadlocks once some 32 steps with collectives are in flight."""
+    dp = jdp.DataParallel(lambda w, x: jnp.tanh(x * w) + lax.psum(x.sum(), "data"), devices=range(8))
+    uneven = jdp.DataParallel(lambda w, x: jnp.tanh(x * w), devices=range(8))
+    w = jdp.replicate(WEIGHT, range(8))
+    x, y = np.ones((8, 2), np.float32), np.ones((10, 2), np.float32)
+    out, grad = [], jax.grad(lambda w: uneven(w, y).sum())
+    for _ in range(300):
+        out = [dp(w, x), uneven(w, y)]
+    for _ in range(60):
+        w = w - 0.001 * grad(w)
+    assert np.isfinite(out[0]).all() and np.isfinite(float(w)) and out[1].shape == (10, 2)
+
+
+def test_threads_may_share_a_wrapper():
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4))
+    errors = []
+
+    def work(i):
+        try:
+            for size in (8, 5, 8):
+                np.testing.assert_array_equal(dp(np.float32(i), ROWS[:size]), np.float32(i) * ROWS[:size])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+# --- wrappers within wrappers, and within other replica contexts ---
+
+
+def test_nested_wrappers_run_once():
+    sizes = []
+
+    def model(w, x):
+        sizes.append(x.shape)
+        return x * w + lax.axis_index("data") * 0
+
+    inner = jdp.DataParallel(model, devices=range(4))
+    outer = jdp.DataParallel(inner, devices=range(4))
+    x = ROWS[:8]
+    np.testing.assert_allclose(outer(WEIGHT, x), 3 * x, rtol=1e-6)
+    assert sizes == [(2, 3)]
+    np.testing.assert_allclose(outer(WEIGHT, ROWS[:7]), 3 * ROWS[:7], rtol=1e-6)
+    assert float(jax.grad(lambda w: outer(w, x[:, 0]).sum())(WEIGHT)) == pytest.approx(x[:, 0].sum(), rel=1e-5)
+
+
+def test_nested_linen_wrappers_run_once():
+    outer = jdp.DataParallel(WRAPPERS[2], devices=range(3))
+    x = ROWS[:10]
+    variables = outer.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
+    close(outer.apply(variables, x), MODEL.apply(VARIABLES, x))
+    close(outer(variables, x), MODEL.apply(VARIABLES, x))
+
+
+def test_a_wrapper_called_inside_a_model_runs_its_module_directly():
+    sizes = []
+
+    def part(w, x):
+        sizes.append(len(x))
+        return x * w
+
+    inner = jdp.DataParallel(part, devices=range(2))
+    outer = jdp.DataParallel(lambda w, x: inner(w, x) + 1, devices=range(4))
+    np.testing.assert_allclose(outer(WEIGHT, ROWS[:8]), 3 * ROWS[:8] + 1, rtol=1e-6)
+    assert sizes == [2]
+
+
+def test_inside_pmap_and_shard_map_the_module_runs_directly(devices):
+    sizes = []
+
+    def model(w, x):
+        sizes.append(len(x))
+        return x * w
+
+    dp = jdp.DataParallel(model, devices=range(4))
+    x = ROWS[:8]
+    got = jax.pmap(lambda x: dp(WEIGHT, x), devices=devices[:2])(x.reshape(2, 4, 3))
+    np.testing.assert_allclose(got.reshape(8, 3), 3 * x, rtol=1e-6)
+    assert sizes == [4]
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:2])
+    shard_map = jax.shard_map(lambda x: dp(WEIGHT, x), mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    np.testing.assert_allclose(shard_map(x), 3 * x, rtol=1e-6)
+    assert sizes == [4, 4]
+
+
+# --- collectives of the model's own ---
+
+
+def test_the_axis_is_live_under_its_name(devices):
+    for name in ("data", "replicas"):
+        dp = jdp.DataParallel(
+            lambda w, x, name=name: x - lax.pmean(x, name) + lax.axis_index(name) * w, devices=range(4), axis_name=name
+        )
+        x = np.arange(8, dtype=np.float32)
+        want = x - np.tile(x.reshape(4, 2).mean(0), 4) + 3 * np.repeat(np.arange(4), 2)
+        np.testing.assert_allclose(dp(WEIGHT, x), want, rtol=1e-6)
+
+
+# --- exceptions of the model ---
+
+
+class OddError(Exception):
+    """It cannot be made from one string: a handler that rebuilds it fails."""
+
+    def __init__(self, code, *, where):
+        super().__init__(f"code {code} at {where}")
+        self.code = code
+
+
+def everything_said(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+@pytest.mark.parametrize("error", [KeyError("boom"), OddError(3, where="here"), StopIteration("boom"), ValueError()])
+def test_an_exception_keeps_its_type_and_text_and_says_where_it_came_from(devices, error):
+    def model(w, x):
+        if x.shape[0] == 2:
+            raise error
+        return x * w
+
+    dp = jdp.DataParallel(model, devices=[1, 2, 3])
+    text = str(error)
+    with pytest.raises(type(error)) as info:
+        dp(WEIGHT, ROWS[:6])
+    said = everything_said(info.value)
+    assert type(info.value) is type(error) and text in str(info.value)
+    assert f"Caught {type(error).__name__} in replica 0 on device" in said
+    assert str(devices[1]) in said or "cpu:1" in said
+    np.testing.assert_allclose(dp(WEIGHT, ROWS[:9]), 3 * ROWS[:9], rtol=1e-6)  # and works afterwards
+
+
+def test_the_failing_chunk_names_its_replica(devices):
+    def model(w, x):
+        if x.shape[0] == 1:
+            raise KeyError("lonely")
+        return x * w
+
+    dp = jdp.DataParallel(model, devices=range(4))
+    with pytest.raises(KeyError, match="lonely") as info:
+        dp(WEIGHT, ROWS[:10])
+    said = everything_said(info.value)
+    assert "Caught KeyError in replica 3 on device" in said
+    assert str(devices[3]) in said or "cpu:3" in said
+    with pytest.raises(KeyError, match="lonely") as info:  # and again: a failure is not remembered as a success
+        dp(WEIGHT, ROWS[:10])
+    assert "replica 3" in everything_said(info.value)
+    np.testing.assert_allclose(dp(WEIGHT, ROWS[:9]), 3 * ROWS[:9], rtol=1e-6)
+
+
+def test_an_exception_under_jit_and_grad_says_so_too():
+    def model(w, x):
+        raise KeyError("boom")
+
+    dp = jdp.DataParallel(model, devices=range(2))
+    for call in (jax.jit(lambda w: dp(w, ROWS)), jax.grad(lambda w: dp(w, ROWS).sum())):
+        with pytest.raises(KeyError, match="boom") as info:
+            call(WEIGHT)
+        assert "Caught KeyError in replica 0 on device" in everything_said(info.value)
+
+
+def test_linen_and_functional_exceptions_say_so_too():
+    class Raising(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            raise OddError(5, where="layer")
+
+    for call in (
+        lambda: jdp.DataParallel(Raising(), devices=range(2)).apply({}, ROWS),
+        lambda: jdp.data_parallel(Raising().apply, {}, ROWS, devices=range(2)),
+    ):
+        with pytest.raises(OddError, match="code 5 at layer") as info:
+            call()
+        assert info.value.code == 5
+        assert "Caught OddError in replica 0 on device" in everything_said(info.value)

@@ -1,0 +1,702 @@
+"""NNX: `dp(x) == module(x)`, the wrapper a graph node, its state replicated and updated in place."""
+
+import copy
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+ROWS = np.random.RandomState(0).randn(16, 3).astype(np.float32)
+ONES = np.ones((10, 16), np.float32)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, axis_name=None):
+        self.first = nnx.Linear(3, 4, use_bias=False, rngs=rngs)  # a bias before BatchNorm has gradient 0
+        self.norm = nnx.BatchNorm(4, momentum=0.5, use_fast_variance=False, axis_name=axis_name, rngs=rngs)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.norm(self.first(x))))
+
+
+class Dropper(nnx.Module):
+    def __init__(self, rngs):
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+def wrap(module, n, **kw):
+    return jdp.DataParallel(module, devices=range(n), **kw)
+
+
+def close(got, want, rtol=1e-5, atol=1e-6):
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=rtol, atol=atol)
+
+
+def values(node):
+    """The values of all state, keys included, as NumPy arrays."""
+    leaves = jax.tree.leaves(nnx.state(node))
+    return [np.asarray(jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v) for v in leaves]
+
+
+def chunks(x, n):
+    size = max(1, -(-len(x) // n))
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+def params_of(node):
+    """The parameters by their last two path names, whatever wraps the model."""
+    return {tuple(map(str, path[-2:])): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(node, nnx.Param))}
+
+
+# --- the equation ---
+
+
+@pytest.mark.parametrize("n, size", [(1, 5), (3, 0), (3, 6), (3, 5), (8, 10), (8, 1)])
+def test_outputs_state_and_gradients_equal_the_plain_loop_over_chunks(n, size):
+    dp, bare = wrap(Net(nnx.Rngs(0)), n), Net(nnx.Rngs(0))
+    x = ROWS[:size]
+
+    def loss(model):
+        y = model(x)
+        return jnp.sqrt(1 + jnp.sum(y**2)), y
+
+    (value, y), grads = nnx.value_and_grad(loss, has_aux=True)(dp)
+
+    state = nnx.state(bare, nnx.BatchStat)
+    graphdef, params, rest = nnx.split(bare, nnx.Param, ...)
+
+    @jax.jit
+    def looped(params):
+        outs = [nnx.merge(graphdef, params, rest, copy=True)(c) for c in chunks(x, n)]
+        y = jnp.concatenate(outs) if outs else jnp.zeros((0, 2))
+        return jnp.sqrt(1 + jnp.sum(y**2)), y
+
+    (want_value, want_y), want_grads = jax.value_and_grad(looped, has_aux=True)(params)
+    close((value, y), (want_value, want_y))
+    close(grads, want_grads)
+    if size:
+        first = Net(nnx.Rngs(0))
+        first(chunks(x, n)[0])
+        state = nnx.state(first, nnx.BatchStat)
+    close(nnx.state(dp.module, nnx.BatchStat), state)
+
+
+def test_batch_statistics_are_updated_in_place_by_a_plain_call():
+    """Row 137c: the primary's chunk alone, over several calls."""
+    model = Net(nnx.Rngs(0))
+    mean = model.norm.mean
+    dp, first = wrap(model, 4), Net(nnx.Rngs(0))
+    assert dp.module is model
+    for size, rows in ((10, 3), (8, 2), (5, 2)):
+        dp(ROWS[:size])
+        first(ROWS[:rows])
+    assert model.norm.mean is mean  # the same Variable, another value
+    close(nnx.state(model, nnx.BatchStat), nnx.state(first, nnx.BatchStat))
+
+
+def test_reduce_state_mean():
+    dp = wrap(Net(nnx.Rngs(0)), 4, reduce_state="mean")
+    dp(ROWS[:10])
+    parts = []
+    for chunk in chunks(ROWS[:10], 4):
+        net = Net(nnx.Rngs(0))
+        net(chunk)
+        parts.append(nnx.state(net, nnx.BatchStat))
+    want = jax.tree.map(lambda *leaves: np.average(np.stack(leaves), 0, weights=[3, 3, 3, 1]), *parts)
+    close(nnx.state(dp.module, nnx.BatchStat), want)
+
+
+def test_batch_norm_with_axis_name_is_synchronised_on_even_batches():
+    dp, bare = wrap(Net(nnx.Rngs(0), "data"), 4), Net(nnx.Rngs(0))
+    close(dp(ROWS[:8]), bare(ROWS[:8]))
+    close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare, nnx.BatchStat))
+    before = values(dp)
+    with pytest.raises(ValueError, match="(?si)(?=.*drop)(?=.*pad)(?=.*sync_batch_norm)"):
+        dp(ROWS[:7])
+    jax.tree.map(np.testing.assert_array_equal, values(dp), before)
+
+
+# --- where things are ---
+
+
+def test_state_is_replicated_at_construction_and_stays_so(devices):
+    model = Net(nnx.Rngs(0))
+    kernel = np.asarray(model.first.kernel[...])
+    dp = jdp.DataParallel(model, devices=[2, 3, 4])
+    for _ in range(2):
+        for leaf in jax.tree.leaves(nnx.state(model)):
+            assert leaf.is_fully_replicated and leaf.devices() == set(devices[2:5])
+            shards = [np.asarray(s.data) for s in leaf.addressable_shards]
+            assert all(np.array_equal(shards[0], s) for s in shards)
+        np.testing.assert_array_equal(model.first.kernel[...], kernel)
+        y = dp(ROWS[:7])
+        assert y.devices() == set(devices[2:5])
+
+
+@pytest.mark.parametrize("where, at", [("cpu", 0), (-1, 0), (6, 6), ("cpu:2", 2)])
+def test_output_device(devices, where, at):
+    dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), devices=[2, 3], output_device=where)
+    assert dp(ROWS[:5]).devices() == {devices[at]}
+
+
+def test_attributes(devices):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(model, [1, 2], output_device=3)
+    assert dp.module is model and tuple(dp.devices) == tuple(devices[1:3])
+    assert dp.output_device == devices[3] and dp.dim == 0
+    assert isinstance(dp, nnx.Module) and "Linear" in repr(dp)
+
+
+# --- the graph ---
+
+
+def test_split_merge_state_and_update():
+    dp = wrap(Net(nnx.Rngs(0)), 3)
+    assert params_of(dp).keys() == params_of(dp.module).keys() and len(params_of(dp)) == 5
+    graphdef, params, rest = nnx.split(dp, nnx.Param, ...)
+    merged = nnx.merge(graphdef, params, rest)
+    assert isinstance(merged, jdp.DataParallel) and merged.module is not dp.module
+    assert tuple(merged.devices) == tuple(dp.devices)
+    close(merged(ROWS[:5]), dp(ROWS[:5]))
+    doubled = jax.tree.map(lambda w: 2 * w, params)
+    nnx.update(dp, doubled)
+    bare = Net(nnx.Rngs(0))
+    nnx.update(bare, jax.tree.map(lambda w: 2 * w, nnx.state(bare, nnx.Param)))
+    close(dp(ROWS[:2]), _chunked(bare, ROWS[:2], 3))
+
+
+def _chunked(bare, x, n):
+    graphdef, state = nnx.split(bare)
+    return np.concatenate([nnx.merge(graphdef, state, copy=True)(c) for c in chunks(x, n)])
+
+
+def test_a_functional_call_over_split_state():
+    """The NNX way to pure JAX: split, jax.jit, merge."""
+    dp = wrap(Net(nnx.Rngs(0)), 3)
+    graphdef, state = nnx.split(dp)
+
+    @jax.jit
+    def forward(state, x):
+        model = nnx.merge(graphdef, state)
+        y = model(x)
+        return y, nnx.state(model)
+
+    y, new = forward(state, ROWS[:5])
+    close(y, dp(ROWS[:5]))
+    close(new, nnx.state(dp))
+
+
+def test_state_of_the_model_loads_in_the_wrapped_one():
+    """A checkpoint of the bare model and of `dp.module` are the same tree."""
+    dp, bare = wrap(Net(nnx.Rngs(0)), 3), Net(nnx.Rngs(1))
+    nnx.update(dp.module, nnx.state(bare))
+    close(dp(ROWS[:5]), _chunked(bare, ROWS[:5], 3))
+    assert jax.tree.structure(nnx.state(dp.module)) == jax.tree.structure(nnx.state(bare))
+
+
+def test_optimizer_trains_the_wrapper_as_the_loop_over_chunks_would():
+    dp, bare = wrap(Net(nnx.Rngs(0)), 3), Net(nnx.Rngs(0))
+    x, labels = ROWS[:5], ROWS[5:10, :2]
+    optimizer = nnx.Optimizer(dp, optax.sgd(0.5, momentum=0.5), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(dp, optimizer, x, labels):
+        def loss(dp):
+            return jnp.mean((dp(x) - labels) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(dp)
+        optimizer.update(dp, grads)
+        return value
+
+    reference = nnx.Optimizer(bare, optax.sgd(0.5, momentum=0.5), wrt=nnx.Param)
+
+    @nnx.jit
+    def plain_step(bare, reference, x, labels):
+        def loss(bare):
+            parts = [bare(c) for c in chunks(x, 3)[1:]]  # their statistics are overwritten below
+            nnx.update(bare, stats)
+            first = bare(chunks(x, 3)[0])
+            return jnp.mean((jnp.concatenate([first, *parts]) - labels) ** 2)
+
+        stats = nnx.state(bare, nnx.BatchStat)
+        value, grads = nnx.value_and_grad(loss)(bare)
+        reference.update(bare, grads)
+        return value
+
+    losses = [(float(step(dp, optimizer, x, labels)), float(plain_step(bare, reference, x, labels))) for _ in range(5)]
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-4)
+    assert losses[-1][0] < losses[0][0]
+    assert int(optimizer.step[...]) == 5
+    got, want = params_of(dp), params_of(bare)
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-3, atol=1e-4, err_msg=str(name))
+    close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare, nnx.BatchStat), rtol=1e-3, atol=1e-4)
+
+
+def test_optimizer_without_jit():
+    dp = wrap(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 3)
+    bare = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    for model in (dp, bare):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        for _ in range(2):
+            grads = nnx.grad(lambda m: jnp.sum(m(ROWS[:5]) ** 2))(model)
+            optimizer.update(model, grads)
+    close(nnx.state(dp.module), nnx.state(bare))
+
+
+def test_nnx_grad_with_respect_to_the_inputs_and_twice():
+    dp, bare = wrap(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 3), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def penalty(model, x):
+        dx = jax.grad(lambda x: jnp.sum(jnp.sin(model(x))))(x)
+        return jnp.sum(dx**2)
+
+    for argnums in (0, 1):
+        got = nnx.grad(penalty, argnums=argnums)(dp, ROWS[:5])
+        close(got, nnx.grad(penalty, argnums=argnums)(bare, ROWS[:5]))
+
+
+# --- train, eval, randomness ---
+
+
+def test_train_and_eval_recurse_into_the_module():
+    """Row 139g."""
+
+    class Both(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(x))
+
+    dp = wrap(Both(nnx.Rngs(0)), 3)
+    dp(ROWS[:5])
+    dp.eval()
+    assert dp.module.dropout.deterministic is True and dp.module.norm.use_running_average is True
+    before = values(dp)
+    y = dp(ROWS[:5])
+    mean, var = (np.asarray(v[...]) for v in (dp.module.norm.mean, dp.module.norm.var))
+    np.testing.assert_allclose(y, (ROWS[:5] - mean) / np.sqrt(var + 1e-5), rtol=1e-5, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, values(dp), before)
+    dp.train()
+    assert dp.module.dropout.deterministic is False
+    assert (np.asarray(dp(ROWS[:5])) == 0).any()
+
+
+def rng_state(node):
+    keys = [jax.random.key_data(v[...]) for _, v in nnx.to_flat_state(nnx.state(node, nnx.RngKey))]
+    counts = [int(v[...]) for _, v in nnx.to_flat_state(nnx.state(node, nnx.RngCount))]
+    return np.asarray(keys), counts
+
+
+def test_replicas_draw_different_masks_and_counts_come_back_but_keys_do_not_change():
+    dp, bare = wrap(Dropper(nnx.Rngs(0)), 4), Dropper(nnx.Rngs(0))
+    keys, counts = rng_state(dp)
+    first = np.asarray(dp(ONES))
+    parts = [first[0:3], first[3:6], first[6:9]]
+    assert not any(np.array_equal(parts[i], parts[j]) for i in range(3) for j in range(i))
+    np.testing.assert_array_equal(parts[0], bare(ONES[:3]))  # the primary: what the bare model draws
+    after, advanced = rng_state(dp)
+    np.testing.assert_array_equal(after, keys)
+    assert advanced == rng_state(bare)[1] != counts
+    second = np.asarray(dp(ONES))
+    np.testing.assert_array_equal(second[:3], bare(ONES[:3]))
+    assert not np.array_equal(first, second)
+    again = wrap(Dropper(nnx.Rngs(0)), 4)
+    np.testing.assert_array_equal(again(ONES), first)  # reproducible
+    np.testing.assert_array_equal(again(ONES), second)
+    np.testing.assert_array_equal(rng_state(again)[0], keys)
+
+
+def test_one_device_is_the_bare_model():
+    dp, bare = wrap(Dropper(nnx.Rngs(3)), 1), Dropper(nnx.Rngs(3))
+    for _ in range(3):
+        np.testing.assert_array_equal(dp(ONES), bare(ONES))
+    assert rng_state(dp)[1] == rng_state(bare)[1]
+
+
+def test_zero_rows_change_nothing():
+    """All replicas are idle: neither statistics nor counts move."""
+
+    class Both(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(x))
+
+    dp = wrap(Both(nnx.Rngs(0)), 3)
+    before = values(dp)
+    assert dp(ROWS[:0]).shape == (0, 3)
+    jax.tree.map(np.testing.assert_array_equal, values(dp), before)
+
+
+def test_rngs_passed_as_an_argument():
+    """An `Rngs` among the arguments is folded like the model's own, and its count moves on."""
+
+    class Given(nnx.Module):
+        def __init__(self):
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, key):
+            return self.dropout(x, rngs=nnx.Rngs(dropout=key))
+
+    dp = wrap(Given(), 4)
+    y = np.asarray(dp(ONES, jax.random.key(1)))
+    np.testing.assert_array_equal(y[:3], Given()(ONES[:3], jax.random.key(1)))
+    assert not np.array_equal(y[:3], y[3:6])
+
+
+# --- intermediates, caches, carries ---
+
+
+@pytest.mark.parametrize("n, size", [(1, 5), (3, 6), (3, 5), (8, 5)])
+def test_captured_intermediates_are_gathered(n, size):
+    """`nnx.capture` sees through the wrapper: the rows of all replicas, in input order."""
+
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "double", 2 * x)
+            self.sow(nnx.Intermediate, "mean", x.mean())
+            self.sow(nnx.Intermediate, "double", 3 * x)
+            return x + 1
+
+    dp, x = wrap(Sowing(), n), ROWS[:size]
+    forward = nnx.capture(lambda model, x: model(x), nnx.Intermediate)
+    for _ in range(2):
+        y, captured = forward(dp, x)
+        np.testing.assert_array_equal(y, x + 1)
+        double, mean = (captured["module"][name].get_value() for name in ("double", "mean"))
+        assert len(double) == 2 and len(mean) == 1
+        np.testing.assert_array_equal(double[0], 2 * x)
+        np.testing.assert_array_equal(double[1], 3 * x)
+        np.testing.assert_allclose(mean[0], [c.mean() for c in chunks(x, n)], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*Using 'Module.sow:DeprecationWarning")
+def test_sow_and_pop_without_capture():
+    """Flax's older way: the values stay on the module until they are popped."""
+
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "double", 2 * x)
+            self.sow(nnx.Intermediate, "mean", x.mean())
+            return x + 1
+
+    dp = wrap(Sowing(), 3)
+    for size in (6, 5, 6):
+        np.testing.assert_array_equal(dp(ROWS[:size]), ROWS[:size] + 1)
+        popped = nnx.pop(dp.module, nnx.Intermediate)
+        (double,), (mean,) = popped["double"].get_value(), popped["mean"].get_value()
+        np.testing.assert_array_equal(double, 2 * ROWS[:size])
+        np.testing.assert_allclose(mean, [c.mean() for c in chunks(ROWS[:size], 3)], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*Using 'Module.sow:DeprecationWarning")
+def test_sown_values_that_are_not_popped_are_appended_to():
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "double", 2 * x)
+            return x + 1
+
+    dp = wrap(Sowing(), 3)
+    for _ in range(2):
+        dp(ROWS[:5])
+    popped = nnx.pop(dp.module, nnx.Intermediate)["double"].get_value()
+    assert len(popped) == 2
+    np.testing.assert_array_equal(popped[0], 2 * ROWS[:5])
+    np.testing.assert_array_equal(popped[1], 2 * ROWS[:5])
+
+
+def test_decode_cache():
+    def make(size):
+        attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((size, 3, 4))
+        return attention
+
+    x = np.random.RandomState(1).randn(5, 3, 4).astype(np.float32)
+    bare, dp = make(5), wrap(make(5), 3, state_axes={nnx.Cache: 0})
+    forward = nnx.jit(lambda model, x: model(x))
+    for t in range(3):
+        close(dp(x[:, t : t + 1]), forward(bare, x[:, t : t + 1]))
+    close(nnx.state(dp.module, nnx.Cache), nnx.state(bare, nnx.Cache))
+
+
+def test_rnn_carry_of_ones_own_variable_type():
+    class Carry(nnx.Variable):
+        pass
+
+    class Cell(nnx.Module):
+        def __init__(self, size):
+            self.h = Carry(jnp.zeros((size, 3)))
+            self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.h[...] = jnp.tanh(self.h[...] + x)
+            self.count[...] += 1
+            return self.h[...]
+
+    dp = wrap(Cell(5), 3, state_axes={Carry: 0})
+    h = np.zeros((5, 3))
+    for step in range(1, 4):
+        h = np.tanh(h + step * ROWS[:5])
+        np.testing.assert_allclose(dp(step * ROWS[:5]), h, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(dp.module.h[...], h, rtol=1e-5, atol=1e-6)
+        assert dp.module.count[...] == step and dp.module.count[...].dtype == jnp.int32
+
+
+def test_a_cache_whose_update_has_another_shape_is_named_and_nothing_changes():
+    class Growing(nnx.Module):
+        def __init__(self):
+            self.grown = nnx.Cache(jnp.zeros((5, 1)))
+
+        def __call__(self, x):
+            self.grown.set_value(jnp.concatenate([self.grown[...]] * 2, 1))
+            return x
+
+    dp = wrap(Growing(), 3, state_axes={nnx.Cache: 0})
+    with pytest.raises(ValueError, match="grown"):
+        dp(ROWS[:5])
+    assert dp.module.grown[...].shape == (5, 1)
+
+
+def test_lstm_with_a_time_axis_first():
+    def make():
+        return nnx.RNN(nnx.LSTMCell(2, 4, rngs=nnx.Rngs(0)), time_major=True)
+
+    x = np.random.RandomState(0).randn(3, 5, 2).astype(np.float32)
+    dp, bare = wrap(make(), 3, in_axes=(1,), out_axes=1), make()
+    close(dp(x), bare(x))
+    got, want = (nnx.grad(lambda m: jnp.sum(m(x) ** 2))(m) for m in (dp, bare))
+    close(got, want)
+
+
+# --- real models ---
+
+
+def test_cnn_with_batch_norm_and_dropout():
+    class CNN(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(1, 3, (3, 3), rngs=rngs)
+            self.norm = nnx.BatchNorm(3, momentum=0.5, use_fast_variance=False, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.head = nnx.Linear(12, 2, rngs=rngs)
+
+        def __call__(self, x):
+            x = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
+            return self.head(self.dropout(x.reshape(len(x), -1)))
+
+    x = np.random.RandomState(1).randn(5, 4, 4, 1).astype(np.float32)
+    dp, bare = wrap(CNN(nnx.Rngs(0)), 3), CNN(nnx.Rngs(0))
+    close(dp(x)[:2], bare(x[:2]))
+    close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare, nnx.BatchStat))
+    dp.eval(), bare.eval()
+    close(dp(x), bare(x))
+
+
+class Out(NamedTuple):
+    logits: Any
+    loss: Any
+
+
+def test_containers_zero_d_outputs_keywords_and_static_arguments():
+    class Many(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(3, 2, rngs=rngs)
+
+        def __call__(self, batch, mode, *, labels, scale=1.0):
+            assert mode == "train"
+            y = self.linear(batch["x"]) * scale
+            return {"out": Out(y, jnp.mean((y - labels) ** 2)), "none": None, "list": [y]}
+
+    dp, bare = wrap(Many(nnx.Rngs(0)), 3), Many(nnx.Rngs(0))
+    labels = ROWS[5:10, :2]
+    out = dp({"x": ROWS[:5]}, "train", labels=labels, scale=2.0)
+    want = bare({"x": ROWS[:5]}, "train", labels=labels, scale=2.0)
+    assert type(out["out"]) is Out and out["none"] is None and type(out["list"]) is list
+    close(out["out"].logits, want["out"].logits)
+    per_row = np.mean((want["out"].logits - labels) ** 2, 1)
+    np.testing.assert_allclose(out["out"].loss, [c.mean() for c in chunks(per_row, 3)], rtol=1e-5)
+
+
+def test_tied_weights_stay_tied():
+    """Row 79: the shared Variable is one parameter, its gradient the sum of both uses."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(7, 4, rngs=rngs)
+            self.head = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.again = self.head
+
+        def __call__(self, tokens):
+            return self.embed.attend(self.again(nnx.tanh(self.head(self.embed(tokens)))))
+
+    tokens = np.arange(10).reshape(5, 2) % 7
+    dp, bare = wrap(Tied(nnx.Rngs(0)), 3), Tied(nnx.Rngs(0))
+    close(dp(tokens), bare(tokens))
+    assert dp.module.head is dp.module.again
+    assert len(jax.tree.leaves(nnx.state(dp, nnx.Param))) == len(jax.tree.leaves(nnx.state(bare, nnx.Param)))
+    got, want = (nnx.grad(lambda m: jnp.sum(m(tokens) ** 2))(m) for m in (dp, bare))
+    close(got, want)
+    copied = copy.deepcopy(dp)
+    assert copied.module.head is copied.module.again
+
+
+def test_spectral_norm():
+    def make():
+        rngs = nnx.Rngs(0)
+        return nnx.SpectralNorm(nnx.Linear(3, 4, rngs=rngs), rngs=rngs)
+
+    dp, bare = wrap(make(), 3), make()
+    for _ in range(2):
+        close(dp(ROWS[:5]), bare(ROWS[:5]))
+    close(nnx.state(dp.module), nnx.state(bare))
+
+
+def test_a_callable_module_without_any_state():
+    class Double(nnx.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    np.testing.assert_array_equal(wrap(Double(), 3)(ROWS[:5]), 2 * ROWS[:5])
+
+
+# --- compilation and memory ---
+
+
+def test_the_model_is_called_once_per_shape_and_a_dropped_wrapper_is_freed():
+    calls = []
+
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            calls.append(len(x))
+            return self.dropout(self.norm(x))
+
+    dp = wrap(Counting(nnx.Rngs(0)), 4)
+    for size in (8, 4, 8, 4, 8):
+        for _ in range(2):
+            dp(ROWS[:size])
+    assert calls == [2, 1]
+    dp.eval()
+    for _ in range(3):
+        dp(ROWS[:8])
+    assert calls == [2, 1, 2]
+    dp.train()
+    dp(ROWS[:8])
+    assert calls == [2, 1, 2]  # the program of before
+    nnx.update(dp, jax.tree.map(lambda w: w + 1, nnx.state(dp, nnx.BatchStat)))
+    dp(ROWS[:8])
+    assert calls == [2, 1, 2]
+
+    refs = weakref.ref(dp), weakref.ref(dp.module)
+    del dp
+    gc.collect()
+    assert [r() for r in refs] == [None, None]
+
+
+def test_nested_wrappers_run_once():
+    sizes = []
+
+    class Seen(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+        def __call__(self, x):
+            sizes.append(len(x))
+            return self.norm(x)
+
+    outer = wrap(wrap(Seen(nnx.Rngs(0)), 4), 4)
+    close(outer(ROWS[:8]), np.concatenate([Seen(nnx.Rngs(0))(c) for c in chunks(ROWS[:8], 4)]))
+    assert sizes[0] == 2 and len(sizes) == 5
+    first = Seen(nnx.Rngs(0))
+    first(ROWS[:2])
+    close(nnx.state(outer, nnx.BatchStat), nnx.state(first, nnx.BatchStat))
+
+
+def test_a_wrapped_submodule():
+    """Row 139l: a wrapper inside a model that is not wrapped."""
+
+    class Whole(nnx.Module):
+        def __init__(self, rngs, n=None):
+            body = nnx.Linear(3, 4, rngs=rngs)
+            self.body = body if n is None else wrap(body, n)
+            self.head = nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(jax.device_put(self.body(x), jax.devices()[0]))
+
+    close(Whole(nnx.Rngs(0), 3)(ROWS[:5]), Whole(nnx.Rngs(0))(ROWS[:5]))
+
+
+def test_an_exception_of_the_model_says_where_it_came_from_and_changes_nothing():
+    class Picky(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            y = self.dropout(self.norm(x))
+            if len(x) == 1:
+                raise KeyError("lonely")
+            return y
+
+    dp = wrap(Picky(nnx.Rngs(0)), 4)
+    before = jax.tree.leaves(nnx.state(dp))
+    with pytest.raises(KeyError, match="lonely") as info:
+        dp(ROWS[:10])
+    said = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+    assert "Caught KeyError in replica 3 on device" in said
+    after = jax.tree.leaves(nnx.state(dp))
+    assert len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True))
+    assert dp(ROWS[:8]).shape == (8, 3)
+
+
+def test_overridden_steps():
+    class Spied(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            steps.append("scatter")
+            return super().scatter(tuple(2 * x for x in inputs), kwargs, devices)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            steps.append("parallel_apply")
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            steps.append("gather")
+            return super().gather(outputs, output_device) + 1
+
+    steps = []
+    dp, bare = Spied(Net(nnx.Rngs(0)), devices=range(3)), wrap(Net(nnx.Rngs(0)), 3)
+    close(dp(ROWS[:5]), bare(2 * ROWS[:5]) + 1)
+    assert steps == ["scatter", "parallel_apply", "gather"]
+    close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare.module, nnx.BatchStat))
+
+
+def test_an_eager_loop_without_waiting_ends():
+    dp = wrap(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), 8)
+    y = None
+    for _ in range(300):
+        y = dp(ROWS[:10])
+    assert np.isfinite(y).all() and y.shape == (10, 3)
