@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,17 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"
 
 
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a sparse array of JAX: a pytree, whose leaves must not be cut like rows."""
+    sparse = sys.modules.get("jax.experimental.sparse")  # who has one has imported it
+    return sparse is not None and isinstance(x, sparse.JAXSparse)
+
+
+def no_further(x: Any) -> bool:
+    """Where flattening stops: at what is scattered already, and at what `classify` must see whole."""
+    return is_scattered(x) or isinstance(x, Iterator) or is_sparse(x)
+
+
 def is_legacy_key(x: Any) -> bool:
     """Whether `x` looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
     return x.ndim == 1 and x.shape[0] == 2 and x.dtype == np.uint32
@@ -47,6 +59,12 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
             )
         # JAX refuses big-endian arrays.
         return True, leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+    _refuse(leaf, verb, name)
+    return False, leaf
+
+
+def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
+    """A `TypeError` for what holds arrays that would not be cut."""
     if isinstance(leaf, dict | list | tuple):
         kind = next(t.__name__ for t in (dict, list, tuple) if isinstance(leaf, t))
         raise TypeError(
@@ -62,6 +80,11 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
             f"jdp.{verb}: {name()} is a {type(leaf).__module__}.{type(leaf).__name__}, no jax or numpy array; only "
             f"those are cut. Pass np.asarray(x)."
         )
+    if is_sparse(leaf):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__}, a sparse array, whose rows are not those of its "
+            f"buffers; it cannot be cut. Pass a dense array (x.todense())."
+        )
     if isinstance(leaf, Iterator):
         raise TypeError(
             f"jdp.{verb}: {name()} is an iterator; one call takes one batch. Pass next(it), or loop over it."
@@ -72,7 +95,6 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
             f"a pytree; they would not be cut. Register it (jax.tree_util.register_dataclass, "
             f"register_pytree_node), or pass a dict, list or tuple of them."
         )
-    return False, leaf
 
 
 def _holds_arrays(x: Any) -> bool:
@@ -95,7 +117,7 @@ def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
 
     `root` is the name of the tree, or one name for each child of a tuple.
     """
-    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
+    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0]
     if isinstance(root, tuple):
         return root[path[0].idx] + jax.tree_util.keystr(path[1:])
     return root + jax.tree_util.keystr(path)
@@ -157,5 +179,5 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
     return [
         axis
         for axis, subtree in zip(prefix, subtrees, strict=True)
-        for _ in jax.tree.leaves(subtree, is_leaf=is_scattered)
+        for _ in jax.tree.leaves(subtree, is_leaf=no_further)
     ]

@@ -126,7 +126,7 @@ def _portable(device: Any) -> Any:
 def _here(devices: list[Any]) -> list[Any]:
     """The devices of this machine with pickled platforms and ids; what is no device stays as it is."""
     found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
-    missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if isinstance(d, tuple) and here is None]
+    missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if d is not None and here is None]
     if missing:
         raise ValueError(
             f"jdp.DataParallel: the pickled wrapper runs on {', '.join(missing)}, which this machine lacks; it has "

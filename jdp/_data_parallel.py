@@ -155,7 +155,7 @@ class DataParallel(nnx.Module, Generic[M]):
             return gather(outputs, output_device, self.dim)
         return join(outputs, output_device)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
@@ -163,12 +163,14 @@ class DataParallel(nnx.Module, Generic[M]):
             return cast(Any, self.module)(*args, **kwargs)
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
-        graph, *states = nnx.split(self.module, *[kind for kind, _ in filters], ...)
-        cut = tuple(
-            split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis)
-            for state, (_, axis) in zip(states, filters, strict=False)
-        )
-        out, updates = self._forward((graph, cut, states[-1]), args, kwargs, stateful=True)
+        graph, *batched, sown, rest = nnx.split(self.module, *[kind for kind, _ in filters], nnx.Intermediate, ...)
+        cut = {
+            kind.__name__: split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis)
+            for state, (kind, axis) in zip(batched, filters, strict=True)
+        }
+        sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
+        params = (graph, tuple(cut.values()), sown, rest)
+        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut)
         nnx.update(self.module, updates)
         return out
 
@@ -205,23 +207,37 @@ class DataParallel(nnx.Module, Generic[M]):
         if _in_replica():
             module = cast(Any, self.module)
             return (module.apply if config.kind == "linen" else module)(variables, *args, **kwargs)
-        if cut := [name for name in config.state_axes if name in variables]:
-            variables = dict(variables)
-            for name in cut:
-                variables[name] = split(
-                    variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state[{name!r}]",
-                    axes=config.state_axes[name],
-                )
+        cut = {
+            name: split(variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state {name}", axes=axis)
+            for name, axis in config.state_axes.items()
+            if name in variables
+        }
+        if cut:
+            variables = {**variables, **cut}
         try:
-            return self._forward(variables, args, kwargs, stateful)
+            return self._forward(variables, args, kwargs, stateful, cut)
         except Exception as error:
             _linen.explain_stacked(error, variables, len(config.devices))
             raise
 
-    def _forward(self, params: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
-        """The four steps. `stateful`: the program returns (output, state)."""
+    def _forward(
+        self,
+        params: Tree,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stateful: bool,
+        cut: Mapping[str, Scattered],
+    ) -> Any:
+        """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
         config = self._config
         inputs, kw = self.scatter(args, kwargs, config.devices)
+        batched = inputs._layout.is_cut or kw._layout.is_cut
+        for name, state in cut.items():
+            if batched and state._layout.is_cut and state.sizes != inputs.sizes:
+                raise ValueError(
+                    f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
+                    f"state with a batch axis is cut like the batch. Pass state of that many rows."
+                )
         replicas = self.replicate(params, config.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
         device, home = config.output_device, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -134,9 +135,17 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
                 f"wait for the smaller one. Leave {small} out of devices, or give it fewer rows with "
                 f"jdp.scatter(..., chunk_sizes=...).",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=_outside(),
             )
             return
+
+
+def _outside() -> int:
+    """The stacklevel of the user's own line: torch's points into torch, so that it shows once per process."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jdp", "flax"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _memory_bytes(device: Device) -> int | None:

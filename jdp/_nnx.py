@@ -12,7 +12,7 @@ from ._check import is_key
 from ._layout import Tree
 from ._linen import mark_outputs, mark_state
 from ._operands import fold_key
-from ._outputs import Reduce
+from ._outputs import Marked, Reduce
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
@@ -30,9 +30,9 @@ def nnx_function(
     axes = [axis for _, axis in filters_of(state_axes)]
 
     def call(replicas: Tree, *args: Any, **kwargs: Any) -> Tree:
-        graph, cut, rest = replicas
+        graph, cut, sown, rest = replicas
         index = jax.lax.axis_index(axis_name)
-        before = [(path, v, None) for path, v in nnx.to_flat_state(rest)]
+        before = [(path, v, None) for state in (sown, rest) for path, v in nnx.to_flat_state(state)]
         for state, axis in zip(cut, axes, strict=True):
             before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
         # Copies, for merge takes the variables as they are, and the module changes them in place.
@@ -48,7 +48,10 @@ def nnx_function(
             if old is not None and _same(old, after):
                 continue
             if isinstance(after, nnx.Intermediate):
-                updates.append((path, after))
+                # What earlier calls have sown is whole, what this one has is a chunk.
+                kept = {id(x) for x in jax.tree.leaves(old)}
+                sown = jax.tree.map(lambda x, kept=kept: Marked(x, None, old=x) if id(x) in kept else x, after)
+                updates.append((path, sown))
             else:
                 name = ".".join(map(str, path))
                 updates.append((path, mark_state(after, {} if old is None else old, name, reduce_state, axis)))

@@ -91,24 +91,7 @@ def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]
     seen: dict[Any, set[Any]] = {}
     label = name or getattr(fn, "__name__", type(fn).__name__)
 
-    @functools.cache
-    def body(signature: Signature, replica: int) -> Callable[..., Returned]:
-        """`fn` on a chunk of the size that `replica` (the lowest such) has."""
-
-        def call(*operands: Any) -> Returned:
-            replicas, args, kwargs = signature.arguments(operands, replica)
-            try:
-                out = fn(replicas, *args, **kwargs)
-            except Exception as error:
-                device = signature.layout.devices[replica]
-                error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
-                raise
-            return returned(out, signature.layout.dim, operands)
-
-        call.__name__ = label
-        # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
-        # on the devices already, with and without a gradient.
-        return jax.jit(call)
+    body = _body_of(fn, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         operands, signature = flatten_call(replicas, inputs, kwargs)
@@ -132,6 +115,29 @@ def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]
 
     run.__name__ = run.__qualname__ = label
     return run
+
+
+def _body_of(fn: Callable[..., Tree], label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
+    @functools.cache
+    def body(signature: Signature, replica: int) -> Callable[..., Returned]:
+        """`fn` on a chunk of the size that `replica` (the lowest such) has."""
+
+        def call(*operands: Any) -> Returned:
+            replicas, args, kwargs = signature.arguments(operands, replica)
+            try:
+                out = fn(replicas, *args, **kwargs)
+            except Exception as error:
+                device = signature.layout.devices[replica]
+                error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
+                raise
+            return returned(out, signature.layout.dim, operands)
+
+        call.__name__ = label
+        # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
+        # on the devices already, with and without a gradient.
+        return jax.jit(call)
+
+    return body
 
 
 def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ._check import classify
 from ._devices import Devices, mesh_of, replicated
 from ._layout import Tree
-from ._scattered import concrete, is_scattered
+from ._scattered import concrete, is_scattered, put_all
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
@@ -64,7 +64,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], mesh.devices.flat[0])
-    for i, x in zip(away, jax.device_put([leaves[i] for i in away], target), strict=True):
+    for i, x in zip(away, put_all([leaves[i] for i in away], [target] * len(away)), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
 

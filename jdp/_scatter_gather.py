@@ -15,7 +15,7 @@ from ._check import name_of, normal_axis
 from ._chunk import pad, unpad
 from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
-from ._scattered import Scattered, concrete, placed, reshard
+from ._scattered import Scattered, concrete, placed, put_all, reshard
 from ._split import split
 
 
@@ -107,7 +107,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     arrays: Sequence[Any] = outputs._arrays
     if layout.devices != (target,):  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
-        arrays = [jax.device_put(arrays[0], target)] if len(arrays) == 1 else jax.device_put(arrays, target)
+        arrays = put_all(arrays, [target] * len(arrays))
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
 
 

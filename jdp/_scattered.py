@@ -109,13 +109,18 @@ def placed(s: Scattered) -> Scattered:
             away.append(i)
         else:
             arrays[i] = reshard(jax.device_put(x, replicated(s._layout.mesh)), shardings[i])
-    if len(away) == 1:  # a list would be one more tree for device_put to flatten
-        arrays[away[0]] = jax.device_put(arrays[away[0]], shardings[away[0]])
-    elif away:
-        moved = jax.device_put([arrays[i] for i in away], [shardings[i] for i in away])
-        for i, x in zip(away, moved, strict=True):
-            arrays[i] = x
+    for i, x in zip(away, put_all([arrays[i] for i in away], [shardings[i] for i in away]), strict=True):
+        arrays[i] = x
     return Scattered(arrays, s._layout)
+
+
+def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
+    """`device_put` of several arrays, in one call where that works."""
+    # One array: a list would be one more tree to flatten. Tracers: the transpose of a joint device_put mixes up
+    # its operands where the cotangents of some are zero (jax 0.10.2; not 0.12).
+    if len(arrays) < 2 or any(isinstance(x, Tracer) for x in arrays):
+        return [jax.device_put(x, to) for x, to in zip(arrays, where, strict=True)]
+    return jax.device_put(list(arrays), list(where))
 
 
 @functools.partial(jax.jit, static_argnums=1)

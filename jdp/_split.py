@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import axes_of, check_rows, classify, name_of, normal_axis
+from ._check import axes_of, check_rows, classify, name_of, no_further, normal_axis
 from ._chunk import chunk_sizes, given_sizes, pad
 from ._layout import Cut, Layout, Leaf, Static, Tree, Whole
 from ._scattered import Scattered, is_scattered, placed
@@ -33,7 +33,13 @@ def split(
     shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
     to move.
     """
-    leaves, treedef = jax.tree.flatten(inputs, is_leaf=is_scattered)
+    try:
+        leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
+    except ValueError as error:  # JAX's, for dict keys that do not compare
+        raise ValueError(
+            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
+            f"({error}); JAX sorts them. Pass keys of one type."
+        ) from None
     key: Any = None
     if layouts is not None:
         key = (treedef, *[(x.shape, x.dtype) if hasattr(x, "dtype") else Static(x) for x in leaves])
