@@ -30,7 +30,7 @@ mnist:  ## train a Flax CNN on MNIST, on every device of this machine
 	$(VENV)/bin/python examples/mnist.py $(ARGS)
 
 test: install  ## run the tests, on 8 virtual CPU devices
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 
@@ -42,7 +42,7 @@ wheel: $(VENV)/bin/python  ## build the wheel into dist/
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 bench: $(VENV)/.installed-test  ## compare dp.apply with a hand-written program
-	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
+	$(VENV)/bin/python benchmarks/overhead.py --write $(ARGS)
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jdp
 
 
-def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
-    """The calls to time, and a count of compilations that the jdp ones fill."""
+def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], list[int]]:
+    """The calls to time, and the list of chunk sizes that jdp traced the model on."""
     import flax.linen as nn
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    traces = {"even": 0, "uneven": 0}
+    traces: list[int] = []
 
     class MLP(nn.Module):
         @nn.compact
@@ -55,7 +59,7 @@ def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], d
     counting = type(model)()
 
     def apply(variables: Any, x: Any) -> Any:
-        traces["even" if x.shape[0] == chunk else "uneven"] += 1
+        traces.append(x.shape[0])
         return counting.apply(variables, x)
 
     dp = jdp.DataParallel(apply, devices, output_device=devices[0])
@@ -91,6 +95,13 @@ def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
     import numpy as np
 
     calls, traces = contenders(model_name, n)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    for name in ("jdp", "uneven"):  # first alone: each is to compile its model once, and a slice at most
+        jax.block_until_ready(calls[name]())
+    compilations = len(compiled)
     for _ in range(10):
         for call in calls.values():
             jax.block_until_ready(call())
@@ -116,7 +127,8 @@ def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
         "jdp/pmap": ratio("jdp", "pmap"),
         "uneven/even": ratio("uneven", "jdp"),
         "calls": len(at["jdp"]),
-        "traces": traces,
+        "traces": len(traces),
+        "compilations": compilations,
     }
 
 
@@ -124,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 8])
     parser.add_argument("--seconds", type=float, default=10.0, help="of timing for each row")
+    parser.add_argument("--write", action="store_true", help="write the table to RESULTS.md beside this file")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "N"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:  # a process of its own: the number of virtual devices is fixed once JAX has started
@@ -134,24 +147,41 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    rows = []
     table = Table(title="dp.apply, ratios of medians (1.00 is the same speed)")
-    for column in ("model", "devices", "hand-written", "jdp / hand", "jdp / pmap", "uneven / even", "calls", "traces"):
+    ratios = "jdp / hand", "jdp / pmap", "uneven / even"
+    columns = "model", "devices", "hand-written", *ratios, "calls", "traces, compiled"
+    for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
     for model_name in ("MLP", "CNN"):
         for n in args.devices:
             command = [sys.executable, __file__, "--one", model_name, str(n), "--seconds", str(args.seconds)]
             row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            table.add_row(
-                model_name,
-                str(n),
-                f"{row['hand_us']:.0f} us",
-                f"{row['jdp/hand']:.2f}",
-                f"{row['jdp/pmap']:.2f}",
-                f"{row['uneven/even']:.2f}",
-                str(row["calls"]),
-                f"{row['traces']['even']} even, {row['traces']['uneven']} uneven",
+            rows.append(
+                [
+                    model_name,
+                    str(n),
+                    f"{row['hand_us']:.0f} us",
+                    f"{row['jdp/hand']:.2f}",
+                    f"{row['jdp/pmap']:.2f}",
+                    f"{row['uneven/even']:.2f}",
+                    str(row["calls"]),
+                    f"{row['traces']}, {row['compilations']}",
+                ]
             )
+            table.add_row(*rows[-1])
     Console(width=110).print(table)
+    if args.write:
+        head = [column.header for column in table.columns]
+        lines = [" | ".join(cells) for cells in [head, ["---"] * len(head), *rows]]
+        Path(__file__).with_name("RESULTS.md").write_text(
+            f"# dp.apply against the same by hand\n\nWritten by `make bench`; what is compared is said in overhead.py. "
+            f"jax {version('jax')}, Python {platform.python_version()}, {os.cpu_count()} cores ({platform.machine()}), "
+            f"virtual CPU devices. Ratios of medians, {args.seconds:g} s a row; 1.00 is the same speed.\n\n"
+            + "".join(f"| {line} |\n" for line in lines)
+            + "\nThe last column: how often the model was traced, and its program compiled, for the two batch sizes "
+            "(an uneven size is traced once for each size of chunk).\n"
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
 from . import _linen, _nnx
@@ -273,8 +274,9 @@ class DataParallel(nnx.Module, Generic[M]):
     def prefetch(self, batches: Iterable[Tree], size: int = 2) -> Iterator[Scattered]:
         """Scatters the next batches ahead: yields `scatter(batch)` for each batch, in order.
 
-        Pass what it yields in place of the batch: `dp.apply(variables, *dp_batch_arguments)` takes a
-        `jdp.Scattered` for any argument. An exception of the iterable comes after the batches before it.
+        What it yields goes in place of the batch: a call takes a `jdp.Scattered` for any argument. The
+        batches are copied, so that the iterable may use its buffers again. An exception of the iterable
+        comes after the batches before it.
 
         Args:
             batches: any iterable of pytrees of arrays.
@@ -288,10 +290,16 @@ class DataParallel(nnx.Module, Generic[M]):
 
         Source: `prefetch_to_device` in flax/jax_utils.py.
         """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
         config = self._config
-        return prefetch(
-            batches, lambda b: split(b, config.mesh, config.dim, verb="prefetch", root="batch"), size
-        )
+
+        def scatter(batch: Tree) -> Scattered:
+            # Copied, for a loader may fill its buffer anew while the batch waits, and device_put may alias it.
+            batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
+            return split(batch, config.mesh, config.dim, verb="prefetch", root="batch")
+
+        return prefetch(batches, scatter, size)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -184,3 +184,30 @@ def test_no_thread_is_left_behind(how):
         time.sleep(0.01)
     assert set(threading.enumerate()) - before == set()
     assert closed or how == "never started"  # the source's own `finally` ran
+
+
+def aligned(rows):
+    """A float32 buffer that device_put aliases on CPU: it begins at a multiple of 64 bytes."""
+    raw = np.zeros(rows * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + rows * 4].view(np.float32)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_loader_may_use_its_buffer_again(size):
+    buffer = aligned(8)
+
+    def source():
+        for i in range(6):
+            buffer[:] = i
+            yield buffer
+
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4))
+    assert [float(dp(np.float32(1), s)[0]) for s in dp.prefetch(source(), size)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("size", [-1, True, 1.5])
+def test_a_size_that_is_no_number_of_batches(size):
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4))
+    with pytest.raises(ValueError, match=r"jdp\.prefetch: size is .* Pass 0 or more"):
+        dp.prefetch([np.ones(8)], size)
