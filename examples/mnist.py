@@ -36,9 +36,8 @@ class CNN(nn.Module):
 
 def main() -> None:
     args = arguments(__doc__, picture="mnist.png")
-    jdp.virtual_cpu_devices(
-        args.devices or 4
-    )  # before JAX first asks for devices; an accelerator is not affected
+    # Before JAX first asks for devices; an accelerator is not affected.
+    jdp.virtual_cpu_devices(args.devices or 4)
     devices = jax.devices()[: args.devices]
     data = from_arguments(args)
     rng = np.random.default_rng(args.seed)
@@ -48,9 +47,8 @@ def main() -> None:
     params = dp.init(key, data.train_images[:1])["params"]
     steps = args.epochs * (len(data.train_labels) // args.batch_size)
     tx = optax.adam(optax.cosine_decay_schedule(args.lr, steps))
-    opt_state = jdp.replicate(
-        tx.init(params), devices
-    )  # where the params are: else `step` would compile twice
+    # Where the parameters are: else `step` would compile once for this, and again for what it returns.
+    opt_state = jdp.replicate(tx.init(params), devices)
 
     def loss_fn(params, images, labels, key):
         logits = dp.apply({"params": params}, images, train=True, rngs={"dropout": key})

@@ -36,9 +36,8 @@ class CNN(nnx.Module):
 
 def main() -> None:
     args = arguments(__doc__, picture="mnist_nnx.png")
-    jdp.virtual_cpu_devices(
-        args.devices or 4
-    )  # before JAX first asks for devices; an accelerator is not affected
+    # Before JAX first asks for devices; an accelerator is not affected.
+    jdp.virtual_cpu_devices(args.devices or 4)
     devices = jax.devices()[: args.devices]
     data = from_arguments(args)
     rng = np.random.default_rng(args.seed)
