@@ -46,6 +46,11 @@ class Config:
             raise ValueError(
                 f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them."
             )
+        if state_axes and kind == "function":
+            raise ValueError(
+                f"jdp.{verb}: state_axes is {dict(state_axes)}; it names the state of Flax modules, and this is a "
+                f"function. Pass what has a batch axis as an argument."
+            )
         self.kind: Kind = kind
         self.devices = resolve_devices(verb, devices)
         self.output_device = resolve_output(verb, output_device)

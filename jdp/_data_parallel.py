@@ -232,8 +232,8 @@ class DataParallel(nnx.Module, Generic[M]):
         """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
         config = self._config
         inputs, kw = self.scatter(args, kwargs, config.devices)
-        batched = inputs._layout.is_cut or kw._layout.is_cut
         for name, state in cut.items():
+            batched = inputs._layout.is_cut or kw._layout.is_cut
             if batched and state._layout.is_cut and state.sizes != inputs.sizes:
                 raise ValueError(
                     f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
@@ -279,7 +279,8 @@ class DataParallel(nnx.Module, Generic[M]):
         comes after the batches before it.
 
         Args:
-            batches: any iterable of pytrees of arrays.
+            batches: any iterable of pytrees of arrays; with `in_axes` a tuple is the arguments, anything
+                else the first one.
             size: how many batches are on the devices ahead of the one in use.
 
         Example:
@@ -295,9 +296,12 @@ class DataParallel(nnx.Module, Generic[M]):
         config = self._config
 
         def scatter(batch: Tree) -> Scattered:
+            axes = config.in_axes
+            if isinstance(axes, tuple | list):  # of the arguments, which a tuple is; else the batch is the first
+                axes = tuple(axes) if isinstance(batch, tuple) and len(batch) == len(axes) else axes[0]
             # Copied, for a loader may fill its buffer anew while the batch waits, and device_put may alias it.
             batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
-            return split(batch, config.mesh, config.dim, verb="prefetch", root="batch")
+            return split(batch, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
 
         return prefetch(batches, scatter, size)
 

@@ -10,6 +10,7 @@ from ._devices import DeviceLike, Devices, resolve_devices, resolve_output
 from ._kept import kept
 from ._layout import Tree
 from ._linen import module_of
+from ._scattered import Scattered, parts
 
 
 def data_parallel(
@@ -29,7 +30,8 @@ def data_parallel(
     Args:
         apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
         params: its first argument, whole on every replica.
-        batch: its further arguments: a tuple is the arguments, `None` is none, anything else is one.
+        batch: its further arguments: a tuple (scattered or not) is the arguments, `None` is none,
+            anything else is one.
         devices: as for `jdp.DataParallel`.
         output_device: as for `jdp.DataParallel`.
         dim: the axis along which inputs are cut and outputs concatenated.
@@ -46,6 +48,8 @@ def data_parallel(
     Source: `data_parallel` in torch/nn/parallel/data_parallel.py.
     """
     arguments: Sequence[Any] = batch if isinstance(batch, tuple) else () if batch is None else (batch,)
+    if isinstance(batch, Scattered) and isinstance(batch._layout.fill(batch._arrays), tuple):
+        arguments = parts(batch)
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
     linen_module = module_of(apply_fn)
     if linen_module is None:

@@ -211,3 +211,25 @@ def test_a_size_that_is_no_number_of_batches(size):
     dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4))
     with pytest.raises(ValueError, match=r"jdp\.prefetch: size is .* Pass 0 or more"):
         dp.prefetch([np.ones(8)], size)
+
+
+def test_axes_are_those_of_the_call():
+    dp = jdp.DataParallel(lambda w, x, table: x * w + table.sum(), devices=range(4), in_axes=(1, None), out_axes=1)
+    x, table = np.arange(10, dtype=np.float32).reshape(2, 5), np.ones(3, np.float32)
+    (scattered,) = dp.prefetch([(x, table)])
+    assert scattered.sizes == (2, 2, 1)
+    assert scattered[1][1].shape == (3,)
+    one = jdp.DataParallel(lambda w, x: x * w, devices=range(4), in_axes=(1,), out_axes=1)
+    (scattered,) = one.prefetch([x])
+    np.testing.assert_array_equal(one(np.float32(2), scattered), 2 * x)
+
+
+def test_a_scattered_tuple_is_the_arguments_of_data_parallel():
+    x, y = np.arange(10.0, dtype=np.float32), np.ones(10, np.float32)
+    scattered = jdp.scatter((x, y), range(4))
+    out = jdp.data_parallel(_add, np.float32(2), scattered, range(4))
+    np.testing.assert_array_equal(out, 2 * x + y)
+
+
+def _add(w, x, y):
+    return w * x + y
