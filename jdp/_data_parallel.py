@@ -14,6 +14,7 @@ from . import _linen, _nnx
 from ._config import Config, kind_of
 from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices
 from ._dispatch import dispatch
+from ._gather_list import scatter_list
 from ._layout import Tree
 from ._prefetch import prefetch
 from ._replicate import broadcast, lives_replicated
@@ -147,7 +148,14 @@ class DataParallel(nnx.Module, Generic[M]):
         return broadcast(tree, self._config.mesh, "DataParallel")
 
     def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
-        """Step three: runs the module on every replica, as one program."""
+        """Step three: runs the module on every replica, as one program.
+
+        `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
+        """
+        if not isinstance(inputs, Scattered):
+            inputs = scatter_list(inputs, self._config.mesh, self.dim, "inputs")
+        if not isinstance(kwargs, Scattered):
+            kwargs = scatter_list(kwargs or [{}], self._config.mesh, self.dim, "kwargs")
         return dispatch(self._config.program(self.module), replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
@@ -232,7 +240,7 @@ class DataParallel(nnx.Module, Generic[M]):
         """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
         config = self._config
         inputs, kw = self.scatter(args, kwargs, config.devices)
-        for name, state in cut.items():
+        for name, state in cut.items() if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
             batched = inputs._layout.is_cut or kw._layout.is_cut
             if batched and state._layout.is_cut and state.sizes != inputs.sizes:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""gather of a plain list: one tree per device, in the manner of torch's outputs."""
+"""Plain lists with one tree per device, in the manner of torch: `gather_list(list(s)) == gather(s)`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from ._check import is_array, normal_axis
 from ._devices import Device
 from ._layout import Tree
-from ._scattered import concrete
+from ._scattered import Scattered, concrete
+from ._split import split
 
 
 def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
@@ -86,11 +88,36 @@ def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
             )
 
 
+def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scattered:
+    """A list with one tree per device, as a `scatter` of one's own may return it in torch, as a `Scattered`."""
+    if not isinstance(trees, list | tuple) or not 0 < len(trees) <= mesh.size:
+        raise TypeError(
+            f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are {mesh.size} devices. "
+            f"Return what jdp.scatter returns, or a list with one tree for each device used."
+        )
+    flat = [jax.tree.flatten(tree) for tree in trees]
+    if any(treedef != flat[0][1] for _, treedef in flat):
+        raise ValueError(
+            f"jdp.DataParallel: {root} of the devices differ in their trees; all must agree. Return equal ones."
+        )
+    columns = list(zip(*[leaves for leaves, _ in flat], strict=True))
+    cut = [is_array(column[0]) and column[0].ndim > 0 for column in columns]
+    rows = {tuple(x.shape[dim] for x in column) for column, is_cut in zip(columns, cut, strict=True) if is_cut}
+    if len(rows) > 1:
+        raise ValueError(
+            f"jdp.DataParallel: {root} have chunks {' and '.join(map(str, sorted(rows)))}; all arrays of a device have "
+            f"the same rows. Return chunks that agree."
+        )
+    whole = [gather_list(list(c), None, dim) if is_cut else c[0] for c, is_cut in zip(columns, cut, strict=True)]
+    sizes = (*rows.pop(), *[0] * (mesh.size - len(trees))) if rows else None
+    tree = jax.tree.unflatten(flat[0][1], whole)
+    return split(tree, mesh, dim, verb="DataParallel", root=root, sizes=sizes)
+
+
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
     """`output_device="sharded"`: over the devices that the trees came from."""
     from ._devices import make_mesh
     from ._scatter_gather import join
-    from ._split import split
 
     devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
     if not devices:

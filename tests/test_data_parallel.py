@@ -984,3 +984,35 @@ def test_linen_and_functional_exceptions_say_so_too():
             call()
         assert info.value.code == 5
         assert "Caught OddError in replica 0 on device" in everything_said(info.value)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 3), (3, 7), (7, 8), (8, 10)], [(0, 5), (5, 10)]])
+def test_a_scatter_as_in_torch_may_return_lists(pieces):
+    """Row 35: a subclass cuts batches of its own, one tuple of arguments for each device."""
+
+    class Mine(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            (rows,) = inputs
+            return [(rows[a:b], "twice") for a, b in pieces], [{} for _ in pieces]
+
+    sizes = []
+
+    def model(w, x, how):
+        sizes.append(x.shape)
+        return x * w * (2 if how == "twice" else 1)
+
+    x = np.arange(10, dtype=np.float32)
+    np.testing.assert_array_equal(Mine(model, range(4))(np.float32(3), x), 6 * x)
+    assert {b - a for a, b in pieces} == {shape[0] for shape in sizes}
+
+
+def test_lists_of_a_scatter_that_do_not_fit_are_refused():
+    class Mine(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            return inputs[0], None
+
+    dp = Mine(lambda w, *xs: xs[0] * w, range(2))
+    with pytest.raises(TypeError, match="came out of scatter as a ndarray; there are 2 devices"):
+        dp(np.float32(1), np.ones(4, np.float32))
+    with pytest.raises(ValueError, match=r"inputs have chunks \(2, 1\) and \(2, 2\)"):
+        dp(np.float32(1), [(np.ones(2), np.ones(2)), (np.ones(2), np.ones(1))])
