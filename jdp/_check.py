@@ -15,6 +15,7 @@ import numpy as np
 from ._scattered import is_scattered
 
 _KEY = jax.dtypes.prng_key
+ARRAYS = (np.ndarray, jax.Array, np.generic)
 
 
 def is_key(x: Any) -> bool:
@@ -75,7 +76,7 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
         raise TypeError(
             f"jdp.{verb}: {name()} is a jax.ShapeDtypeStruct, which has no values. Wrap the call in jax.eval_shape."
         )
-    if hasattr(leaf, "__array__"):
+    if hasattr(leaf, "__array__") and not isinstance(leaf, type):
         raise TypeError(
             f"jdp.{verb}: {name()} is a {type(leaf).__module__}.{type(leaf).__name__}, no jax or numpy array; only "
             f"those are cut. Pass np.asarray(x)."
@@ -123,13 +124,18 @@ def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
     return root + jax.tree_util.keystr(path)
 
 
+def check_dim(verb: str, dim: Any) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"jdp.{verb}: dim is {dim!r}; it must be the axis to cut along. Pass an int.")
+
+
 def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:
     """The axis counted from the front, or torch's `IndexError`."""
     if not -ndim <= axis < ndim:
         raise IndexError(
-            f"jdp.{verb}: {name()} has {ndim} dimensions, dim is {axis}; Dimension out of range (expected to be in "
-            f"range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another dim, or in_axes with an axis for each "
-            f"argument (None: whole to every replica)."
+            f"jdp.{verb}: {name()} is of rank {ndim} ({ndim} dimension{'s' * (ndim != 1)}), dim is {axis}; Dimension "
+            f"out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another "
+            f"dim{_or_in_axes(verb)}."
         )
     return axis % ndim
 
@@ -150,16 +156,39 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
                 raise TypeError(legacy_key_text(verb, name(i)))
         raise ValueError(
             f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other_index)} has "
-            f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal rows, or "
-            f"in_axes with None for what is to go whole to every replica."
+            f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal "
+            f"rows{_or_in_axes(verb)}."
         )
     return rows
+
+
+def _or_in_axes(verb: str) -> str:
+    """The other way out, for calls that have it."""
+    if verb != "DataParallel":
+        return ""
+    return ", or construct DataParallel with in_axes, None for an argument that is to go whole to every replica"
+
+
+def refuse_rows_of_numbers(inputs: Any, rows: int, verb: str, root: str | tuple[str, ...]) -> None:
+    """A `TypeError` for labels as a list of Python numbers: each would go whole to every replica."""
+
+    def labels(x: Any) -> bool:
+        return type(x) is list and len(x) == rows > 1 and all(isinstance(v, bool | int | float) for v in x)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: labels(x) or no_further(x)):
+        if labels(x):
+            name = root[path[0].idx] + jax.tree_util.keystr(path[1:]) if isinstance(root, tuple) else root
+            raise TypeError(
+                f"jdp.{verb}: {name} is a list of {rows} Python numbers, as many as the batch has rows; each would go "
+                f"whole to every replica, and each new value compile anew. Pass np.asarray(x), which is cut."
+            )
 
 
 def legacy_key_text(verb: str, name: str) -> str:
     return (
         f"jdp.{verb}: {name} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
-        f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key))."
+        f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); "
+        f"cast two rows of data to another dtype, int32."
     )
 
 

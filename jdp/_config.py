@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import jax
 from flax import linen, nnx
+from jax.sharding import Mesh
 
+from ._check import check_dim
 from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices, resolve_output, warn_imbalance
 from ._kept import kept
 from ._layout import Layout, Tree
@@ -40,8 +42,12 @@ class Config:
         state_axes: Mapping[Any, int] | None,
     ) -> None:
         verb = "DataParallel"
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"jdp.{verb}: dim is {dim!r}; it is the axis to cut along. Pass an int.")
+        check_dim(verb, dim)
+        if not isinstance(axis_name, str):
+            raise TypeError(f"jdp.{verb}: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
+        axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
+        if any(not isinstance(axis, int) for axis in axes):
+            raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
         if reduce_state not in ("primary", "mean"):
             raise ValueError(
                 f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them."
@@ -62,15 +68,29 @@ class Config:
         self.layouts: dict[Any, Layout] = {}
         warn_imbalance(self.devices)
 
+    def mesh_of(self, devices: Devices) -> Mesh:
+        """The mesh of the devices that a step is given: the wrapper's own, unless a subclass chose others."""
+        if devices is self.devices:
+            return self.mesh
+        return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
+
+    def refuse_other_mesh(self) -> None:
+        around = jax.sharding.get_abstract_mesh()
+        if not around.empty and around != self.mesh.abstract_mesh:
+            raise ValueError(
+                f"jdp.DataParallel: called inside jax.set_mesh of {around}; the wrapper has a mesh of its own, and JAX "
+                f"takes one at a time. Call it outside of that context."
+            )
+
     def program(self, module: Any) -> Callable[..., Scattered]:
         """The compiled call of the module; a module that takes its place has its own."""
         if self.kind == "nnx":
             module = None  # its graph is an argument
-        if self.kind == "function" and self.out_axes is None:
-            return kept(module, "program", spmd)  # the same one as parallel_apply's
         found = self._programs.get(id(module))
         if found is None:
-            found = self._programs[id(module)] = (module, spmd(self._function(module), _name(module)))
+            shared = self.kind == "function" and self.out_axes is None  # with parallel_apply
+            program = kept(module, "program", spmd) if shared else spmd(self._function(module), _name(module))
+            found = self._programs[id(module)] = (module, program)
         return found[1]
 
     def _function(self, module: Any) -> Callable[..., Tree]:
@@ -80,7 +100,7 @@ class Config:
             return linen_function(module, self.out_axes, self.reduce_state, self.state_axes)
         out_axes = self.out_axes
 
-        def function(params: Tree, *args: Any, **kwargs: Any) -> Tree:
+        def function(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
             return mark_outputs(module(params, *args, **kwargs), out_axes)
 
         return function

@@ -12,14 +12,14 @@ from flax import nnx
 
 from . import _linen, _nnx
 from ._config import Config, kind_of
-from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices
+from ._devices import Device, DeviceLike, Devices
 from ._dispatch import dispatch
 from ._gather_list import scatter_list
 from ._layout import Tree
 from ._prefetch import prefetch
 from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import gather, join
-from ._scattered import Scattered, parts
+from ._scattered import Scattered, on_mesh, parts
 from ._split import split
 
 M = TypeVar("M")
@@ -131,7 +131,7 @@ class DataParallel(nnx.Module, Generic[M]):
         own = devices is config.devices
         both = split(
             (tuple(inputs), dict(kwargs)),
-            config.mesh if own else make_mesh(resolve_devices("DataParallel", devices), config.axis_name),
+            config.mesh_of(devices),
             config.dim,
             verb="DataParallel",
             root=("args", "kwargs"),
@@ -144,8 +144,7 @@ class DataParallel(nnx.Module, Generic[M]):
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
         """Step two: puts the parameters whole on every device; those in place stay as they are."""
-        del devices  # the mesh is made of them
-        return broadcast(tree, self._config.mesh, "DataParallel")
+        return broadcast(tree, self._config.mesh_of(devices), "DataParallel")
 
     def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
         """Step three: runs the module on every replica, as one program.
@@ -156,7 +155,8 @@ class DataParallel(nnx.Module, Generic[M]):
             inputs = scatter_list(inputs, self._config.mesh, self.dim, "inputs")
         if not isinstance(kwargs, Scattered):
             kwargs = scatter_list(kwargs or [{}], self._config.mesh, self.dim, "kwargs")
-        return dispatch(self._config.program(self.module), replicas, inputs, kwargs)
+        inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
+        return dispatch(self._config.program(self.module), inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
         """Step four: concatenates the outputs on the output device."""
@@ -172,7 +172,10 @@ class DataParallel(nnx.Module, Generic[M]):
             return cast(Any, self.module)(*args, **kwargs)
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
-        graph, *batched, sown, rest = nnx.split(self.module, *[kind for kind, _ in filters], nnx.Intermediate, ...)
+        # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs))
+        nodes = [self.module, *given]
+        graph, *batched, sown, rest = nnx.split(nodes, *[kind for kind, _ in filters], nnx.Intermediate, ...)
         cut = {
             kind.__name__: split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis)
             for state, (kind, axis) in zip(batched, filters, strict=True)
@@ -180,7 +183,7 @@ class DataParallel(nnx.Module, Generic[M]):
         sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
         params = (graph, tuple(cut.values()), sown, rest)
         out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut)
-        nnx.update(self.module, updates)
+        nnx.update(nodes, updates)
         return out
 
     def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
@@ -239,6 +242,7 @@ class DataParallel(nnx.Module, Generic[M]):
     ) -> Any:
         """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
         config = self._config
+        config.refuse_other_mesh()
         inputs, kw = self.scatter(args, kwargs, config.devices)
         for name, state in cut.items() if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
             batched = inputs._layout.is_cut or kw._layout.is_cut
@@ -278,6 +282,23 @@ class DataParallel(nnx.Module, Generic[M]):
     def _init(self, rngs: Tree, *args: Any, **kwargs: Any) -> Tree:
         variables = _linen.init(self.module, self._config.axis_name, rngs, args, kwargs)
         return _linen.place(variables, self._config.mesh)
+
+    def train(self, **attributes: Any) -> Any:
+        """Training mode for an NNX module, as `flax.nnx.Module.train`; a Linen module has no mode."""
+        self._needs_nnx("train")
+        return super().train(**attributes)
+
+    def eval(self, **attributes: Any) -> Any:
+        """Evaluation mode for an NNX module, as `flax.nnx.Module.eval`; a Linen module has no mode."""
+        self._needs_nnx("eval")
+        return super().eval(**attributes)
+
+    def _needs_nnx(self, method: str) -> None:
+        if self._config.kind != "nnx":
+            raise TypeError(
+                f"jdp.DataParallel: {method}() sets the mode of an NNX module, and this wraps none; it would do "
+                f"nothing. Pass the mode as an argument, dp.apply(variables, x, train={method == 'train'})."
+            )
 
     def prefetch(self, batches: Iterable[Tree], size: int = 2) -> Iterator[Scattered]:
         """Scatters the next batches ahead: yields `scatter(batch)` for each batch, in order.

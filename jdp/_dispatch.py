@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
-from ._scattered import Scattered, concrete
+from ._scattered import concrete
+
+T = TypeVar("T")
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 8 keep two cores busy just as well. One
@@ -17,12 +20,11 @@ _IN_FLIGHT = 8
 _running: collections.deque[jax.Array] = collections.deque()
 
 
-def dispatch(program: Callable[..., Scattered], *args: Any) -> Scattered:
+def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, once the call eight before it has ended."""
     out = program(*args)
-    layout = out._layout
-    if len(layout.devices) > 1 and layout.devices[0].platform == "cpu" and out._arrays:
-        value = concrete(min(out._arrays, key=_size))
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" and (arrays := jax.tree.leaves(out)):
+        value = concrete(min(arrays, key=_size))
         if value is not None:
             _running.append(value)
             while len(_running) > _IN_FLIGHT:

@@ -20,8 +20,8 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
     """One list of arrays per leaf, in device order, and the treedef that all trees share."""
     if not isinstance(outputs, list | tuple) or not outputs:
         raise ValueError(
-            f"jdp.{verb}: outputs is {outputs!r}; Expected at least one tree to {verb}. Pass a jdp.Scattered or a "
-            f"list with one tree per device."
+            f"jdp.{verb}: outputs is {'empty' if isinstance(outputs, list | tuple) else type(outputs).__name__}; "
+            f"Expected at least one tree to {verb}. Pass a jdp.Scattered or a list with one tree per device."
         )
     flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in outputs]
     paths, treedef = [path for path, _ in flat[0][0]], flat[0][1]

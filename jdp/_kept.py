@@ -23,7 +23,11 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
     number = id(owner)
     entry = _kept.get(number)
     if entry is None or entry[0]() is not owner:
-        entry = _kept[number] = (weakref.ref(owner, lambda _: _kept.pop(number, None)), {})
+        try:
+            ref = weakref.ref(owner, lambda _: _kept.pop(number, None))
+        except TypeError:  # of a class with slots: made for this call alone
+            return make(fn)
+        entry = _kept[number] = (ref, {})
     ref, made = entry
     if (method, key) not in made:
 

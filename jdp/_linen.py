@@ -8,9 +8,10 @@ from typing import Any
 import flax.errors
 import jax
 from flax import linen
+from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
-from ._check import axes_of, is_legacy_key
+from ._check import axes_of
 from ._devices import replicated
 from ._layout import Tree
 from ._outputs import Marked, Reduce
@@ -31,9 +32,9 @@ def linen_function(
 ) -> Callable[..., Tree]:
     """`module.apply` with a rule for every output and every updated leaf."""
 
-    def apply(variables: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Tree:
+    def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
         try:
-            out = module.apply(variables, *args, **kwargs)
+            out = module.apply(_unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
         except flax.errors.ScopeCollectionNotFound as error:
             error.add_note("Variables come from dp.init(key, *args): pass its result to dp.apply.")
             raise
@@ -42,19 +43,35 @@ def linen_function(
         out, state = out
         marked = {}
         for name, collection in state.items():
+            before = variables.get(name, {})
             if name == "intermediates":
-                marked[name] = collection
+                marked[name] = mark_sown(collection, before)
             else:
-                before = variables.get(name, {})
                 marked[name] = mark_state(collection, before, name, reduce_state, state_axes.get(name))
         return mark_outputs(out, out_axes), marked
 
     return apply
 
 
+def _unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
+    """The variables without the boxes of `nn.with_partitioning`, whose axes are not those of the replicas' mesh."""
+
+    def unbox(tree: Tree) -> Tree:
+        box = linen.Partitioned  # logically partitioned ones are of this class, too
+        return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
+
+    return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
+
+
 def is_stateful(kwargs: Mapping[str, Any]) -> bool:
     """Whether `module.apply` returns updated collections beside the output."""
     return kwargs.get("mutable", False) is not False or bool(kwargs.get("capture_intermediates", False))
+
+
+def mark_sown(after: Tree, before: Tree) -> Tree:
+    """Sown values: what earlier calls have sown is whole, what this one has is a chunk."""
+    kept = {id(x) for x in jax.tree.leaves(before)}
+    return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 
 
 def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None) -> Tree:
@@ -104,7 +121,8 @@ def normal_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if "rngs" in kwargs:
         # Keys of the old style (jax.random.PRNGKey): in rngs there is no doubt what they are.
         kwargs["rngs"] = jax.tree.map(
-            lambda k: jax.random.wrap_key_data(k) if hasattr(k, "dtype") and is_legacy_key(k) else k, kwargs["rngs"]
+            lambda k: jax.random.wrap_key_data(k) if getattr(k, "ndim", 0) == 1 and k.dtype == "uint32" else k,
+            kwargs["rngs"],
         )
     if isinstance(kwargs.get("mutable"), set | frozenset | tuple):
         kwargs["mutable"] = sorted(kwargs["mutable"])
@@ -126,18 +144,14 @@ def place(variables: Tree, mesh: Mesh) -> Tree:
 
 
 def explain_stacked(error: Exception, params: Tree, n: int) -> None:
-    """Says so where a model failed on parameters that `jax.pmap` code has stacked."""
+    """Says so where a model failed on parameters that `jax.pmap` code has stacked: all shapes have n in front."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if "pmap" in str(error):
+    if not isinstance(error, flax.errors.ScopeParamShapeError) or n < 2:
         return
-    if n < 2 or not leaves or any(jax.numpy.ndim(x) == 0 or jax.numpy.shape(x)[0] != n for _, x in leaves):
-        return
-    path, x = leaves[0]
-    text = (
-        f"jdp.DataParallel: {jax.tree_util.keystr(path)} has shape {jax.numpy.shape(x)}, and every leaf has {n} "
-        f"entries along its first axis, as many as there are devices: they look replicated for jax.pmap; jdp takes "
-        f"plain parameters. Pass jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
-    )
-    if isinstance(error, flax.errors.ScopeParamShapeError):
-        raise ValueError(text) from error
-    error.add_note(text)
+    shapes = [jax.numpy.shape(x) for _, x in leaves]
+    if all(s[:1] == (n,) for s in shapes) and any(f"expected to generate shape {s[1:]}" in str(error) for s in shapes):
+        raise ValueError(
+            f"jdp.DataParallel: {jax.tree_util.keystr(leaves[0][0])} has shape {shapes[0]}, and every leaf has {n} "
+            f"entries along its first axis, as many as there are devices: they look replicated for jax.pmap; jdp takes "
+            f"plain parameters. Pass jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
+        ) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ from flax import nnx
 
 from ._check import is_key
 from ._layout import Tree
-from ._linen import mark_outputs, mark_state
+from ._linen import mark_outputs, mark_sown, mark_state
 from ._operands import fold_key
-from ._outputs import Marked, Reduce
+from ._outputs import Reduce
+from ._scattered import is_scattered
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
@@ -29,7 +31,7 @@ def nnx_function(
     """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
     axes = [axis for _, axis in filters_of(state_axes)]
 
-    def call(replicas: Tree, *args: Any, **kwargs: Any) -> Tree:
+    def call(replicas: Tree, /, *args: Any, **kwargs: Any) -> Tree:
         graph, cut, sown, rest = replicas
         index = jax.lax.axis_index(axis_name)
         before = [(path, v, None) for state in (sown, rest) for path, v in nnx.to_flat_state(state)]
@@ -37,27 +39,60 @@ def nnx_function(
             before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
         # Copies, for merge takes the variables as they are, and the module changes them in place.
         own = [(path, _fold(v, index) if _is_rng_key(v) else jax.tree.map(lambda x: x, v)) for path, v, _ in before]
-        module = nnx.merge(graph, nnx.from_flat_state(own))
+        nodes = nnx.merge(graph, nnx.from_flat_state(own))
+        module, *given = nodes
+        args, kwargs = put_nodes((args, kwargs), given)
         out = module(*args, **kwargs)
         known = {path: (v, axis) for path, v, axis in before}
         updates = []
-        for path, after in nnx.to_flat_state(nnx.state(module)):
+        for path, after in nnx.to_flat_state(nnx.state(nodes)):
             if _is_rng_key(after):
                 continue  # a folded key is one replica's; only the counts go back
             old, axis = known.get(path, (None, None))
             if old is not None and _same(old, after):
                 continue
             if isinstance(after, nnx.Intermediate):
-                # What earlier calls have sown is whole, what this one has is a chunk.
-                kept = {id(x) for x in jax.tree.leaves(old)}
-                sown = jax.tree.map(lambda x, kept=kept: Marked(x, None, old=x) if id(x) in kept else x, after)
-                updates.append((path, sown))
+                updates.append((path, mark_sown(after, old)))
             else:
                 name = ".".join(map(str, path))
                 updates.append((path, mark_state(after, {} if old is None else old, name, reduce_state, axis)))
         return mark_outputs(out, out_axes), nnx.from_flat_state(updates)
 
     return call
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """Stands for an NNX object among the arguments; static, for which argument it was is part of the program."""
+
+    index: int
+
+
+def take_nodes(arguments: Tree) -> tuple[Tree, list[Any]]:
+    """The arguments with a stand-in for each NNX object, and the objects."""
+    taken: list[Any] = []
+
+    def take(x: Any) -> Any:
+        if not _is_node(x):
+            return x
+        taken.append(x)
+        return _Node(len(taken) - 1)
+
+    return jax.tree.map(take, arguments, is_leaf=lambda x: _is_node(x) or is_scattered(x)), taken
+
+
+def put_nodes(arguments: Tree, nodes: Sequence[Any]) -> Tree:
+    """The inverse of `take_nodes`."""
+
+    def is_stand_in(x: Any) -> bool:
+        return isinstance(x, _Node)
+
+    return jax.tree.map(lambda x: nodes[x.index] if is_stand_in(x) else x, arguments, is_leaf=is_stand_in)
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def _is_rng_key(variable: Any) -> bool:

@@ -79,7 +79,7 @@ def returned(out: Tree, dim: int, operands: Sequence[Any]) -> Returned:
         elif axis is not None:
             if not -value.ndim <= axis < value.ndim:
                 raise IndexError(
-                    f"jdp.parallel_apply: {output_path(out, i)} has {value.ndim} dimensions, dim is {axis}; "
+                    f"jdp.parallel_apply: {output_path(out, i)} has rank {value.ndim}, dim is {axis}; "
                     f"Dimension out of range (expected to be in range of [{-value.ndim}, {value.ndim - 1}], but got "
                     f"{axis}). Pass out_axes with an axis for each output (None: the primary replica's)."
                 )
@@ -120,12 +120,12 @@ class Outputs(NamedTuple):
         if rule.reduce == "same":
             return x
         layout, (axis_name,) = self.layout, self.layout.mesh.axis_names
-        rows = np.zeros(len(layout.devices), np.float32)
+        rows = np.zeros(len(layout.devices))
         rows[: len(layout.sizes)] = layout.sizes
         if rule.reduce == "mean" and layout.is_cut and rows.any() and jnp.issubdtype(x.dtype, jnp.inexact):
             if (rows == rows[0]).all():
                 return jax.lax.pmean(x, axis_name)
-            mine = jnp.asarray(rows / rows.sum())[index].astype(x.dtype)
+            mine = jnp.asarray(rows / rows.sum(), jnp.finfo(x.dtype).dtype)[index]
             return jax.lax.psum(jnp.where(mine > 0, x * mine, jnp.zeros_like(x)), axis_name)
         # A masked sum: out_specs=P() alone would label values that differ between devices as equal.
         if is_key(x):

@@ -66,7 +66,7 @@ def parallel_apply(
         raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
     inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
-    return dispatch(kept(fn, "program", spmd), replicas, inputs, kwargs)
+    return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
 def spmd(fn: Callable[..., Tree], name: str | None = None) -> Callable[..., Scattered]:

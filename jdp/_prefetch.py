@@ -14,21 +14,17 @@ def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Scattered], size
     """Yields `scatter(batch)` for each batch, in order, with `size` batches on the devices ahead."""
     # No thread: JAX's transfers are asynchronous already, so that a queue of started ones is all it
     # takes, and there is nothing to leak or to join when the consumer stops early.
-    source = iter(batches)
+    source = iter(batches)  # the caller's own, if it is an iterator: left open, to go on with
     ahead: collections.deque[Scattered] = collections.deque()
     failed: Exception | None = None
-    try:
-        while True:
-            try:
-                if failed is None:
-                    ahead.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(ahead)))
-            except Exception as error:  # it comes after the batches before it
-                failed = error
-            if not ahead:
-                break
-            yield ahead.popleft()
-        if failed is not None:
-            raise failed
-    finally:
-        if hasattr(source, "close"):
-            source.close()  # type: ignore[attr-defined]
+    while True:
+        try:
+            if failed is None:
+                ahead.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(ahead)))
+        except Exception as error:  # it comes after the batches before it
+            failed = error
+        if not ahead:
+            break
+        yield ahead.popleft()
+    if failed is not None:
+        raise failed

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from ._check import is_key, name_of
 from ._devices import DeviceLike, make_mesh, replicated, resolve_output
+from ._dispatch import dispatch
 from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
 from ._scattered import Scattered, concrete, placed
@@ -66,7 +67,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
                 raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
-    sums = _sum_everywhere(s)
+    sums = dispatch(_sum_everywhere, layout.mesh, s)
     if not everywhere and sums:
         whole = layout.devices[0] if target is None else target
         sums = jax.device_put([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)

@@ -84,6 +84,8 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
             for shape, aval, rule in zip(shapes, avals, rules, strict=True)
         ]
 
+    if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
+        return _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
     order = list(bodies) if layout.used else []
     which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
     branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
@@ -97,6 +99,22 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
         for k, (aval, rule) in enumerate(zip(avals, rules, strict=True))
     )
     return values, Outputs(layout, lead.treedef, rules, sizes)
+
+
+def _on_no_rows(
+    lead: _Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
+) -> tuple[list[Any], Outputs]:
+    """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
+    _refuse_collectives(lead.jaxpr.jaxpr, layout)
+
+    def primary(*operands: Any) -> list[Any]:
+        made = zip(run(*operands), idle(*operands), lead.rules, strict=True)
+        return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
+
+    values = jax.lax.cond(index == 0, primary, idle, *operands)
+    none = (0,) * len(layout.sizes)
+    sizes = tuple(none if _along(a, r) else () for a, r in zip(lead.jaxpr.out_avals, lead.rules, strict=True))
+    return values, Outputs(layout, lead.treedef, lead.rules, sizes)
 
 
 def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._check import name_of, normal_axis
+from ._check import check_dim, name_of, normal_axis
 from ._chunk import pad, unpad
 from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
+from ._dispatch import dispatch
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._scattered import Scattered, concrete, placed, put_all, reshard
 from ._split import split
@@ -52,6 +53,7 @@ def scatter(
     Source: `scatter` in torch/nn/parallel/scatter_gather.py, where arrays that disagree drop rows
     in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
+    check_dim("scatter", dim)
     return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
 
 
@@ -87,6 +89,7 @@ def gather(
     Source: `gather` in torch/nn/parallel/scatter_gather.py.
     """
     device = resolve_output("gather", output_device)
+    check_dim("gather", dim)
     if isinstance(outputs, Scattered):
         return join(_along(placed(outputs), dim), device)
     from ._gather_list import gather_list  # the rarer door; it needs this module
@@ -102,7 +105,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":
-        return layout.fill(outputs._arrays if layout.is_even else _trim_sharded(outputs))
+        return layout.fill(outputs._arrays if layout.is_even else dispatch(_trim_sharded, layout.mesh, outputs))
     target = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if layout.devices != (target,):  # else they are there
@@ -162,7 +165,7 @@ def _along(s: Scattered, dim: int) -> Scattered:
     ]
     if all(not isinstance(leaf, Cut) or leaf.axis == axis for leaf, axis in zip(layout.arrays, axes, strict=True)):
         return s
-    return _realign(s, tuple(axes))
+    return dispatch(_realign, layout.mesh, s, tuple(axes))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, replicated
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
@@ -76,7 +76,13 @@ class Scattered(Sequence[Tree]):
     def __getitem__(self, index: int | slice) -> Tree:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
+        try:
+            i = range(len(self))[index]
+        except (TypeError, IndexError) as error:
+            raise type(error)(
+                f"jdp.Scattered: {index!r} is no index of a replica, or the index out of range; replicas are 0 to "
+                f"{len(self) - 1}. Pass the replica first, then what is in its tree: s[0][{index!r}]."
+            ) from None
         layout = self._layout
         return layout.fill(
             [_chunk(x, leaf, i, layout) for x, leaf in zip(placed(self)._arrays, layout.arrays, strict=True)]
@@ -84,7 +90,8 @@ class Scattered(Sequence[Tree]):
 
     def __repr__(self) -> str:
         devices = ", ".join(str(d) for d in self.devices)
-        return f"Scattered(sizes={self.sizes}, devices=({devices}), tree={self._layout.fill(self._arrays)})"
+        shapes = [f"{x.dtype}{list(x.shape)}" for x in self._arrays]  # not the values, which hold padding
+        return f"Scattered(sizes={self.sizes}, devices=({devices}), padded arrays: {', '.join(shapes) or 'none'})"
 
 
 def parts(s: Scattered) -> tuple[Scattered, ...]:
@@ -112,6 +119,14 @@ def placed(s: Scattered) -> Scattered:
     for i, x in zip(away, put_all([arrays[i] for i in away], [shardings[i] for i in away]), strict=True):
         arrays[i] = x
     return Scattered(arrays, s._layout)
+
+
+def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
+    """`s` as it is, or with the mesh's name for its axis where it was scattered over the same devices."""
+    layout = s._layout
+    if layout.mesh == mesh or layout.devices != tuple(mesh.devices.flat):
+        return s
+    return placed(Scattered(s._arrays, Layout(layout.treedef, layout.leaves, layout.sizes, mesh, layout.dim)))
 
 
 def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:

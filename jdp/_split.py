@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import axes_of, check_rows, classify, name_of, no_further, normal_axis
+from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
 from ._chunk import chunk_sizes, given_sizes, pad
 from ._layout import Cut, Layout, Leaf, Static, Tree, Whole
 from ._scattered import Scattered, is_scattered, placed
@@ -42,7 +42,7 @@ def split(
         ) from None
     key: Any = None
     if layouts is not None:
-        key = (treedef, *[(x.shape, x.dtype) if hasattr(x, "dtype") else Static(x) for x in leaves])
+        key = (treedef, *[(x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x) for x in leaves])
         if (layout := layouts.get(key)) is not None:
             return _fill(leaves, layout, place)
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
@@ -58,6 +58,8 @@ def split(
 
     leaves, specs = _specs(given, axis_of, verb, name)
     chunks = _chunks(leaves, specs, mesh.size, verb, name, sizes)
+    if verb != "scatter":
+        refuse_rows_of_numbers(inputs, sum(chunks), verb, root)
     layout = Layout(treedef, tuple(Cut(s, chunks) if isinstance(s, int) else s for s in specs), chunks, mesh, dim)
     if layouts is not None and all(x is y and type(x) is not Ready for x, y in zip(leaves, given, strict=True)):
         layouts[key] = layout  # it holds for the next batch as it is: nothing was converted or scattered before

@@ -537,3 +537,17 @@ def test_a_wrong_call_of_the_model_keeps_pythons_own_error():
     assert "replica 0" in said(info.value)
     with refused(TypeError, "unexpected keyword argument 'z'"):
         dp(WEIGHT, ROWS, ROWS, z=1)
+
+
+def test_labels_as_a_list_of_python_numbers():
+    """Each would go whole to every replica: 10 labels would come back 40 times."""
+    n = len(ROWS)
+    for batch, name in (((ROWS, [1] * n), r"args\[1\]"), (({"x": ROWS, "y": [0.5] * n},), r"args\[0\]\['y'\]")):
+        with refused(TypeError, rf"{name} is a list of {len(ROWS)} Python numbers.*np\.asarray", keep=(ROWS,)):
+            FN(WEIGHT, *batch)
+
+
+@pytest.mark.parametrize("method", ["train", "eval"])
+def test_a_mode_for_a_linen_module(method):
+    with refused(TypeError, rf"{method}\(\) sets the mode of an NNX module.*train=", keep=()):
+        getattr(DP, method)()
