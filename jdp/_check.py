@@ -197,10 +197,10 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
     prefix, prefixdef = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
     try:
         subtrees = prefixdef.flatten_up_to(tree)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"jdp.{verb}: {what} {axes} does not fit the arguments: {error}. Pass a tree prefix of them, one entry "
-            f"for each positional argument."
+            f"jdp.{verb}: {what} does not fit the {'outputs' if what == 'out_axes' else 'arguments'}, whose tree is "
+            f"{jax.tree.structure(tree)}; it must be a tree prefix, as in jax.vmap. Pass an int or None for each."
         ) from None
     for axis in prefix:
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):

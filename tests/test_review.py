@@ -190,3 +190,12 @@ def test_prefetch_leaves_the_callers_iterator_open():
 def test_arguments_are_checked_at_construction(arguments):
     with pytest.raises(TypeError, match=rf"jdp\.DataParallel: {next(iter(arguments))} is .*must"):
         jdp.DataParallel(nn.Dense(2), range(2), **arguments)
+
+
+def test_axes_that_do_not_fit_name_what_they_do_not_fit():
+    dp = jdp.DataParallel(lambda w, x: x, range(2), out_axes=(0, None))
+    with pytest.raises(ValueError, match=r"out_axes does not fit the outputs, whose tree is .*prefix"):
+        dp(np.float32(1), X)
+    dp = jdp.DataParallel(lambda w, x: x, range(2), in_axes=({"z": 0},))
+    with pytest.raises(ValueError, match=r"in_axes does not fit the arguments, whose tree is .*prefix"):
+        dp(np.float32(1), X)
