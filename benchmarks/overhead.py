@@ -5,7 +5,9 @@ of a shared machine meets all of them; a figure is the median of the ratios of n
 
     hand-written   device_put of the batch, jit(shard_map), device_put of the output to one device
     pmap           flax's recipe: shard the batch on the host, jax.pmap, reshape the output
-    uneven         10 rows where 12 would fill the chunks, against those 12, both by dp.apply
+    uneven         a row fewer, so that the last chunk is shorter, against the full batch, both by dp.apply
+                   (on one device there is one chunk, and nothing is uneven)
+    its gradient   the same two batches, in a jitted jax.grad of the sum of the outputs
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], l
     devices = jax.devices()[:n]
     rng = np.random.default_rng(0)
     x = rng.normal(size=(n * chunk, *shape)).astype(np.float32)
-    uneven = x[: n * chunk - max(1, chunk // 4)]
+    uneven = x[:-1]  # any fewer, and torch's rule may make smaller chunks that are equal again
+    assert n == 1 or len({*jdp.chunk_sizes(len(uneven), n)}) == 2 and max(jdp.chunk_sizes(len(uneven), n)) == chunk
 
     counting = type(model)()
 
@@ -81,11 +84,14 @@ def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], l
         out = pmapped(stacked, x.reshape(n, chunk, *shape))
         return jax.device_put(out.reshape(n * chunk, *out.shape[2:]), devices[0])
 
+    gradient = jax.jit(jax.grad(lambda variables, x: dp(variables, x).sum()))
     calls = {
         "hand-written": hand_written,
         "pmap": pmap,
         "jdp": partial(dp, variables, x),
         "uneven": partial(dp, variables, uneven),
+        "gradient": partial(gradient, variables, x),
+        "uneven gradient": partial(gradient, variables, uneven),
     }
     return calls, traces
 
@@ -106,14 +112,15 @@ def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
         for call in calls.values():
             jax.block_until_ready(call())
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
-    names = list(calls)
-    while time.perf_counter() < end:
-        names = names[1:] + names[:1]  # nobody always comes after the same neighbour
-        for name in names:
-            start = time.perf_counter()
-            jax.block_until_ready(calls[name]())
-            times[name].append(time.perf_counter() - start)
+    gradients = [name for name in calls if "gradient" in name]  # apart, for they may take far longer
+    for names, share in ([name for name in calls if name not in gradients], 0.7), (gradients, 0.3):
+        end = time.perf_counter() + share * seconds
+        while time.perf_counter() < end:
+            names = names[1:] + names[:1]  # nobody always comes after the same neighbour
+            for name in names:
+                start = time.perf_counter()
+                jax.block_until_ready(calls[name]())
+                times[name].append(time.perf_counter() - start)
     at = {name: np.array(values) for name, values in times.items()}
 
     def ratio(a: str, b: str) -> float:
@@ -126,6 +133,7 @@ def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
         "jdp/hand": ratio("jdp", "hand-written"),
         "jdp/pmap": ratio("jdp", "pmap"),
         "uneven/even": ratio("uneven", "jdp"),
+        "gradient": ratio("uneven gradient", "gradient"),
         "calls": len(at["jdp"]),
         "traces": len(traces),
         "compilations": compilations,
@@ -149,7 +157,7 @@ def main() -> None:
 
     rows = []
     table = Table(title="dp.apply, ratios of medians (1.00 is the same speed)")
-    ratios = "jdp / hand", "jdp / pmap", "uneven / even"
+    ratios = "jdp / hand", "jdp / pmap", "uneven / even", "its gradient"
     columns = "model", "devices", "hand-written", *ratios, "calls", "traces, compiled"
     for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
@@ -164,13 +172,14 @@ def main() -> None:
                     f"{row['hand_us']:.0f} us",
                     f"{row['jdp/hand']:.2f}",
                     f"{row['jdp/pmap']:.2f}",
-                    f"{row['uneven/even']:.2f}",
+                    f"{row['uneven/even']:.2f}" if n > 1 else "-",
+                    f"{row['gradient']:.2f}" if n > 1 else "-",
                     str(row["calls"]),
                     f"{row['traces']}, {row['compilations']}",
                 ]
             )
             table.add_row(*rows[-1])
-    Console(width=110).print(table)
+    Console(width=120).print(table)
     if args.write:
         head = [column.header for column in table.columns]
         lines = [" | ".join(cells) for cells in [head, ["---"] * len(head), *rows]]

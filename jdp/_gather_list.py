@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ._check import is_array, normal_axis
 from ._devices import Device
 from ._layout import Tree
-from ._scattered import Scattered, concrete
+from ._scattered import Scattered, concrete, put_all
 from ._split import split
 
 
@@ -73,7 +73,7 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
                 )
         home = device_of(first) if device is None or device == "sharded" else device
         if home is not None:
-            column = jax.device_put(column, home)
+            column = put_all(column, [home] * len(column))
         out.append(jnp.concatenate(column, axis=axis))
     whole = jax.tree.unflatten(treedef, out)
     return _spread(outputs, whole, dim) if device == "sharded" else whole

@@ -17,7 +17,7 @@ from ._devices import DeviceLike, make_mesh, replicated, resolve_output
 from ._dispatch import dispatch
 from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
-from ._scattered import Scattered, concrete, placed
+from ._scattered import Scattered, concrete, placed, put_all
 
 
 def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | None = None) -> Tree:
@@ -70,7 +70,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     sums = dispatch(_sum_everywhere, layout.mesh, s)
     if not everywhere and sums:
         whole = layout.devices[0] if target is None else target
-        sums = jax.device_put([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)
+        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
     return layout.fill(sums)
 
 

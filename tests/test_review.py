@@ -199,3 +199,15 @@ def test_axes_that_do_not_fit_name_what_they_do_not_fit():
     dp = jdp.DataParallel(lambda w, x: x, range(2), in_axes=({"z": 0},))
     with pytest.raises(ValueError, match=r"in_axes does not fit the arguments, whose tree is .*prefix"):
         dp(np.float32(1), X)
+
+
+def test_gradients_through_reduce_add_where_some_sums_are_not_used():
+    """One joint device_put of the sums would mix up their transposes on jax 0.10."""
+    s = jdp.scatter((X[:8],), range(4))
+
+    def sums(w):
+        out = jdp.parallel_apply(lambda w, x: {"a": x.sum(0) * w, "b": (x * w).sum()}, w, s)
+        return jdp.reduce_add(out)
+
+    np.testing.assert_allclose(jax.grad(lambda w: sums(w)["a"].sum())(np.float32(2)), X[:8].sum(), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda w: sums(w)["b"])(np.float32(2)), X[:8].sum(), rtol=1e-5)
