@@ -131,8 +131,8 @@ def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
 
 def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
     """`device_put` of several arrays, in one call where that works."""
-    # One array: a list would be one more tree to flatten. Tracers: the transpose of a joint device_put mixes up
-    # its operands where the cotangents of some are zero (jax 0.10.2; not 0.12).
+    # One array: a list would be one more tree to flatten. Tracers: with one device_put for all outputs, the eager
+    # gradient of a model with a scan fails on a cotangent of another output's shape (jax 0.10.2; not 0.12).
     if len(arrays) < 2 or any(isinstance(x, Tracer) for x in arrays):
         return [jax.device_put(x, to) for x, to in zip(arrays, where, strict=True)]
     return jax.device_put(list(arrays), list(where))

@@ -202,7 +202,7 @@ def test_axes_that_do_not_fit_name_what_they_do_not_fit():
 
 
 def test_gradients_through_reduce_add_where_some_sums_are_not_used():
-    """One joint device_put of the sums would mix up their transposes on jax 0.10."""
+    """A law only: the joint device_put that failed for a model with a scan happens to pass here."""
     s = jdp.scatter((X[:8],), range(4))
 
     def sums(w):
