@@ -13,6 +13,7 @@ from importlib.metadata import version as _version
 from ._chunk import chunk_sizes as chunk_sizes
 from ._data_parallel import DataParallel as DataParallel
 from ._functional import data_parallel as data_parallel
+from ._mean import Mean as Mean
 from ._parallel_apply import parallel_apply as parallel_apply
 from ._reduce_add import reduce_add as reduce_add
 from ._replicate import replicate as replicate

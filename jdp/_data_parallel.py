@@ -21,11 +21,12 @@ from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import gather, join
 from ._scattered import Scattered, on_mesh, parts
 from ._split import split
+from ._training import Training
 
 M = TypeVar("M")
 
 
-class DataParallel(nnx.Module, Generic[M]):
+class DataParallel(Training, nnx.Module, Generic[M]):
     """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
 
     The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas

@@ -38,27 +38,45 @@ def nnx_function(
         for state, axis in zip(cut, axes, strict=True):
             before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
         # Copies, for merge takes the variables as they are, and the module changes them in place.
-        own = [(path, _fold(v, index) if _is_rng_key(v) else jax.tree.map(lambda x: x, v)) for path, v, _ in before]
+        own = [(path, _fold(v, index) if _is_rng_key(v) else copies(v)) for path, v, _ in before]
         nodes = nnx.merge(graph, nnx.from_flat_state(own))
         module, *given = nodes
         args, kwargs = put_nodes((args, kwargs), given)
         out = module(*args, **kwargs)
-        known = {path: (v, axis) for path, v, axis in before}
-        updates = []
-        for path, after in nnx.to_flat_state(nnx.state(nodes)):
-            if _is_rng_key(after):
-                continue  # a folded key is one replica's; only the counts go back
-            old, axis = known.get(path, (None, None))
-            if old is not None and _same(old, after):
-                continue
-            if isinstance(after, nnx.Intermediate):
-                updates.append((path, mark_sown(after, old)))
-            else:
-                name = ".".join(map(str, path))
-                updates.append((path, mark_state(after, {} if old is None else old, name, reduce_state, axis)))
-        return mark_outputs(out, out_axes), nnx.from_flat_state(updates)
+        updates = mark_updates(nnx.state(nodes), before, reduce_state)
+        return mark_outputs(out, out_axes), updates
 
     return call
+
+
+def copies(tree: Tree) -> Tree:
+    """The same variables in new objects."""
+    return jax.tree.map(lambda x: x, tree)
+
+
+def fold_state(state: Tree, axis_name: str) -> Tree:
+    """The state, with the keys of its `nnx.Rngs` made the replica's own."""
+    index = jax.lax.axis_index(axis_name)
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, _fold(v, index) if _is_rng_key(v) else v) for path, v in flat])
+
+
+def mark_updates(state: Tree, before: Sequence[tuple[Any, Any, int | None]], reduce: Reduce) -> Tree:
+    """What of the state has changed, each leaf with its rule; `before` has a path, a variable and an axis for each."""
+    known = {path: (v, axis) for path, v, axis in before}
+    updates = []
+    for path, after in nnx.to_flat_state(state):
+        if _is_rng_key(after):
+            continue  # a folded key is one replica's; only the counts go back
+        old, axis = known.get(path, (None, None))
+        if old is not None and _same(old, after):
+            continue
+        if isinstance(after, nnx.Intermediate):
+            updates.append((path, mark_sown(after, old)))
+        else:
+            name = ".".join(map(str, path))
+            updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis)))
+    return nnx.from_flat_state(updates)
 
 
 @jax.tree_util.register_static
@@ -82,13 +100,19 @@ def take_nodes(arguments: Tree) -> tuple[Tree, list[Any]]:
     return jax.tree.map(take, arguments, is_leaf=lambda x: _is_node(x) or is_scattered(x)), taken
 
 
-def put_nodes(arguments: Tree, nodes: Sequence[Any]) -> Tree:
+def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
     """The inverse of `take_nodes`."""
+    return jax.tree.map(lambda x: nodes[x.index] if _is_stand_in(x) else x, arguments, is_leaf=_is_stand_in)
 
-    def is_stand_in(x: Any) -> bool:
-        return isinstance(x, _Node)
 
-    return jax.tree.map(lambda x: nodes[x.index] if is_stand_in(x) else x, arguments, is_leaf=is_stand_in)
+def stand_ins(argument: Tree) -> tuple[int, ...]:
+    """Which of the NNX objects that were taken stood in this argument."""
+    leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or is_scattered(x))
+    return tuple(x.index for x in leaves if _is_stand_in(x))
+
+
+def _is_stand_in(x: Any) -> bool:
+    return isinstance(x, _Node)
 
 
 def _is_node(x: Any) -> bool:

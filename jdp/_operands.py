@@ -42,7 +42,15 @@ class Signature(NamedTuple):
 
     def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
         """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
-        rest = iter([own(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)])
+        return self.fill(self.own(operands, replica))
+
+    def own(self, operands: Sequence[Any], replica: int) -> list[Any]:
+        """What lies on the replica's device, without the padding."""
+        return [own(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
+
+    def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
+        """`(replicas, args, kwargs)` with these values for the operands."""
+        rest = iter(values)
         values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
         replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
         return replicas, args if isinstance(args, tuple | list) else (args,), kwargs or {}

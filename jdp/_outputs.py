@@ -13,24 +13,37 @@ from ._check import is_array, is_key
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
 from ._scattered import Scattered
 
-Reduce = Literal["primary", "mean", "same"]
-"""Whose value is the one for all: the primary's, the mean, or that of any, since they are equal."""
+Reduce = Literal["primary", "mean", "same", "sum"]
+"""Whose value is the one for all: the primary's, the mean, that of any, since they are equal, or the sum."""
 
 
 class Marked:
     """A leaf that a door's function returns with its own rule; to `jax.tree` it is a leaf, as is any object.
 
     With `axis` an int the replicas' values are concatenated along it. With `None` there is one value
-    for all: the primary replica's, or the mean weighted by rows; `old` is what it was before, for
-    replicas without rows.
+    for all: the primary replica's, the mean weighted by rows, or the sum; `old` is what it was before,
+    for replicas without rows. `over` divides it: a number, or the sum of the replicas' values of an
+    array that is an output, too. `wire` is the dtype in which a sum travels, `dtype` that of the result;
+    with `scatter` a sum comes back cut along that axis (a reduce-scatter).
     """
 
-    __slots__ = ("value", "axis", "reduce", "old")
+    __slots__ = ("value", "axis", "reduce", "old", "over", "wire", "dtype", "scatter")
 
-    def __init__(self, value: Any, axis: int | None, reduce: Reduce = "primary", old: Any = None) -> None:
+    def __init__(
+        self,
+        value: Any,
+        axis: int | None,
+        reduce: Reduce = "primary",
+        old: Any = None,
+        over: Any = None,
+        wire: Any = None,
+        dtype: Any = None,
+        scatter: int | None = None,
+    ) -> None:
         self.value, self.axis, self.old = value, axis, old
         # What did not change is equal on all replicas as it is.
         self.reduce: Reduce = "same" if value is old else reduce
+        self.over, self.wire, self.dtype, self.scatter = over, wire, dtype, scatter
 
 
 class Rule(NamedTuple):
@@ -39,6 +52,11 @@ class Rule(NamedTuple):
     axis: int | None
     reduce: Reduce
     old: int | None
+    over: float | None = None  # what it is divided by
+    count: int | None = None  # or: the output whose sum it is divided by
+    wire: Any = None
+    dtype: Any = None
+    scatter: int | None = None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -85,8 +103,11 @@ def returned(out: Tree, dim: int, operands: Sequence[Any]) -> Returned:
                 )
             axis %= value.ndim
         old = next((j for j, x in enumerate(operands) if x is mark.old), None) if mark.old is not None else None
+        over, count = mark.over, None
+        if over is not None and not isinstance(over, float):
+            over, count = None, next(j for j, x in enumerate(leaves) if isinstance(x, Marked) and x.value is mark.over)
         values.append(value)
-        rules.append(Rule(axis, mark.reduce, old))
+        rules.append(Rule(axis, mark.reduce, old, over, count, mark.wire, mark.dtype, mark.scatter))
     return Returned(values, treedef, tuple(rules))
 
 
@@ -105,19 +126,38 @@ class Outputs(NamedTuple):
     def reduce(self, values: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
         """Inside the program: the replica's arrays, chunk axis first, and those that are one for all."""
         cut, whole = [], []
-        for x, rule in zip(values, self.rules, strict=True):
-            if rule.axis is None:
+        for x, rule in zip(self._summed(values), self.rules, strict=True):
+            if rule.axis is None and rule.scatter is None:
                 whole.append(self._one_for_all(x, rule, index))
             elif not x.ndim:
                 cut.append(jnp.expand_dims(x, 0))
             else:
                 # All chunks go out along axis 0, so that one out_spec serves outputs not yet known;
                 # the transposes here and in scattered() cancel in the compiler.
-                cut.append(jnp.moveaxis(x, rule.axis, 0))
+                cut.append(jnp.moveaxis(x, rule.axis if rule.scatter is None else rule.scatter, 0))
         return cut, whole
 
+    def _summed(self, values: Sequence[Any]) -> list[Any]:
+        """The values, with sums over the replicas in place of summands, and divided where a rule says so."""
+        (axis_name,) = self.layout.mesh.axis_names
+        at = sorted({rule.count for rule in self.rules if rule.count is not None})
+        totals = dict(zip(at, jax.lax.psum([values[i] for i in at], axis_name), strict=True))
+        over = [rule.over if rule.count is None else totals[rule.count] for rule in self.rules]
+        values = [
+            totals[i] if i in totals else x if rule.reduce == "sum" and rule.wire is None else _divided(x, by)
+            for i, (x, by, rule) in enumerate(zip(values, over, self.rules, strict=True))
+        ]
+        sums = {i: rule for i, rule in enumerate(self.rules) if rule.reduce == "sum" and i not in totals}
+        # What travels in a narrow type is divided before, for a sum of many may leave its range; the rest after, as
+        # pmean does.
+        sent = [values[i] if rule.wire is None else values[i].astype(rule.wire) for i, rule in sums.items()]
+        for x, (i, rule) in zip(_sum_over(sent, list(sums.values()), axis_name), sums.items(), strict=True):
+            x = _divided(x, over[i]) if rule.wire is None else x.astype(values[i].dtype)
+            values[i] = x if rule.dtype is None else x.astype(rule.dtype)
+        return values
+
     def _one_for_all(self, x: Any, rule: Rule, index: Any) -> Any:
-        if rule.reduce == "same":
+        if rule.reduce in ("same", "sum"):
             return x
         layout, (axis_name,) = self.layout, self.layout.mesh.axis_names
         rows = np.zeros(len(layout.devices))
@@ -137,16 +177,37 @@ class Outputs(NamedTuple):
 
     def scattered(self, cut: Sequence[Any], whole: Sequence[Any]) -> Scattered:
         """Outside the program's body: the arrays as one `Scattered`."""
-        cuts, wholes = iter(cut), iter(whole)
+        layout, cuts, wholes = self.layout, iter(cut), iter(whole)
         arrays: list[Any] = []
         leaves: list[Leaf] = []
         for rule, sizes in zip(self.rules, self.sizes, strict=True):
-            if rule.axis is None:
+            axis = rule.axis if rule.scatter is None else rule.scatter
+            if axis is None:
                 arrays.append(next(wholes))
                 leaves.append(Whole())
                 continue
             x = next(cuts)
-            arrays.append(jnp.moveaxis(x, 0, rule.axis) if rule.axis else x)
-            leaves.append(Cut(rule.axis, sizes) if sizes else Stack())
-        layout = self.layout
+            arrays.append(jnp.moveaxis(x, 0, axis) if axis else x)
+            if rule.scatter is not None:
+                sizes = (x.shape[0] // layout.mesh.size,) * layout.mesh.size
+            leaves.append(Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, Layout(self.treedef, tuple(leaves), layout.sizes, layout.mesh, layout.dim))
+
+
+def _divided(x: Any, by: Any) -> Any:
+    if by is None:
+        return x
+    # A mean of integers is no integer; one of 16-bit floats stays what it is.
+    return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
+
+
+def _sum_over(values: Sequence[Any], rules: Sequence[Rule], axis_name: str) -> list[Any]:
+    """The sums over the replicas: all in one collective, but for those that come back scattered."""
+    whole = [x for x, rule in zip(values, rules, strict=True) if rule.scatter is None]
+    sums = iter(jax.lax.psum(whole, axis_name))
+    return [
+        next(sums)
+        if rule.scatter is None
+        else jax.lax.psum_scatter(x, axis_name, scatter_dimension=rule.scatter, tiled=True)
+        for x, rule in zip(values, rules, strict=True)
+    ]

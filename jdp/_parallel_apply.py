@@ -69,9 +69,17 @@ def parallel_apply(
     return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
+CallOf = Callable[[Signature, int], Callable[..., Tree]]
+"""What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
+
+
 def spmd(fn: Callable[..., Tree], name: str | None = None) -> Callable[..., Scattered]:
     """The program that runs `fn` on every replica; compiled once per layout and shapes."""
-    run = _spmd(fn, name)
+    return compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
+
+
+def compiled(run: Callable[..., Scattered]) -> Callable[..., Scattered]:
+    """What `on_replicas` made, compiled once per layout and shapes."""
     programs: dict[Any, Callable[..., Scattered]] = {}
 
     def call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
@@ -87,11 +95,10 @@ def spmd(fn: Callable[..., Tree], name: str | None = None) -> Callable[..., Scat
     return call
 
 
-def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]:
+def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
+    """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from."""
     seen: dict[Any, set[Any]] = {}
-    label = name or getattr(fn, "__name__", type(fn).__name__)
-
-    body = _body_of(fn, label)
+    body = _body_of(call_of, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         operands, signature = flatten_call(replicas, inputs, kwargs)
@@ -117,15 +124,26 @@ def _spmd(fn: Callable[..., Tree], name: str | None) -> Callable[..., Scattered]
     return run
 
 
-def _body_of(fn: Callable[..., Tree], label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
+def _plain(fn: Callable[..., Tree]) -> CallOf:
+    def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
+        def call(*operands: Any) -> Tree:
+            replicas, args, kwargs = signature.arguments(operands, replica)
+            return fn(replicas, *args, **kwargs)
+
+        return call
+
+    return call_of
+
+
+def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
     @functools.cache
     def body(signature: Signature, replica: int) -> Callable[..., Returned]:
-        """`fn` on a chunk of the size that `replica` (the lowest such) has."""
+        """The call on a chunk of the size that `replica` (the lowest such) has."""
+        run = call_of(signature, replica)
 
         def call(*operands: Any) -> Returned:
-            replicas, args, kwargs = signature.arguments(operands, replica)
             try:
-                out = fn(replicas, *args, **kwargs)
+                out = run(*operands)
             except Exception as error:
                 device = signature.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")

@@ -10,6 +10,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from ._convolutions import canonical
 from ._layout import Cut, Layout, Tree
 from ._operands import Signature
 from ._outputs import Outputs, Returned, Rule, output_path
@@ -59,6 +60,8 @@ def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature
         jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
         if layout.used:
             _refuse_collectives(jaxpr.jaxpr, layout)
+        if layout.devices[0].platform == "cpu":
+            jaxpr = canonical(jaxpr)
         tree = jax.tree.unflatten(out.treedef, jaxpr.out_avals)
         bodies[sizes] = _Body(replica, jaxpr, tree, out.treedef, out.rules)
     lead, *others = bodies.values()

@@ -1,0 +1,147 @@
+"""A loss function's arguments: which are whole and which are cut, what is differentiated, what is NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from . import _nnx
+from ._config import Config
+from ._gradients import Loss
+from ._layout import Tree
+from ._outputs import Reduce
+from ._split import split
+
+Position = tuple[int, Any]
+"""The position of an argument to differentiate, and for NNX the filter of the variables that are."""
+
+
+class Plan(NamedTuple):
+    """The static part: hashable, so that each has one program."""
+
+    argnums: tuple[Position, ...]
+    has_aux: bool
+    whole: tuple[int, ...]  # positions of the arguments that are whole on every replica
+    count: int  # of positional arguments
+    nodes: tuple[tuple[int, ...], ...]  # for each of argnums, its NNX objects among all
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The differentiated arguments that are cut, as positions among the cut ones."""
+        cut = [p for p in range(self.count) if p not in self.whole]
+        return tuple(cut.index(p) for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in cut)
+
+    @property
+    def plain(self) -> tuple[int, ...]:
+        """The differentiated arguments that are whole, but for NNX objects."""
+        return tuple(
+            p for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in self.whole
+        )
+
+    def is_diff(self, path: tuple[Any, ...], variable: Any) -> bool:
+        """Whether a variable of the NNX objects is differentiated."""
+        return any(
+            path[0] in nodes and nnx.filterlib.to_predicate(wrt)(path[1:], variable)
+            for (_, wrt), nodes in zip(self.argnums, self.nodes, strict=True)
+        )
+
+
+class Call(NamedTuple):
+    """One call, divided: `replicas` is `(diff, state)`, `inputs` and `kwargs` are still to be cut."""
+
+    plan: Plan
+    replicas: Tree
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nodes: list[Any]
+    args: tuple[Any, ...]  # all positional ones, with stand-ins for the NNX objects
+
+
+def divide(
+    args: Sequence[Any], kwargs: Mapping[str, Any], argnums: tuple[Position, ...], has_aux: bool, in_axes: Sequence[Any]
+) -> Call:
+    """Divides a call's arguments; `in_axes` has an axis, or None, for each positional argument."""
+    (taken, kwargs), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
+    within = tuple(_nnx.stand_ins(taken[p]) for p, _ in argnums)
+    differentiated = {p for p, _ in argnums}
+    whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
+    plan = Plan(argnums, has_aux, whole, len(args), within)
+    diff_state, rest, graph = None, None, None
+    if nodes:
+        graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
+    diff = (tuple(taken[p] for p in plan.plain), diff_state)
+    held = tuple(taken[p] for p in whole if p not in plan.plain)
+    inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
+    return Call(plan, (diff, (held, graph, rest)), inputs, kwargs, nodes, taken)
+
+
+def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce) -> Loss:
+    """The loss of a call that was divided by this plan."""
+
+    def compute(diff: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
+        (plain, diff_state), (held, graph, rest) = diff, state
+        known = dict(zip(plan.plain, plain, strict=True))
+        known |= zip([p for p in plan.whole if p not in plan.plain], held, strict=True)
+        cut = iter(args)
+        call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.count)], kwargs)
+        nodes: list[Any] = []
+        if graph is not None:
+            # Copies, for merge takes the variables as they are, and the model changes them in place.
+            nodes = nnx.merge(graph, *_nnx.copies((diff_state, rest)))
+            call = _nnx.put_nodes(call, nodes)
+        positional, keywords = call
+        out = loss_fn(*positional, **keywords)
+        loss, aux = _two(out, verb) if plan.has_aux else (out, ())
+        if graph is not None:
+            rest = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
+        return loss, aux, (held, graph, rest)
+
+    def enter(state: Tree) -> Tree:
+        held, graph, rest = state
+        return held, graph, rest if graph is None else _nnx.fold_state(rest, axis_name)
+
+    def leave(after: Tree, before: Tree) -> Tree:
+        if before[1] is None:
+            return ()
+        return _nnx.mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce_state)
+
+    return Loss(compute, verb, plan.rows, enter, leave)
+
+
+def _two(out: Any, verb: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    raise TypeError(
+        f"jdp.{verb}: has_aux is True, and the function returns a {type(out).__name__}"
+        f"{f' of {len(out)}' if isinstance(out, tuple | list) else ''}; it is a pair then. Return (loss, aux)."
+    )
+
+
+def assemble(plan: Plan, grads: Tree, row_grads: Sequence[Tree], args: Sequence[Any]) -> tuple[Tree, ...]:
+    """One tree of gradients for each of argnums."""
+    plain, state = grads
+    known = dict(zip(plan.plain, plain, strict=True))
+    rows = iter(row_grads)
+    found = []
+    for (position, _), nodes in zip(plan.argnums, plan.nodes, strict=True):
+        if nodes:
+            found.append(_nnx.put_nodes(args[position], {i: state[i] if i in state else nnx.State({}) for i in nodes}))
+        else:
+            found.append(known[position] if position in known else next(rows))
+    return tuple(found)
+
+
+def cut(config: Config, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Tree, verb: str) -> Any:
+    """`(inputs, kwargs)` scattered, each positional argument along its own of `axes`."""
+    return split(
+        (inputs, dict(kwargs)),
+        config.mesh,
+        config.dim,
+        verb=verb,
+        root=("args", "kwargs"),
+        axes=(axes, config.dim),
+        place=False,
+    )

@@ -1,0 +1,174 @@
+"""The gradient of a loss on every replica: microbatches one after the other, then one sum over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._accumulate import Added, accumulate
+from ._check import is_key
+from ._layout import Cut, Tree, Whole
+from ._operands import Signature
+from ._outputs import Marked
+from ._parallel_apply import CallOf
+from ._terms import Terms, is_mean, loss_value, terms
+
+
+class Loss(NamedTuple):
+    """A user's loss function, of whatever kind its model is.
+
+    `compute(diff, state, args, kwargs)` is `(loss, aux, state)`. The gradient is taken of the tree `diff`,
+    whole on every replica, and of the cut arguments at the positions `rows`. `enter` makes the state a
+    replica's own, `leave(after, before)` says how it is one again.
+    """
+
+    compute: Callable[[Tree, Tree, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Tree]]
+    verb: str
+    rows: tuple[int, ...] = ()
+    enter: Callable[[Tree], Tree] = lambda state: state
+    leave: Callable[[Tree, Tree], Tree] = lambda after, before: ()
+
+
+class Gradients(NamedTuple):
+    """What comes out of the program."""
+
+    out: tuple[Any, Tree]  # (loss, aux)
+    grads: Tree
+    row_grads: tuple[Tree, ...]
+    state: Tree
+    counts: list[Any]
+
+
+def gradients(loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None) -> CallOf:
+    """What a replica runs: `((diff, state), *args)` to `Gradients`, in `steps` microbatches.
+
+    Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a
+    leaf the axis that its sum is cut along.
+    """
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
+        layout = signature.layout
+        rows = layout.sizes[replica] if layout.is_cut else 1
+        # A microbatch of the longest chunk weighs 1, for there nothing is to be multiplied then.
+        unit = -(-max(layout.sizes) // steps) if layout.is_cut else 1
+
+        def call(*operands: Any) -> Gradients:
+            values = signature.own(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+            found: list[Terms] = []
+
+            def one(number: Any, start: Any, size: int, state: Tree) -> Added:
+                part = _microbatch(values, signature, rows, number, start, size)
+                added, seen = _one(loss, signature, part, diff, state, size, size / unit)
+                found.append(seen)
+                return added
+
+            def axes() -> tuple[int, ...]:
+                return found[0].axes
+
+            cpu = layout.devices[0].platform == "cpu"
+            sums, stacked, after = accumulate(one, axes, loss.enter(before), rows, -(-rows // steps), cpu)
+            weight = sum(layout.sizes) / unit if layout.is_cut else 1.0
+            seen = Terms(sums[0], stacked, found[0].treedef, found[0].forms)
+            out, counts = seen.marked(float(weight))
+            over = counts[0].value if seen.forms[0].kind == "ratio" else float(weight)
+
+            def mark(grad: Any, param: Any) -> Marked:
+                axis = None if scatter is None else scatter(param)
+                return Marked(grad.astype(param.dtype), None, "sum", over=over, wire=wire, scatter=axis)
+
+            grads = jax.tree.map(mark, sums[1], diff)
+            row_grads = _mark_rows(sums[2], signature, loss, over)
+            return Gradients(out, grads, row_grads, loss.leave(after, before), counts)
+
+        return call
+
+    return call_of
+
+
+def _microbatch(
+    values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int
+) -> list[Any]:
+    """The operands of one microbatch: its rows, and keys of its own."""
+    if rows == size:
+        return list(values)
+    part = []
+    for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True)):
+        if isinstance(leaf, Cut):
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)
+        elif isinstance(leaf, Whole) and i >= signature.weights and is_key(x) and not x.ndim:
+            # The replicas fold in 1 to n - 1: no microbatch of the primary draws what a replica draws.
+            x = jnp.where(number == 0, x, jax.random.fold_in(x, signature.layout.mesh.size + number))
+        part.append(x)
+    return part
+
+
+def _one(
+    loss: Loss, signature: Signature, part: list[Any], diff: Tree, state: Tree, size: int, weight: float
+) -> tuple[Added, Terms]:
+    """The terms, the gradients and the state of one microbatch."""
+    _, args, kwargs = signature.fill(part)
+    rows = size if signature.layout.is_cut else None
+
+    def run(diff: Tree, chosen: tuple[Tree, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
+        args = list(args)
+        for position, value in zip(loss.rows, chosen, strict=True):
+            args[position] = value
+        return loss.compute(diff, state, args, kwargs)
+
+    def shapes_of_more() -> Tree:
+        def aux(part: list[Any]) -> Tree:
+            _, args, kwargs = signature.fill(part)
+            return run(diff, tuple(args[i] for i in loss.rows), args, kwargs)[1]
+
+        return jax.eval_shape(aux, _one_more(part, signature))
+
+    def value(diff: Tree, chosen: tuple[Tree, ...]) -> tuple[Any, tuple[Terms, Tree]]:
+        out, aux, after = run(diff, chosen, args, kwargs)
+        seen = terms(out, aux, rows, weight, shapes_of_more, loss.verb)
+        return loss_value(out, rows, loss.verb), (seen, after)
+
+    chosen = tuple(args[i] for i in loss.rows)
+    (grads, row_grads), (seen, after) = jax.grad(value, argnums=(0, 1), has_aux=True)(diff, chosen)
+    if weight != 1 and seen.forms[0].kind != "ratio":
+        grads, row_grads = jax.tree.map(lambda g: g * jnp.asarray(weight, g.dtype), (grads, row_grads))
+    return Added((seen.sums, grads, row_grads), seen.rows, _as_before(after, state)), seen
+
+
+def _one_more(part: Sequence[Any], signature: Signature) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of a microbatch with one row more."""
+    shapes = []
+    for x, leaf in zip(part, signature.leaves, strict=True):
+        shape = list(x.shape)
+        if isinstance(leaf, Cut):
+            shape[leaf.axis] += 1
+        shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
+    return shapes
+
+
+def _as_before(after: Tree, before: Tree) -> Tree:
+    """The state in the dtypes it came in: a step that changed them would compile once more."""
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        return after
+    return jax.tree.map(lambda new, old: new if new is old else jnp.asarray(new).astype(old.dtype), after, before)
+
+
+def _mark_rows(row_grads: tuple[Tree, ...], signature: Signature, loss: Loss, over: Any) -> tuple[Tree, ...]:
+    """The gradients of cut arguments, each along the axis its argument is cut along."""
+    if not loss.rows:
+        return ()
+    axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
+    _, args, _ = signature.fill(axes)
+    marked = []
+    for position, grads in zip(loss.rows, row_grads, strict=True):
+        leaves, treedef = jax.tree.flatten(grads)
+        where = jax.tree.leaves(args[position], is_leaf=lambda x: x is None)
+        marks = [
+            Marked(g, None, "sum", over=over) if axis is None else Marked(g, axis, over=over)
+            for g, axis in zip(leaves, where, strict=True)
+        ]
+        marked.append(jax.tree.unflatten(treedef, marks))
+    return tuple(marked)

@@ -1,0 +1,87 @@
+"""The doors to training, as methods of the wrapper: value_and_grad, grad, train_step, parallel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from . import _value_and_grad
+from ._config import Config
+from ._layout import Tree
+
+
+class Training:
+    """What `jdp.DataParallel` does for training."""
+
+    _config: Config
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        argnums: Any = 0,
+        has_aux: bool = False,
+        *,
+        in_axes: Tree = None,
+        accumulate_steps: int = 1,
+        reduce_dtype: Any = None,
+        sync_batch_norm: bool = False,
+    ) -> Callable[..., Any]:
+        """The loss and its gradient over all replicas: equal to `jax.value_and_grad(loss_fn)` on the whole batch.
+
+        The function that comes back takes `(params, *batch)`: the first argument is whole on every replica,
+        the others are cut along `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
+        all rows, exact for every batch size, and each gradient is summed over the replicas once. For NNX
+        the arguments may be modules: `nnx.value_and_grad`, with their state updated in place.
+
+        Args:
+            loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
+                rows of its chunk), a vector with one entry per row, or `jdp.Mean(total, count)`. The leaves
+                of `aux` likewise; arrays with an entry per row come back gathered, in input order.
+            argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
+                gradient of an argument that is cut has its rows.
+            has_aux: whether `loss_fn` returns a pair.
+            in_axes: as in `jax.vmap`, for the arguments after the first: an axis, or None (whole to every
+                replica) for each. Default: `dim` for all.
+            accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
+                the memory of one; fewer where a chunk has fewer rows.
+            reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+            sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+
+        Returns:
+            A function like `jax.value_and_grad(loss_fn)`. Results come back where the first argument lives.
+
+        Raises:
+            TypeError: a loss of none of the three forms; parameters without a gradient.
+            ValueError: the batch has no rows.
+
+        Example:
+            >>> import jax.numpy as jnp, jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+            >>> loss, grad = dp.value_and_grad(lambda w, x: jnp.mean((dp(w, x) - 1) ** 2))(2.0, np.ones(5))
+            >>> float(loss), float(grad)
+            (1.0, 2.0)
+
+        Source: `value_and_grad` in jax/_src/api.py; the sum over replicas is `Broadcast.backward` in
+        torch/nn/parallel/_functions.py.
+        """
+        options = _value_and_grad.options(argnums, has_aux, accumulate_steps, reduce_dtype, sync_batch_norm)
+        return _value_and_grad.value_and_grad(self._config, loss_fn, options, in_axes)
+
+    def grad(self, loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
+        """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
+
+        Example:
+            >>> import jax.numpy as jnp, jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+            >>> float(dp.grad(lambda w, x: jnp.mean(dp(w, x)))(2.0, np.arange(3.0)))
+            1.0
+        """
+        value_and_grad = self.value_and_grad(loss_fn, argnums, has_aux, **options)
+
+        @functools.wraps(value_and_grad)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            value, grads = value_and_grad(*args, **kwargs)
+            return (grads, value[1]) if has_aux else grads
+
+        return grad
