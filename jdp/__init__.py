@@ -20,6 +20,7 @@ from ._replicate import replicate as replicate
 from ._scatter_gather import gather as gather
 from ._scatter_gather import scatter as scatter
 from ._scattered import Scattered as Scattered
+from ._train_state import TrainState as TrainState
 from ._virtual import virtual_cpu_devices as virtual_cpu_devices
 
 try:

@@ -19,6 +19,8 @@ from ._outputs import Reduce
 from ._parallel_apply import spmd
 from ._scattered import Scattered
 
+_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "_programs")
+
 Kind = Literal["linen", "nnx", "function"]
 
 
@@ -66,6 +68,7 @@ class Config:
         self.mesh = make_mesh(self.devices, axis_name)
         self._programs: dict[int, tuple[Any, Callable[..., Scattered]]] = {}
         self.layouts: dict[Any, Layout] = {}
+        self.batch_layouts: dict[Any, Layout] = {}
         warn_imbalance(self.devices)
 
     def mesh_of(self, devices: Devices) -> Mesh:
@@ -109,7 +112,7 @@ class Config:
         return self  # nothing in it changes
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("mesh", "layouts", "_programs")}
+        state = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
         state["devices"] = [_portable(d) for d in self.devices]
         state["output_device"] = _portable(self.output_device)
         return state
@@ -119,7 +122,7 @@ class Config:
         *devices, self.output_device = _here([*state["devices"], state["output_device"]])
         self.devices = tuple(devices)
         self.mesh = make_mesh(self.devices, self.axis_name)
-        self._programs, self.layouts = {}, {}
+        self._programs, self.layouts, self.batch_layouts = {}, {}, {}
 
 
 def kind_of(module: Any) -> Kind:

@@ -19,7 +19,7 @@ from ._layout import Tree
 from ._prefetch import prefetch
 from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import gather, join
-from ._scattered import Scattered, on_mesh, parts
+from ._scattered import Scattered, on_mesh, parts, placed
 from ._split import split
 from ._training import Training
 
@@ -323,17 +323,26 @@ class DataParallel(Training, nnx.Module, Generic[M]):
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
-        config = self._config
 
         def scatter(batch: Tree) -> Scattered:
-            axes = config.in_axes
-            if isinstance(axes, tuple | list):  # of the arguments, which a tuple is; else the batch is the first
-                axes = tuple(axes) if isinstance(batch, tuple) and len(batch) == len(axes) else axes[0]
             # Copied, for a loader may fill its buffer anew while the batch waits, and device_put may alias it.
             batch = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
-            return split(batch, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
+            return placed(self._scatter_batch(batch, "prefetch"))
 
         return prefetch(batches, scatter, size)
+
+    def _scatter_batch(self, batch: Tree, verb: str) -> Scattered:
+        """One batch, scattered: a tuple is the arguments where `in_axes` says so, else the batch is one."""
+        config = self._config
+        if isinstance(batch, Scattered) and batch._layout.mesh == config.mesh:
+            return batch
+        axes = config.in_axes
+        if isinstance(axes, tuple | list):
+            axes = tuple(axes) if isinstance(batch, tuple) and len(batch) == len(axes) else axes[0]
+        layouts = config.batch_layouts
+        return split(
+            batch, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

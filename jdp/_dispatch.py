@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ._scattered import concrete
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 8 keep two cores busy just as well. One
@@ -23,15 +24,33 @@ _running: collections.deque[jax.Array] = collections.deque()
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, once the call eight before it has ended."""
     out = program(*args)
-    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" and (arrays := jax.tree.leaves(out)):
-        value = concrete(min(arrays, key=_size))
-        if value is not None:
-            _running.append(value)
-            while len(_running) > _IN_FLIGHT:
-                oldest = _running.popleft()
-                if not oldest.is_deleted():  # the user may have donated it
-                    oldest.block_until_ready()
+    if _may_deadlock(mesh) and (arrays := jax.tree.leaves(out)):
+        _wait_for_earlier(min(arrays, key=_size))
     return out
+
+
+def dispatch_step(program: Callable[..., tuple[S, dict[str, Any]]], mesh: Mesh, *args: Any) -> tuple[S, dict[str, Any]]:
+    """`dispatch` of a training step, held by its loss: the state that it gives is donated to the next."""
+    state, metrics = program(*args)
+    if _may_deadlock(mesh):
+        _wait_for_earlier(metrics["loss"])
+    return state, metrics
+
+
+def _may_deadlock(mesh: Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def _wait_for_earlier(output: Any) -> None:
+    """Keeps one output of a call that was just dispatched, and waits for the one eight before it."""
+    value = concrete(output)
+    if value is None:
+        return
+    _running.append(value)
+    while len(_running) > _IN_FLIGHT:
+        oldest = _running.popleft()
+        if not oldest.is_deleted():  # the user may have donated it
+            oldest.block_until_ready()
 
 
 def _size(x: Any) -> int:

@@ -79,6 +79,11 @@ def mark_updates(state: Tree, before: Sequence[tuple[Any, Any, int | None]], red
     return nnx.from_flat_state(updates)
 
 
+def with_updates(state: Tree, updates: Tree) -> Tree:
+    """The state, with what `mark_updates` found changed in place of what it was."""
+    return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **dict(nnx.to_flat_state(updates))})
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Node:

@@ -140,8 +140,10 @@ def _trim(s: Scattered) -> list[Any]:
 _jit_trim = jax.jit(_trim)
 
 
-@jax.jit
-def _trim_sharded(s: Scattered) -> list[Any]:
+def trim(s: Scattered) -> Sequence[Any]:
+    """Inside a program: the arrays without padding, over the replicas where their rows divide."""
+    if s._layout.is_even:
+        return s._arrays
     mesh = s._layout.mesh
     return [
         jax.lax.with_sharding_constraint(
@@ -152,6 +154,9 @@ def _trim_sharded(s: Scattered) -> list[Any]:
         )
         for x, leaf in zip(_trim(s), s._layout.arrays, strict=True)
     ]
+
+
+_trim_sharded = jax.jit(trim)
 
 
 def _along(s: Scattered, dim: int) -> Scattered:

@@ -9,6 +9,8 @@ from typing import Any
 from . import _value_and_grad
 from ._config import Config
 from ._layout import Tree
+from ._train_step import StepOptions
+from ._train_nnx import make_step
 
 
 class Training:
@@ -85,3 +87,68 @@ class Training:
             return (grads, value[1]) if has_aux else grads
 
         return grad
+
+    def train_step(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: Any,
+        *,
+        accumulate_steps: int = 1,
+        shard_optimizer: bool = False,
+        reduce_dtype: Any = None,
+        donate: bool = True,
+        skip_nonfinite: bool = False,
+        sync_batch_norm: bool = False,
+    ) -> Any:
+        """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
+
+        For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
+        step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+        The numbers are those of one device and the whole batch, for every batch size.
+
+        Args:
+            loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
+                `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
+                metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
+                entry per row, or `jdp.Mean(total, count)`; each metric likewise, and one that is an array with
+                an entry per row comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
+            tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees the whole gradient, and gets `value=loss`.
+            accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
+                the memory of one; fewer where a chunk has fewer rows.
+            shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
+                tells what could be cut.
+            reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+            donate: frees the state that goes in as the new one is made, so that it cannot be used again.
+            skip_nonfinite: leaves all as it was where the gradient is not finite; `metrics["skipped"]` says so, and
+                `step.find_nonfinite(state, batch)` names the replicas and the rows.
+            sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+
+        Returns:
+            The step. `step.lower(state, batch)` is that of `jax.jit`.
+
+        Raises:
+            TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
+            ValueError: the batch has no rows; a state of another model.
+            RuntimeError: a state that was donated already.
+
+        Example:
+            >>> import jax.numpy as jnp, jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: jnp.mean((dp(v, x) - 6) ** 2), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> for _ in range(20):
+            ...     state, metrics = step(state, np.full(5, 2, np.float32))
+            >>> round(float(state.params), 3)
+            3.0
+
+        Source: `train_step` in flax's examples/mnist/train.py; ZeRO-1 is Rajbhandari et al., "ZeRO" (2020), as `P_os`.
+        """
+        options = StepOptions(
+            _value_and_grad.check_steps("train_step", accumulate_steps),
+            bool(shard_optimizer),
+            _value_and_grad.wire_type("train_step", reduce_dtype),
+            bool(donate),
+            bool(skip_nonfinite),
+            bool(sync_batch_norm),
+        )
+        return make_step(self, loss_fn, tx, options)

@@ -148,11 +148,12 @@ def _check(call: Call, args: Sequence[Any]) -> None:
         check_differentiable(VERB, tree, f"args[{positions[i]}]")
 
 
-def check_steps(verb: str, steps: Any) -> None:
+def check_steps(verb: str, steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
             f"jdp.{verb}: accumulate_steps is {steps!r}; a chunk is cut into that many microbatches. Pass an int from 1."
         )
+    return steps
 
 
 def wire_type(verb: str, dtype: Any) -> Any:

@@ -1,0 +1,134 @@
+"""The training step of NNX: a model and an optimizer, updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._arguments import divide, loss_of
+from ._config import Config
+from ._devices import replicated
+from ._dispatch import dispatch_step
+from ._layout import Tree
+from ._scattered import Scattered
+from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
+from ._train_loss import FORMS, VERB, returned
+from ._train_state import TrainState, first_difference
+from ._train_step import Program, StepOptions, TrainStep, refuse_deleted, shapes_of
+from ._update import check_optimizer, opt_shapes
+from ._value_and_grad import check_differentiable, check_rows
+
+
+def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> TrainStep | NNXTrainStep:
+    """The step for the kind of module that the wrapper holds."""
+    config: Config = dp._config
+    if not callable(loss_fn):
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    if config.state_axes:
+        raise ValueError(
+            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; state with a batch axis belongs to a batch, and "
+            f"the state of a training run to none. Pass it in the batch, and return it among the metrics, "
+            f"where arrays with an entry per row are gathered."
+        )
+    if config.kind == "nnx":
+        return NNXTrainStep(dp, loss_fn, tx, options)
+    check_optimizer(tx)
+    return TrainStep(dp, loss_fn, tx, options)
+
+
+class NNXTrainStep:
+    """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+
+    Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+    """
+
+    def __init__(self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> None:
+        if not isinstance(tx, nnx.Optimizer):
+            check_optimizer(tx)
+            tx = nnx.Optimizer(dp.module, tx, wrt=nnx.Param)
+        self.optimizer: nnx.Optimizer = tx
+        self._dp, self._options, self._loss_fn = dp, options, loss_fn
+        self._programs: dict[Any, Program] = {}
+        params = nnx.state(dp.module, tx.wrt)
+        check_differentiable(VERB, params, "model")
+        # As the optimizer was made: of the model, or of the wrapper, in whose tree it is one level down.
+        views = (nnx.as_pure, _of_wrapper)
+        found = shapes_of(nnx.as_pure(tx.opt_state))
+        differences = [first_difference(found, opt_shapes(tx.tx, view(params))) for view in views]
+        if None not in differences:
+            raise ValueError(
+                f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it was made for another model. Make it of this one: "
+                f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            )
+        self._view = views[differences.index(None)]
+        # What is donated are the step's own arrays, not those that somebody else may hold.
+        copy = jnp.copy if options.donate else (lambda x: x)
+        nnx.update(dp.module, jax.tree.map(copy, nnx.state(dp.module)))
+        mesh = dp._config.mesh
+        opt_state = jax.tree.map(copy, nnx.as_pure(tx.opt_state))
+        where = cut_shardings(opt_state, mesh) if options.shard_optimizer else replicated(mesh)
+        self._put_optimizer(jax.device_put(opt_state, where), jax.device_put(copy(tx.step[...]), replicated(mesh)))
+
+    def __call__(self, batch: Tree) -> dict[str, jax.Array]:
+        """One step: the metrics; with `donate` the arrays that the model held before are gone then."""
+        program, state, scattered = self._ready(batch)
+        run = program.of(state, scattered)
+        state, metrics = dispatch_step(run, program.config.mesh, state, scattered._arrays)
+        self._put(state)
+        return metrics
+
+    def lower(self, batch: Tree) -> Any:
+        """The lowered program of a step, as `jax.jit(...).lower`."""
+        program, state, scattered = self._ready(batch)
+        return program.of(state, scattered).lower(state, scattered._arrays)
+
+    def optimizer_bytes(self) -> OptimizerBytes:
+        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over the devices, `whole` of others."""
+        return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
+
+    def _ready(self, batch: Tree) -> tuple[Program, TrainState, Scattered]:
+        config: Config = self._dp._config
+        config.refuse_other_mesh()
+        scattered = self._dp._scatter_batch(batch, VERB)
+        check_rows(VERB, scattered)
+        call = divide((self._dp.module, 0), {}, ((0, self.optimizer.wrt),), True, [None, 0])
+        program = self._programs.get(call.plan)
+        if program is None:
+            loss = loss_of(self._two, call.plan, VERB, config.axis_name, config.reduce_state)
+            label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+            program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
+            self._programs[call.plan] = program
+        params, rest = call.replicas
+        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
+        refuse_deleted(state, "model")
+        return program, program.placed(state), scattered
+
+    def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
+        loss, metrics, _ = returned(self._loss_fn(model, batch), self._options.reserved, FORMS[:2])
+        return loss, metrics
+
+    def _params(self, diff: Tree) -> Tree:
+        """What the optimizer sees of the differentiated arguments: the one model's own state."""
+        _, state = diff
+        return self._view(state[0])
+
+    def _put(self, state: TrainState) -> None:
+        _, params = state.params
+        _, _, rest = state.state
+        nnx.update([self._dp.module], nnx.merge_state(params, rest))
+        self._put_optimizer(state.opt_state, state.step)
+
+    def _put_optimizer(self, opt_state: Tree, step: Any) -> None:
+        variables = jax.tree.leaves(self.optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, value in zip(variables, jax.tree.leaves(opt_state), strict=True):
+            variable.set_value(value)
+        self.optimizer.step.set_value(step)
+
+
+def _of_wrapper(state: Tree) -> Tree:
+    """A model's state as part of its wrapper's."""
+    return nnx.as_pure(nnx.from_flat_state([(("module", *path), v) for path, v in nnx.to_flat_state(state)]))

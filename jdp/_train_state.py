@@ -1,0 +1,59 @@
+"""`TrainState`: all that a training run carries from one step to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import struct
+
+from ._layout import Tree
+
+
+class TrainState(struct.PyTreeNode):
+    """What a step takes and gives back: a plain pytree, in whose shapes is no number of devices.
+
+    Made by `step.init`; Orbax saves and restores it, onto any number of devices. `state.replace(...)`
+    is the state with other parts.
+
+    Attributes:
+        step: the number of updates so far, a 0-d int32.
+        params: `variables["params"]`, whole on every replica.
+        opt_state: the optimizer's state; cut over the replicas with `shard_optimizer=True`.
+        state: the other collections of the variables (`batch_stats`), by name.
+        key: the typed PRNG key that the steps' keys are made of, or None.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np, optax
+        >>> dp = jdp.DataParallel(lambda v, x: x @ v["params"], devices=[0])
+        >>> step = dp.train_step(lambda v, x: jnp.mean(dp(v, x)), optax.sgd(0.5))
+        >>> state = step.init({"params": np.ones(2, np.float32)})
+        >>> state, metrics = step(state, np.ones((3, 2), np.float32))
+        >>> int(state.step), state.params.tolist(), float(metrics["loss"])
+        (1, [0.5, 0.5], 2.0)
+
+    Source: `TrainState` in flax/training/train_state.py.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: Tree
+    state: Tree
+    key: jax.Array | None = None
+
+
+def first_difference(found: Tree, expected: Tree) -> str | None:
+    """The first path at which two trees of arrays differ in structure, shape or dtype, and how; None if nowhere."""
+    a, b = ({jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(t)} for t in (found, expected))
+    for path in [*b, *(p for p in a if p not in b)]:
+        if path not in a or path not in b:
+            return f"{path} is {'missing' if path not in a else 'not expected'}"
+        if (a[path].shape, a[path].dtype) != (b[path].shape, b[path].dtype):
+            return f"{path} is {_short(a[path])}, {_short(b[path])} is expected"
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        return f"the tree is {jax.tree.structure(found)}, {jax.tree.structure(expected)} is expected"
+    return None
+
+
+def _short(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"

@@ -1,0 +1,98 @@
+"""The optimizer's update, once for all replicas, in global view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from ._devices import replicated
+from ._layout import Tree
+from ._shard_optimizer import cut_shardings
+from ._train_state import first_difference
+
+VERB = "train_step"
+
+
+def check_optimizer(tx: Any) -> None:
+    if not isinstance(tx, optax.GradientTransformation) or not callable(tx.init) or not callable(tx.update):
+        raise TypeError(
+            f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation. Pass optax.adam(1e-3) or the like "
+            f"(for an NNX module an nnx.Optimizer too)."
+        )
+
+
+def opt_shapes(tx: Any, params: Tree) -> Tree:
+    """The shapes of the optimizer's state.
+
+    Raises:
+        TypeError: a leaf of the state is no array.
+    """
+    shapes = jax.eval_shape(tx.init, params)
+    for path, x in jax.tree_util.tree_leaves_with_path(shapes):
+        if not hasattr(x, "dtype"):
+            raise TypeError(
+                f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} of the optimizer is a {type(x).__name__}; its state "
+                f"is a tree of arrays. Leave it out of the transformation's state."
+            )
+    return shapes
+
+
+def update(
+    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: Mesh, shard: bool
+) -> tuple[Tree, Tree, Tree]:
+    """`(params before, params after, opt_state after)`, all cut over the replicas with `shard`.
+
+    Outside of the replicas' program: there the compiler knows the whole arrays, and cuts norms, factored moments
+    and whatever else a transformation computes of them correctly. A transformation that ran on each
+    replica's part would be another one.
+    """
+    constrain = jax.lax.with_sharding_constraint
+    if shard:
+        params = constrain(params, cut_shardings(params, mesh))
+    try:
+        with jax.named_scope("optimizer"):
+            updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
+    except NameError as error:  # JAX's unbound axis name
+        raise ValueError(
+            f"jdp.{VERB}: the optimizer runs a collective ({error}); the update is made once, of gradients that are "
+            f"reduced already, and not on each replica. Leave the collective out of the transformation."
+        ) from error
+    for what, found, expected in (("updates", updates, params), ("opt_state", after, opt_state)):
+        difference = first_difference(found, expected)
+        if difference is not None and (what == "opt_state" or jax.tree.structure(found) != jax.tree.structure(expected)):
+            raise ValueError(
+                f"jdp.{VERB}: the optimizer's {what} differ from what went in: {difference}; a transformation keeps the "
+                f"tree. Mend its update function."
+            )
+    new = optax.apply_updates(params, updates)
+    if shard:
+        after, new = constrain((after, new), cut_shardings((after, new), mesh))
+    return params, new, after
+
+
+def keep_if(finite: Any) -> Callable[[Tree, Tree], Tree]:
+    """`choose(new, old)`: the new tree, or the old one where the gradient was not finite."""
+
+    def choose(new: Tree, old: Tree) -> Tree:
+        return jax.tree.map(lambda a, b: a if a is b else _where(finite, a, b), new, old)
+
+    return choose
+
+
+def _where(finite: Any, new: Any, old: Any) -> Any:
+    return jax.lax.select(jnp.broadcast_to(finite, new.shape), new, old)
+
+
+def all_finite(tree: Tree) -> Any:
+    leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(leaves)) if leaves else jnp.asarray(True)
+
+
+def whole(tree: Tree, mesh: Mesh) -> Tree:
+    """The tree, gathered: whole on every device."""
+    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: replicated(mesh), tree))
