@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
 from ._chunk import chunk_sizes, given_sizes, pad
-from ._layout import Cut, Layout, Leaf, Static, Tree, Whole
+from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._scattered import Scattered, is_scattered, placed
 
 
@@ -26,12 +26,13 @@ def split(
     sizes: Sequence[int] | None = None,
     layouts: dict[Any, Layout] | None = None,
     place: bool = True,
+    stacked: Callable[[Any], bool] | None = None,
 ) -> Scattered:
     """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
 
     `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
     shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
-    to move.
+    to move. `stacked` tells which arrays hold one entry for each replica.
     """
     try:
         leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
@@ -57,6 +58,8 @@ def split(
         return name_of(inputs, i, root)
 
     leaves, specs = _specs(given, axis_of, verb, name)
+    if stacked is not None:
+        specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
     chunks = _chunks(leaves, specs, mesh.size, verb, name, sizes)
     if verb != "scatter":
         refuse_rows_of_numbers(inputs, sum(chunks), verb, root)
@@ -104,7 +107,8 @@ def _chunks(
         )
     cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
     if not cut:
-        return ready.pop() if ready else (1,) if sizes is None else given_sizes(sizes, 0, n)
+        alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1,)
+        return ready.pop() if ready else alone if sizes is None else given_sizes(sizes, 0, n)
     rows = check_rows(cut, verb, name)
     if not ready:
         return chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import _value_and_grad
+from . import _parallel, _value_and_grad
 from ._config import Config
 from ._layout import Tree
 from ._train_step import StepOptions
@@ -152,3 +152,43 @@ class Training:
             bool(sync_batch_norm),
         )
         return make_step(self, loss_fn, tx, options)
+
+    def parallel(
+        self,
+        step_fn: Callable[..., Any],
+        *,
+        axis_name: str | None = None,
+        in_axes: Any = None,
+        out_axes: Any = None,
+    ) -> Callable[..., Any]:
+        """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, nothing stacked or reshaped.
+
+        The first argument and the first result are replicated (a train state, with plain shapes); the other
+        arguments are cut along `dim`, the other results gathered, scalars to a vector with one entry per
+        replica. The step's own `lax.pmean(..., axis_name)` makes replicas agree; of state in which they
+        still differ, `reduce_state` says which value is kept. One key per replica (`jax.random.split(key, n)`)
+        is given out as pmap does; a single key is folded with the replica's index. NNX objects among the
+        arguments (a model, an `nnx.Optimizer`) are replicated and updated in place.
+
+        Args:
+            step_fn: `step_fn(state, *batch)`, with collectives of its own over `axis_name`.
+            axis_name: the name it uses for the axis; None is the wrapper's.
+            in_axes: as in `jax.pmap`, but None (whole) for state: an entry for each positional argument.
+            out_axes: likewise for the results.
+
+        Raises:
+            ValueError: chunks are uneven, and the step runs collectives.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jdp, numpy as np
+            >>> def step(w, x):
+            ...     grad = jax.lax.pmean(jax.grad(lambda w: jnp.mean(w * x))(w), "batch")
+            ...     return w - grad, jnp.sum(x)
+            >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+            >>> w, sums = dp.parallel(step, axis_name="batch")(1.0, np.arange(3.0))
+            >>> float(w), sums.tolist()
+            (0.0, [3.0])
+
+        Source: `pmap` in jax/_src/pmap.py.
+        """
+        return _parallel.parallel(self._config, step_fn, axis_name, _parallel.Axes(in_axes, out_axes))
