@@ -14,6 +14,7 @@ from ._gradients import Loss
 from ._layout import Tree
 from ._outputs import Reduce
 from ._split import split
+from ._sync_batch_norm import sync_nodes, synced
 
 Position = tuple[int, Any]
 """The position of an argument to differentiate, and for NNX the filter of the variables that are."""
@@ -78,8 +79,10 @@ def divide(
     return Call(plan, (diff, (held, graph, rest)), inputs, kwargs, nodes, taken)
 
 
-def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce) -> Loss:
-    """The loss of a call that was divided by this plan."""
+def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce, sync: bool) -> Loss:
+    """The loss of a call that was divided by this plan; `sync` synchronises its BatchNorms."""
+    if sync:
+        loss_fn = synced(loss_fn, axis_name)
 
     def compute(diff: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
         (plain, diff_state), (held, graph, rest) = diff, state
@@ -91,6 +94,8 @@ def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, 
         if graph is not None:
             # Copies, for merge takes the variables as they are, and the model changes them in place.
             nodes = nnx.merge(graph, *_nnx.copies((diff_state, rest)))
+            if sync:
+                sync_nodes(nodes, axis_name)
             call = _nnx.put_nodes(call, nodes)
         positional, keywords = call
         out = loss_fn(*positional, **keywords)
@@ -108,7 +113,7 @@ def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, 
             return ()
         return _nnx.mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce_state)
 
-    return Loss(compute, verb, plan.rows, enter, leave)
+    return Loss(compute, verb, plan.rows, enter, leave, sync)
 
 
 def _two(out: Any, verb: str) -> tuple[Any, Any]:

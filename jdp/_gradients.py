@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from ._accumulate import Added, accumulate
@@ -14,7 +15,9 @@ from ._layout import Cut, Tree, Whole
 from ._operands import Signature
 from ._outputs import Marked
 from ._parallel_apply import CallOf
-from ._terms import Terms, is_mean, loss_value, terms
+from ._sync_batch_norm import weighted
+from ._terms import Terms, loss_value, terms
+from ._varying import SAME, VARYING, source_line, varying
 
 
 class Loss(NamedTuple):
@@ -30,6 +33,7 @@ class Loss(NamedTuple):
     rows: tuple[int, ...] = ()
     enter: Callable[[Tree], Tree] = lambda state: state
     leave: Callable[[Tree, Tree], Tree] = lambda after, before: ()
+    sync: bool = False  # whether its BatchNorms are synchronised
 
 
 class Gradients(NamedTuple):
@@ -62,7 +66,7 @@ def gradients(loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[A
 
             def one(number: Any, start: Any, size: int, state: Tree) -> Added:
                 part = _microbatch(values, signature, rows, number, start, size)
-                added, seen = _one(loss, signature, part, diff, state, size, size / unit)
+                added, seen = _one(loss, signature, replica, part, diff, state, size, size / unit)
                 found.append(seen)
                 return added
 
@@ -107,13 +111,13 @@ def _microbatch(
 
 
 def _one(
-    loss: Loss, signature: Signature, part: list[Any], diff: Tree, state: Tree, size: int, weight: float
+    loss: Loss, signature: Signature, replica: int, part: list[Any], diff: Tree, state: Tree, size: int, weight: float
 ) -> tuple[Added, Terms]:
     """The terms, the gradients and the state of one microbatch."""
-    _, args, kwargs = signature.fill(part)
     rows = size if signature.layout.is_cut else None
 
-    def run(diff: Tree, chosen: tuple[Tree, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
+    def run(diff: Tree, chosen: tuple[Tree, ...], part: list[Any], state: Tree) -> tuple[Any, Tree, Tree]:
+        _, args, kwargs = signature.fill(part)
         args = list(args)
         for position, value in zip(loss.rows, chosen, strict=True):
             args[position] = value
@@ -121,21 +125,56 @@ def _one(
 
     def shapes_of_more() -> Tree:
         def aux(part: list[Any]) -> Tree:
-            _, args, kwargs = signature.fill(part)
-            return run(diff, tuple(args[i] for i in loss.rows), args, kwargs)[1]
+            return run(diff, _chosen(loss, signature, part), part, state)[1]
 
         return jax.eval_shape(aux, _one_more(part, signature))
 
-    def value(diff: Tree, chosen: tuple[Tree, ...]) -> tuple[Any, tuple[Terms, Tree]]:
-        out, aux, after = run(diff, chosen, args, kwargs)
-        seen = terms(out, aux, rows, weight, shapes_of_more, loss.verb)
-        return loss_value(out, rows, loss.verb), (seen, after)
+    # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
+    # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
+    seed, factor = (weight, 1) if loss.sync else (1, weight)
 
-    chosen = tuple(args[i] for i in loss.rows)
-    (grads, row_grads), (seen, after) = jax.grad(value, argnums=(0, 1), has_aux=True)(diff, chosen)
-    if weight != 1 and seen.forms[0].kind != "ratio":
-        grads, row_grads = jax.tree.map(lambda g: g * jnp.asarray(weight, g.dtype), (grads, row_grads))
+    # Jitted, so that it is traced once: to be looked at, and to be differentiated.
+    @jax.jit
+    def value(diff: Tree, chosen: tuple[Tree, ...], part: list[Any], state: Tree) -> tuple[Any, tuple[Terms, Tree]]:
+        out, aux, after = run(diff, chosen, part, state)
+        seen = terms(out, aux, rows, weight, shapes_of_more, loss.verb)
+        number = loss_value(out, rows, loss.verb)
+        return number * jnp.asarray(seed if seen.forms[0].kind != "ratio" else 1, number.dtype), (seen, after)
+
+    operands = (diff, _chosen(loss, signature, part), part, state)
+    jaxpr, shapes = jax.make_jaxpr(value, return_shape=True)(*operands)
+    _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), len(jax.tree.leaves(operands)), signature.axis_name, loss.verb)
+    function = value
+    chunks = signature.layout.rows
+    if loss.sync and len({*chunks}) > 1:
+        replay = jax.extend.core.jaxpr_as_fun(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)))
+
+        def function(*operands: Any) -> Any:
+            return jax.tree.unflatten(jax.tree.structure(shapes), replay(*jax.tree.leaves(operands)))
+
+    (grads, row_grads), (seen, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(*operands)
+    if factor != 1 and seen.forms[0].kind != "ratio":
+        grads, row_grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), (grads, row_grads))
     return Added((seen.sums, grads, row_grads), seen.rows, _as_before(after, state)), seen
+
+
+def _chosen(loss: Loss, signature: Signature, part: list[Any]) -> tuple[Tree, ...]:
+    """The cut arguments that are differentiated."""
+    _, args, _ = signature.fill(part)
+    return tuple(args[i] for i in loss.rows)
+
+
+def _refuse_reduced(jaxpr: Any, whole: int, count: int, axis_name: str, verb: str) -> None:
+    """A `ValueError` where the loss function has reduced the loss over the replicas itself."""
+    inputs = [SAME] * whole + [VARYING] * (count - whole)
+    found = varying(jaxpr, inputs, axis_name)[0]
+    if not found.varying and found.reduced is not None:
+        line = source_line(found.reduced)
+        raise ValueError(
+            f"jdp.{verb}: the loss is reduced over {axis_name!r} already ({found.reduced.primitive.name}"
+            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp takes the mean over them itself. "
+            f"Return the loss of the chunk, without a collective."
+        )
 
 
 def _one_more(part: Sequence[Any], signature: Signature) -> list[jax.ShapeDtypeStruct]:

@@ -107,6 +107,11 @@ class Layout:
         """The replicas that hold rows; with nothing cut, the primary alone."""
         return tuple(i for i, size in enumerate(self.sizes) if size) if self.is_cut else (0,)
 
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The rows on each device, idle ones included."""
+        return (*self.sizes, *[0] * (len(self.devices) - len(self.sizes)))
+
     def fill(self, values: Sequence[Any]) -> Tree:
         """The tree with `values` for its arrays, in order."""
         arrays = iter(values)

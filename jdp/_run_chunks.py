@@ -14,6 +14,8 @@ from ._convolutions import canonical
 from ._layout import Cut, Layout, Tree
 from ._operands import Signature
 from ._outputs import Outputs, Returned, Rule, output_path
+from ._segments import run_segments
+from ._sync_batch_norm import is_synced
 
 BodyOf = Callable[[int], Callable[..., Returned]]
 
@@ -92,7 +94,16 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
     order = list(bodies) if layout.used else []
     which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
     branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
-    values = jax.lax.switch(jnp.asarray(np.array(which, np.int32))[index], branches, *operands)
+    mine = jnp.asarray(np.array(which, np.int32))[index]
+    if any(_collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
+
+        def finish(values: Sequence[Any]) -> list[Any]:
+            return [_pad_to(x, shape) for x, shape in zip(values, shapes, strict=True)]
+
+        jaxprs = [bodies[s].jaxpr for s in order]
+        values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
+    else:
+        values = jax.lax.switch(mine, branches, *operands)
 
     def rows(k: int, i: int) -> int:
         return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[rules[k].axis] if i in layout.used else 0
@@ -174,15 +185,15 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
         )
 
 
-def _collectives(jaxpr: Any, axis_name: str) -> Iterable[str]:
-    """The names of the primitives that communicate over the axis, nested ones too."""
+def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
+    """The names of the primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or others."""
     for eqn in jaxpr.eqns:
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = names if isinstance(names, tuple | list) else (names,)
-        if axis_name in names and eqn.primitive.name != "axis_index":
+        if axis_name in names and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
             yield eqn.primitive.name
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             if hasattr(value, "eqns"):
-                yield from _collectives(value, axis_name)
+                yield from _collectives(value, axis_name, synced)
             elif hasattr(value, "jaxpr"):
-                yield from _collectives(value.jaxpr, axis_name)
+                yield from _collectives(value.jaxpr, axis_name, synced)

@@ -12,6 +12,7 @@ from ._gradients import Loss
 from ._layout import Tree
 from ._linen import mark_state
 from ._outputs import Reduce
+from ._sync_batch_norm import synced
 from ._train_state import first_difference
 
 VERB = "train_step"
@@ -48,8 +49,12 @@ def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) 
     return loss, dict(metrics), updates
 
 
-def variables_loss(loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce) -> Loss:
+def variables_loss(
+    loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, sync_over: str | None
+) -> Loss:
     """The loss of `loss_fn(variables, batch[, key])`: `diff` is the parameters, `state` the other collections."""
+    if sync_over is not None:
+        loss_fn = synced(loss_fn, sync_over)
 
     def compute(params: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
         loss, metrics, updates = returned(loss_fn({"params": params, **state}, *args, *kwargs.values()), reserved)
@@ -58,7 +63,7 @@ def variables_loss(loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_
     def leave(after: Tree, before: Tree) -> Tree:
         return {name: mark_state(after[name], before[name], name, reduce_state, None) for name in before}
 
-    return Loss(compute, VERB, leave=leave)
+    return Loss(compute, VERB, leave=leave, sync=sync_over is not None)
 
 
 def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:

@@ -98,7 +98,8 @@ class NNXTrainStep:
         call = divide((self._dp.module, 0), {}, ((0, self.optimizer.wrt),), True, [None, 0])
         program = self._programs.get(call.plan)
         if program is None:
-            loss = loss_of(self._two, call.plan, VERB, config.axis_name, config.reduce_state)
+            sync = self._options.sync_batch_norm
+            loss = loss_of(self._two, call.plan, VERB, config.axis_name, config.reduce_state, sync)
             label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
             program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
             self._programs[call.plan] = program

@@ -151,7 +151,8 @@ class TrainStep:
         self._dp, self._tx, self._options = dp, tx, options
         config: Config = dp._config
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        loss = variables_loss(loss_fn, options.reserved, config.reduce_state)
+        sync_over = config.axis_name if options.sync_batch_norm else None
+        loss = variables_loss(loss_fn, options.reserved, config.reduce_state, sync_over)
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._last: Any = lambda: None  # a weak reference to the state it gave last

@@ -91,7 +91,7 @@ def _programs(loss_fn: Callable[..., Any], config: Config, options: Options) -> 
 
     @functools.cache
     def program(plan: Plan) -> Callable[..., Scattered]:
-        loss = loss_of(loss_fn, plan, VERB, axis_name, reduce_state)
+        loss = loss_of(loss_fn, plan, VERB, axis_name, reduce_state, options.sync_batch_norm)
         return compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
 
     return program
