@@ -10,8 +10,8 @@ from flax import nnx
 
 from . import _nnx
 from ._config import Config
-from ._gradients import Loss
 from ._layout import Tree
+from ._microbatch import Loss
 from ._outputs import Reduce
 from ._split import split
 from ._sync_batch_norm import sync_nodes, synced

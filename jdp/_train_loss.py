@@ -8,9 +8,9 @@ from typing import Any
 import flax.core
 import jax
 
-from ._gradients import Loss
 from ._layout import Tree
 from ._linen import mark_state
+from ._microbatch import Loss
 from ._outputs import Reduce
 from ._sync_batch_norm import synced
 from ._train_state import first_difference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,13 @@ from ._config import Config
 from ._devices import replicated
 from ._dispatch import dispatch_step
 from ._layout import Tree
+from ._nonfinite import Nonfinite
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
 from ._train_loss import FORMS, VERB, returned
+from ._train_program import Program, StepOptions
 from ._train_state import TrainState, first_difference
-from ._train_step import Program, StepOptions, TrainStep, refuse_deleted, shapes_of
+from ._train_step import TrainStep, refuse_deleted, shapes_of
 from ._update import check_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows
 
@@ -90,6 +93,15 @@ class NNXTrainStep:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over the devices, `whole` of others."""
         return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
 
+    def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
+        """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
+
+        Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
+        does it alone) and `.paths` (of the parameters). The model is not changed.
+        """
+        program, state, scattered = self._ready(batch)
+        return program.find_nonfinite(state, scattered)
+
     def _ready(self, batch: Tree) -> tuple[Program, TrainState, Scattered]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
@@ -98,8 +110,7 @@ class NNXTrainStep:
         call = divide((self._dp.module, 0), {}, ((0, self.optimizer.wrt),), True, [None, 0])
         program = self._programs.get(call.plan)
         if program is None:
-            sync = self._options.sync_batch_norm
-            loss = loss_of(self._two, call.plan, VERB, config.axis_name, config.reduce_state, sync)
+            loss = functools.partial(loss_of, self._two, call.plan, VERB, config.axis_name, config.reduce_state)
             label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
             program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
             self._programs[call.plan] = program

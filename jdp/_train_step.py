@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.core
 import jax
@@ -12,133 +12,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ._config import Config
-from ._devices import replicated
 from ._dispatch import dispatch_step
-from ._gradients import Gradients, Loss, gradients
-from ._layout import Layout, Tree, Whole
-from ._nnx import with_updates
-from ._parallel_apply import on_replicas
+from ._layout import Tree
+from ._microbatch import Loss
+from ._nonfinite import Nonfinite
 from ._replicate import broadcast
-from ._scatter_gather import trim
 from ._scattered import Scattered
-from ._shard_optimizer import OptimizerBytes, cut_axis, cut_shardings, optimizer_bytes
+from ._shard_optimizer import OptimizerBytes, optimizer_bytes
 from ._train_loss import VERB, variables_loss
+from ._train_program import Program, StepOptions
 from ._train_state import TrainState, first_difference
-from ._update import all_finite, keep_if, opt_shapes, update, whole
+from ._update import opt_shapes
 from ._value_and_grad import check_differentiable, check_rows
-
-
-class StepOptions(NamedTuple):
-    """The arguments of `train_step`, checked."""
-
-    accumulate_steps: int
-    shard_optimizer: bool
-    reduce_dtype: Any
-    donate: bool
-    skip_nonfinite: bool
-    sync_batch_norm: bool
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        """The metrics that the step gives itself."""
-        return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
-
-
-class Program:
-    """The step as a pure function `(state, batch) -> (state, metrics)`, compiled once per layout and shapes."""
-
-    def __init__(self, config: Config, loss: Loss, tx: Any, options: StepOptions, label: str, view: Any = None) -> None:
-        self.config, self.tx, self.options, self.label = config, tx, options, label
-        # What the optimizer sees of the parameters, and back; NNX wraps them.
-        self.view: Callable[[Tree], Tree] = view or (lambda params: params)
-        n = config.mesh.size
-        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and n > 1 else None
-        self.run = on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype, scatter), label)
-        self.compiled: dict[Any, Any] = {}
-
-    def shardings(self, state: TrainState) -> TrainState:
-        """Where each part of a state lies: a prefix of its tree."""
-        everywhere = replicated(self.config.mesh)
-        opt_state: Tree = everywhere
-        if self.options.shard_optimizer:
-            opt_state = cut_shardings(state.opt_state, self.config.mesh)
-        key = None if state.key is None else everywhere
-        return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
-
-    def placed(self, state: TrainState) -> TrainState:
-        """The state, where it belongs; what is there already stays the same array."""
-        prefix = self.shardings(state)
-        where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
-        return jax.tree.map(lambda x, to: x if getattr(x, "sharding", None) == to else jax.device_put(x, to), state, where)
-
-    def of(self, state: TrainState, batch: Scattered) -> Any:
-        """The compiled function of `(state, arrays of the batch)`."""
-        found = self.compiled.get(batch._layout)
-        if found is None:
-            layout = batch._layout
-
-            def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
-                return self.step(state, Scattered(arrays, layout))
-
-            train_step.__name__ = f"train_step_{self.label}"
-            found = self.compiled[layout] = jax.jit(
-                train_step,
-                donate_argnums=(0,) if self.options.donate else (),
-                in_shardings=(None, layout.shardings),
-                out_shardings=(self.shardings(state), None),
-            )
-        return found
-
-    def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
-        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
-        found = self.gradients(state, batch)
-        loss, metrics = found.out
-        mesh = self.config.mesh
-        grads, params = self.view(found.grads), self.view(state.params)
-        shard = self.options.shard_optimizer
-        before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
-        new_state, count = found.state, state.step + 1
-        metrics = {"loss": loss, **metrics}
-        if self.options.skip_nonfinite:
-            finite = all_finite(grads)
-            choose = keep_if(finite)
-            after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
-            new_state, count = choose(new_state, state.state), choose(count, state.step)
-            metrics["skipped"] = ~finite
-        if shard:
-            after = whole(after, mesh)
-        params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
-        return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
-
-    def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        layout = batch._layout
-        outputs = self.run((state.params, state.state), one_argument(batch), step_key(state, layout))
-        found: Gradients = outputs._layout.fill(trim(outputs))
-        return found._replace(state=merged(state.state, found.state))
-
-
-def one_argument(batch: Scattered) -> Scattered:
-    """The batch as the one positional argument that it is, whatever its tree."""
-    layout = batch._layout
-    treedef = jax.tree_util.treedef_tuple([layout.treedef])
-    return Scattered(batch._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
-
-
-def step_key(state: TrainState, layout: Layout) -> Scattered | None:
-    """The key of this step, as a keyword argument; each replica and microbatch folds it further."""
-    if state.key is None:
-        return None
-    key = jax.random.fold_in(state.key, state.step)
-    treedef = jax.tree.structure({"key": 0})
-    return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
-
-
-def merged(before: Tree, found: Tree) -> Tree:
-    """The state with what the step has changed of it: all collections, or of NNX what is another now."""
-    if isinstance(before, Mapping):
-        return found
-    held, graph, rest = before
-    return held, graph, with_updates(rest, found)
 
 
 class TrainStep:
@@ -151,8 +36,10 @@ class TrainStep:
         self._dp, self._tx, self._options = dp, tx, options
         config: Config = dp._config
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        sync_over = config.axis_name if options.sync_batch_norm else None
-        loss = variables_loss(loss_fn, options.reserved, config.reduce_state, sync_over)
+
+        def loss(sync: bool) -> Loss:
+            return variables_loss(loss_fn, options.reserved, config.reduce_state, config.axis_name if sync else None)
+
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._last: Any = lambda: None  # a weak reference to the state it gave last
@@ -208,6 +95,15 @@ class TrainStep:
     def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over the devices, `whole` of others."""
         return optimizer_bytes(state.opt_state)
+
+    def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
+        """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
+
+        Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
+        does it alone) and `.paths` (of the parameters). The state is not changed.
+        """
+        state, scattered = self._ready(state, batch)
+        return self._program.find_nonfinite(state, scattered)
 
     def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered]:
         config = self._program.config

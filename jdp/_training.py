@@ -9,8 +9,8 @@ from typing import Any
 from . import _parallel, _value_and_grad
 from ._config import Config
 from ._layout import Tree
-from ._train_step import StepOptions
 from ._train_nnx import make_step
+from ._train_program import StepOptions
 
 
 class Training:

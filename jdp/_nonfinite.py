@@ -1,0 +1,70 @@
+"""Which replica, and which of its rows, made a gradient that is not finite."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._devices import Device
+from ._gradients import local
+from ._layout import Tree
+from ._microbatch import Loss, differentiate, rows_of
+from ._operands import Signature
+from ._outputs import Marked
+from ._parallel_apply import CallOf
+from ._scattered import Scattered
+
+
+class Nonfinite(NamedTuple):
+    """A replica whose gradient is not finite: the rows of the batch that make it so, and the parameters' paths."""
+
+    replica: int
+    device: Device
+    rows: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+def flags(loss: Loss, steps: int) -> CallOf:
+    """What a replica runs: for each parameter whether its gradient is finite, and for each row whether all are."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., tuple[Marked, Marked]]:
+        rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1
+
+        def call(*operands: Any) -> tuple[Marked, Marked]:
+            values = signature.own(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+            state = loss.enter(before)
+            added, _, _ = local(loss, steps, signature, replica, operands)
+            params = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])])
+
+            def alone(k: Any) -> Any:
+                # The row by itself, with the keys that the chunk has.
+                part = rows_of(values, signature, rows, 0, k, 1)
+                added, _ = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
+                return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])]).all()
+
+            return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)
+
+        return call
+
+    return call_of
+
+
+def report(found: Scattered, params: Tree) -> list[Nonfinite]:
+    """What `flags` found, in words."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    starts = itertools.accumulate(found.sizes, initial=0)
+    entries = []
+    for i, (start, size) in enumerate(zip(starts, found.sizes, strict=False)):
+        finite, by_row = (np.asarray(x) for x in found[i])
+        if size and not finite.all():
+            bad = np.flatnonzero(~by_row)
+            rows = bad if len(bad) else np.arange(size)
+            paths = tuple(name for name, ok in zip(names, finite[0], strict=True) if not ok)
+            entries.append(Nonfinite(i, found.devices[i], tuple(int(start + row) for row in rows), paths))
+    return entries

@@ -1,0 +1,154 @@
+"""The program of a training step: gradients, one sum for each, and the optimizer's update, as one pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from ._config import Config
+from ._devices import replicated
+from ._dispatch import dispatch
+from ._gradients import Gradients, gradients
+from ._layout import Layout, Tree, Whole
+from ._microbatch import Loss
+from ._nnx import with_updates
+from ._nonfinite import Nonfinite, flags, report
+from ._parallel_apply import compiled, on_replicas
+from ._scatter_gather import trim
+from ._scattered import Scattered, placed
+from ._shard_optimizer import cut_axis, cut_shardings
+from ._train_state import TrainState
+from ._update import all_finite, keep_if, update, whole
+
+
+class StepOptions(NamedTuple):
+    """The arguments of `train_step`, checked."""
+
+    accumulate_steps: int
+    shard_optimizer: bool
+    reduce_dtype: Any
+    donate: bool
+    skip_nonfinite: bool
+    sync_batch_norm: bool
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The metrics that the step gives itself."""
+        return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
+
+
+class Program:
+    """The step as a pure function `(state, batch) -> (state, metrics)`, compiled once per layout and shapes."""
+
+    def __init__(
+        self,
+        config: Config,
+        loss_of: Callable[[bool], Loss],
+        tx: Any,
+        options: StepOptions,
+        label: str,
+        view: Callable[[Tree], Tree] | None = None,
+    ) -> None:
+        """`loss_of(sync)` is the loss with its BatchNorms synchronised or not."""
+        self.config, self.tx, self.options, self.label = config, tx, options, label
+        # What the optimizer sees of the parameters, and back; NNX wraps them.
+        self.view: Callable[[Tree], Tree] = view or (lambda params: params)
+        n = config.mesh.size
+        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and n > 1 else None
+        steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
+        self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
+        # Not synchronised, for there one replica's NaN is everybody's.
+        self.flags = compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
+        self.compiled: dict[Any, Any] = {}
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each part of a state lies: a prefix of its tree."""
+        everywhere = replicated(self.config.mesh)
+        opt_state: Tree = everywhere
+        if self.options.shard_optimizer:
+            opt_state = cut_shardings(state.opt_state, self.config.mesh)
+        key = None if state.key is None else everywhere
+        return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """The state, where it belongs; what is there already stays the same array."""
+        prefix = self.shardings(state)
+        where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
+        return jax.tree.map(lambda x, to: x if getattr(x, "sharding", None) == to else jax.device_put(x, to), state, where)
+
+    def of(self, state: TrainState, batch: Scattered) -> Any:
+        """The compiled function of `(state, arrays of the batch)`."""
+        found = self.compiled.get(batch._layout)
+        if found is None:
+            layout = batch._layout
+
+            def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
+                return self.step(state, Scattered(arrays, layout))
+
+            train_step.__name__ = f"train_step_{self.label}"
+            found = self.compiled[layout] = jax.jit(
+                train_step,
+                donate_argnums=(0,) if self.options.donate else (),
+                in_shardings=(None, layout.shardings),
+                out_shardings=(self.shardings(state), None),
+            )
+        return found
+
+    def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
+        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
+        found = self.gradients(state, batch)
+        loss, metrics = found.out
+        mesh = self.config.mesh
+        grads, params = self.view(found.grads), self.view(state.params)
+        shard = self.options.shard_optimizer
+        before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
+        new_state, count = found.state, state.step + 1
+        metrics = {"loss": loss, **metrics}
+        if self.options.skip_nonfinite:
+            finite = all_finite(grads)
+            choose = keep_if(finite)
+            after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
+            new_state, count = choose(new_state, state.state), choose(count, state.step)
+            metrics["skipped"] = ~finite
+        if shard:
+            after = whole(after, mesh)
+        params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
+        return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
+
+    def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
+        key = step_key(state, batch._layout)
+        replicas, inputs = (state.params, state.state), placed(one_argument(batch))
+        found = dispatch(self.flags, self.config.mesh, replicas, inputs, key)
+        return report(found, self.view(state.params))
+
+    def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
+        layout = batch._layout
+        outputs = self.run((state.params, state.state), one_argument(batch), step_key(state, layout))
+        found: Gradients = outputs._layout.fill(trim(outputs))
+        return found._replace(state=merged(state.state, found.state))
+
+
+def one_argument(batch: Scattered) -> Scattered:
+    """The batch as the one positional argument that it is, whatever its tree."""
+    layout = batch._layout
+    treedef = jax.tree_util.treedef_tuple([layout.treedef])
+    return Scattered(batch._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+
+
+def step_key(state: TrainState, layout: Layout) -> Scattered | None:
+    """The key of this step, as a keyword argument; each replica and microbatch folds it further."""
+    if state.key is None:
+        return None
+    key = jax.random.fold_in(state.key, state.step)
+    treedef = jax.tree.structure({"key": 0})
+    return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
+
+
+def merged(before: Tree, found: Tree) -> Tree:
+    """The state with what the step has changed of it: all collections, or of NNX what is another now."""
+    if isinstance(before, Mapping):
+        return found
+    held, graph, rest = before
+    return held, graph, with_updates(rest, found)
