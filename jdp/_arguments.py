@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 
 from . import _nnx
@@ -26,21 +25,21 @@ class Plan(NamedTuple):
     argnums: tuple[Position, ...]
     has_aux: bool
     whole: tuple[int, ...]  # positions of the arguments that are whole on every replica
-    count: int  # of positional arguments
+    arity: int  # the number of positional arguments
     nodes: tuple[tuple[int, ...], ...]  # for each of argnums, its NNX objects among all
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The differentiated arguments that are cut, as positions among the cut ones."""
-        cut = [p for p in range(self.count) if p not in self.whole]
-        return tuple(cut.index(p) for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in cut)
+        cut = [p for p in range(self.arity) if p not in self.whole]
+        return tuple(
+            cut.index(p) for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in cut
+        )
 
     @property
     def plain(self) -> tuple[int, ...]:
         """The differentiated arguments that are whole, but for NNX objects."""
-        return tuple(
-            p for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in self.whole
-        )
+        return tuple(p for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in self.whole)
 
     def is_diff(self, path: tuple[Any, ...], variable: Any) -> bool:
         """Whether a variable of the NNX objects is differentiated."""
@@ -65,7 +64,7 @@ def divide(
     args: Sequence[Any], kwargs: Mapping[str, Any], argnums: tuple[Position, ...], has_aux: bool, in_axes: Sequence[Any]
 ) -> Call:
     """Divides a call's arguments; `in_axes` has an axis, or None, for each positional argument."""
-    (taken, kwargs), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
+    (taken, keywords), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
     within = tuple(_nnx.stand_ins(taken[p]) for p, _ in argnums)
     differentiated = {p for p, _ in argnums}
     whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
@@ -76,10 +75,12 @@ def divide(
     diff = (tuple(taken[p] for p in plan.plain), diff_state)
     held = tuple(taken[p] for p in whole if p not in plan.plain)
     inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
-    return Call(plan, (diff, (held, graph, rest)), inputs, kwargs, nodes, taken)
+    return Call(plan, (diff, (held, graph, rest)), inputs, keywords, nodes, taken)
 
 
-def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce, sync: bool) -> Loss:
+def loss_of(
+    loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce, sync: bool
+) -> Loss:
     """The loss of a call that was divided by this plan; `sync` synchronises its BatchNorms."""
     if sync:
         loss_fn = synced(loss_fn, axis_name)
@@ -89,7 +90,7 @@ def loss_of(loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, 
         known = dict(zip(plan.plain, plain, strict=True))
         known |= zip([p for p in plan.whole if p not in plan.plain], held, strict=True)
         cut = iter(args)
-        call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.count)], kwargs)
+        call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)
         nodes: list[Any] = []
         if graph is not None:
             # Copies, for merge takes the variables as they are, and the model changes them in place.

@@ -26,7 +26,9 @@ class Gradients(NamedTuple):
     counts: list[Any]
 
 
-def gradients(loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None) -> CallOf:
+def gradients(
+    loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None
+) -> CallOf:
     """What a replica runs: `((diff, state), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a

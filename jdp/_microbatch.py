@@ -34,9 +34,7 @@ class Loss(NamedTuple):
     sync: bool = False  # whether its BatchNorms are synchronised
 
 
-def rows_of(
-    values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int
-) -> list[Any]:
+def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int) -> list[Any]:
     """The operands of one microbatch: its rows, and keys of its own."""
     if rows == size:
         return list(values)
@@ -85,18 +83,19 @@ def differentiate(
     operands = (diff, _chosen(loss, signature, part), part, state)
     jaxpr, shapes = jax.make_jaxpr(value, return_shape=True)(*operands)
     _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), len(jax.tree.leaves(operands)), signature.axis_name, loss.verb)
-    function = value
     chunks = signature.layout.rows
-    if loss.sync and len({*chunks}) > 1:
-        replay = jax.extend.core.jaxpr_as_fun(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)))
-
-        def function(*operands: Any) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(shapes), replay(*jax.tree.leaves(operands)))
-
+    unequal = loss.sync and len({*chunks}) > 1
+    function = _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes) if unequal else value
     (grads, row_grads), (seen, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(*operands)
     if factor != 1 and seen.forms[0].kind != "ratio":
         grads, row_grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), (grads, row_grads))
     return Added((seen.sums, grads, row_grads), seen.rows, _as_before(after, state)), seen
+
+
+def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
+    """The function that a jaxpr was traced from."""
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
 
 
 def _chosen(loss: Loss, signature: Signature, part: list[Any]) -> tuple[Tree, ...]:
@@ -113,7 +112,7 @@ def _refuse_reduced(jaxpr: Any, whole: int, count: int, axis_name: str, verb: st
         line = source_line(found.reduced)
         raise ValueError(
             f"jdp.{verb}: the loss is reduced over {axis_name!r} already ({found.reduced.primitive.name}"
-            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp takes the mean over them itself. "
+            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp takes the mean over them. "
             f"Return the loss of the chunk, without a collective."
         )
 

@@ -53,7 +53,7 @@ class Rule(NamedTuple):
     reduce: Reduce
     old: int | None
     over: float | None = None  # what it is divided by
-    count: int | None = None  # or: the output whose sum it is divided by
+    over_sum_of: int | None = None  # or: the output whose sum it is divided by
     wire: Any = None
     dtype: Any = None
     scatter: int | None = None
@@ -127,22 +127,23 @@ class Outputs(NamedTuple):
         """Inside the program: the replica's arrays, chunk axis first, and those that are one for all."""
         cut, whole = [], []
         for x, rule in zip(self._summed(values), self.rules, strict=True):
-            if rule.axis is None and rule.scatter is None:
+            axis = rule.axis if rule.scatter is None else rule.scatter
+            if axis is None:
                 whole.append(self._one_for_all(x, rule, index))
             elif not x.ndim:
                 cut.append(jnp.expand_dims(x, 0))
             else:
                 # All chunks go out along axis 0, so that one out_spec serves outputs not yet known;
                 # the transposes here and in scattered() cancel in the compiler.
-                cut.append(jnp.moveaxis(x, rule.axis if rule.scatter is None else rule.scatter, 0))
+                cut.append(jnp.moveaxis(x, axis, 0))
         return cut, whole
 
     def _summed(self, values: Sequence[Any]) -> list[Any]:
         """The values, with sums over the replicas in place of summands, and divided where a rule says so."""
         (axis_name,) = self.layout.mesh.axis_names
-        at = sorted({rule.count for rule in self.rules if rule.count is not None})
+        at = sorted({rule.over_sum_of for rule in self.rules if rule.over_sum_of is not None})
         totals = dict(zip(at, jax.lax.psum([values[i] for i in at], axis_name), strict=True))
-        over = [rule.over if rule.count is None else totals[rule.count] for rule in self.rules]
+        over = [rule.over if rule.over_sum_of is None else totals[rule.over_sum_of] for rule in self.rules]
         values = [
             totals[i] if i in totals else x if rule.reduce == "sum" and rule.wire is None else _divided(x, by)
             for i, (x, by, rule) in enumerate(zip(values, over, self.rules, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,16 +60,9 @@ def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None,
         state = tuple(args[p] for p in whole)
         inputs = tuple(x for p, x in enumerate(args) if p not in whole)
         graph, rest = nnx.split(nodes) if nodes else (None, None)
-        scattered = split(
-            (inputs, kwargs),
-            mesh,
-            dim,
-            verb=VERB,
-            root=("args", "kwargs"),
-            axes=(cut_axes, dim),
-            place=False,
-            stacked=_per_replica((inputs, kwargs), mesh.size, dim),
-        )
+        both, stacked = (inputs, kwargs), _per_replica((inputs, kwargs), mesh.size, dim)
+        roots, where = ("args", "kwargs"), (cut_axes, dim)
+        scattered = split(both, mesh, dim, verb=VERB, root=roots, axes=where, place=False, stacked=stacked)
         replicas = broadcast((_Static(whole), state, graph, rest), mesh, VERB)
         outputs = dispatch(program, mesh, replicas, *parts(scattered))
         out, updates = join(outputs, "sharded")
@@ -89,7 +82,9 @@ class _Static(tuple):
 def _divide(in_axes: Any, count: int, dim: int, has_nodes: bool) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """The positions of the arguments that are whole, and an axis for each of the others."""
     if not count:
-        raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch.")
+        raise TypeError(
+            f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
+        )
     if in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
         given = [dim if has_nodes else None] + [dim] * (count - 1)
     else:
@@ -110,7 +105,9 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     def legacy(x: Any) -> bool:
         return not is_key(x) and x.shape == (n, 2) and x.dtype == jnp.uint32
 
-    rows = {x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))}
+    rows = {
+        x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))
+    }
     # Of the old style they look like n rows of data; where the batch has another number of rows, they are none.
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
@@ -156,10 +153,9 @@ def _mark_results(
     """Each result with its rule: replicated (axis None), or cut along its axis."""
     several = type(out) in (tuple, list)
     results, differ = (list(out), list(varies)) if several else ([out], [varies])
-    given = axes.outputs
-    if given is None:
-        given = [dim if has_nodes else None] + [dim] * (len(results) - 1)
-    given = list(given) if isinstance(given, tuple | list) and several else [given] if not several else [given] * len(results)
+    given: list[Any] = [dim if has_nodes else None] + [dim] * (len(results) - 1)
+    if axes.outputs is not None:
+        given = list(axes.outputs) if isinstance(axes.outputs, tuple | list) else [axes.outputs] * len(results)
     if len(given) != len(results):
         raise ValueError(
             f"jdp.{VERB}: out_axes has {len(given)} entries for {len(results)} results; each has one. Pass out_axes of "

@@ -20,9 +20,7 @@ from ._sync_batch_norm import is_synced
 BodyOf = Callable[[int], Callable[..., Returned]]
 
 
-def run_chunks(
-    body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any
-) -> tuple[list[Any], Outputs]:
+def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
     """The replica's output arrays (padded alike on all replicas), and what they are.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
@@ -104,15 +102,21 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)
+    return values, Outputs(layout, lead.treedef, rules, _rows(bodies, signature))
+
+
+def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
+    """For each output the rows on each replica; none where it is not cut."""
+    layout, lead = signature.layout, next(iter(bodies.values()))
 
     def rows(k: int, i: int) -> int:
-        return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[rules[k].axis] if i in layout.used else 0
+        body = bodies[_sizes(signature, i)]
+        return body.jaxpr.out_avals[k].shape[lead.rules[k].axis] if i in layout.used else 0
 
-    sizes = tuple(
+    return tuple(
         tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()
-        for k, (aval, rule) in enumerate(zip(avals, rules, strict=True))
+        for k, (aval, rule) in enumerate(zip(lead.jaxpr.out_avals, lead.rules, strict=True))
     )
-    return values, Outputs(layout, lead.treedef, rules, sizes)
 
 
 def _on_no_rows(
@@ -186,7 +190,7 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
 
 
 def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
-    """The names of the primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or others."""
+    """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
     for eqn in jaxpr.eqns:
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = names if isinstance(names, tuple | list) else (names,)

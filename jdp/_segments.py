@@ -1,4 +1,4 @@
-"""Replicas with chunks of different sizes that communicate: `switch` between the collectives, which all take part in."""
+"""Replicas with chunks of different sizes that communicate: a `switch` between any two collectives."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def inlined(jaxpr: Any, layout: Layout) -> Any:
                 out = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), values)
             else:
                 raise ValueError(
-                    f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, and the chunks are {layout.rows}; "
-                    f"replicas with unequal chunks meet at each BatchNorm, which a loop hides. Pass a batch that divides by "
+                    f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, the chunks are {layout.rows}; "
+                    f"unequal replicas meet at each BatchNorm, which a loop hides. Pass a batch that divides by "
                     f"{len(layout.devices)}, or leave the loop out (of the model; accumulate_steps=1)."
                 )
             env.update(zip(eqn.outvars, out, strict=True))
@@ -70,7 +70,9 @@ class Segmented(NamedTuple):
 
     def keeps(self, j: int) -> list[Any]:
         """The variables that segment j makes and a later segment reads."""
-        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars] + list(self.jaxpr.jaxpr.outvars)
+        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars] + list(
+            self.jaxpr.jaxpr.outvars
+        )
         wanted = {v for v in later if not hasattr(v, "val")}
         return [v for eqn in self.segments[j] for v in eqn.outvars if v in wanted]
 

@@ -59,6 +59,8 @@ def weighted(jaxpr: Any, weight: float) -> Any:
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if not is_synced(eqn):
             return None
-        return lambda *values: eqn.primitive.bind(*[x * jax.numpy.asarray(weight, x.dtype) for x in values], **eqn.params)
+        return lambda *values: eqn.primitive.bind(
+            *[x * jax.numpy.asarray(weight, x.dtype) for x in values], **eqn.params
+        )
 
     return rewrite(jaxpr, rule)

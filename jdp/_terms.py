@@ -24,9 +24,7 @@ class Form(NamedTuple):
     axis: int | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("sums", "rows"), meta_fields=("treedef", "forms")
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "rows"), meta_fields=("treedef", "forms"))
 @dataclasses.dataclass(frozen=True)
 class Terms:
     """A loss function's `(loss, aux)`: what is added up, what is put one after the other, and how it is one tree."""
@@ -129,7 +127,10 @@ def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[
 def _row_axes(leaves: list[Any], rows: int | None, more: Callable[[], Tree]) -> list[int | None]:
     """For each leaf the axis that has an entry per row."""
     like = [
-        not is_mean(x) and is_array(x) and rows is not None and rows in x.shape  # an array as long may have another meaning
+        not is_mean(x)
+        and is_array(x)
+        and rows is not None
+        and rows in x.shape  # an array as long may have another meaning
         for x in leaves
     ]
     if not any(like):

@@ -72,7 +72,7 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
             f"jdp.{VERB}: the updates are a {type(updates).__name__}; they are collections by name. Return what "
             f"model.apply(..., mutable=['batch_stats']) gives beside its output."
         )
-    updates = flax.core.unfreeze(updates)
+    updates = flax.core.unfreeze(dict(updates))
     for name, collection in updates.items():
         if name not in state:
             what = "holds the parameters, which the optimizer updates" if name == "params" else "is not in the state"

@@ -33,8 +33,8 @@ def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOption
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     if config.state_axes:
         raise ValueError(
-            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; state with a batch axis belongs to a batch, and "
-            f"the state of a training run to none. Pass it in the batch, and return it among the metrics, "
+            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; such state belongs to one batch, "
+            f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
             f"where arrays with an entry per row are gathered."
         )
     if config.kind == "nnx":
@@ -64,7 +64,7 @@ class NNXTrainStep:
         differences = [first_difference(found, opt_shapes(tx.tx, view(params))) for view in views]
         if None not in differences:
             raise ValueError(
-                f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it was made for another model. Make it of this one: "
+                f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it is of another model. Make it of this one: "
                 f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
             )
         self._view = views[differences.index(None)]
@@ -90,7 +90,7 @@ class NNXTrainStep:
         return program.of(state, scattered).lower(state, scattered._arrays)
 
     def optimizer_bytes(self) -> OptimizerBytes:
-        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over the devices, `whole` of others."""
+        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
         return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
 
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:

@@ -35,11 +35,11 @@ class TrainState(struct.PyTreeNode):
     Source: `TrainState` in flax/training/train_state.py.
     """
 
-    step: jax.Array
+    step: Any
     params: Tree
     opt_state: Tree
     state: Tree
-    key: jax.Array | None = None
+    key: Any = None
 
 
 def first_difference(found: Tree, expected: Tree) -> str | None:

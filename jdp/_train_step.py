@@ -60,8 +60,8 @@ class TrainStep:
         if not isinstance(variables, Mapping) or "params" not in variables:
             what = sorted(variables) if isinstance(variables, Mapping) else f"a {type(variables).__name__}"
             raise ValueError(
-                f"jdp.{VERB}: variables are {what}; gradients are taken of variables['params']. Pass {{'params': params}}, "
-                f"or what dp.init returns."
+                f"jdp.{VERB}: variables are {what}; gradients are taken of variables['params']. Pass what dp.init "
+                f"returns, or {{'params': params}}."
             )
         variables = flax.core.unfreeze(dict(variables))
         check_differentiable(VERB, variables["params"])
@@ -93,7 +93,7 @@ class TrainStep:
         return self._program.of(state, scattered).lower(state, scattered._arrays)
 
     def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
-        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over the devices, `whole` of others."""
+        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
         return optimizer_bytes(state.opt_state)
 
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
@@ -118,7 +118,7 @@ class TrainStep:
         """A state that is not the last one: usable, of this model and optimizer, and in its place."""
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init(variables), "
+                f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
                 f"or the state that the last step returned."
             )
         refuse_deleted(state)
@@ -141,7 +141,9 @@ class TrainStep:
 
 
 def shapes_of(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
+    )
 
 
 def checked_key(key: Any) -> Any:
@@ -161,7 +163,7 @@ def refuse_deleted(state: Tree, root: str = "state") -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise RuntimeError(
-                f"jdp.{VERB}: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed it; a state "
-                f"is good for one step. Pass on the state that the last step returned (to keep one, "
+                f"jdp.{VERB}: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed it; a "
+                f"state is good for one step. Pass on the state that the last step returned (to keep one, "
                 f"jax.tree.map(jnp.copy, state)), or make the step with donate=False."
             )

@@ -70,7 +70,9 @@ class Training:
         options = _value_and_grad.options(argnums, has_aux, accumulate_steps, reduce_dtype, sync_batch_norm)
         return _value_and_grad.value_and_grad(self._config, loss_fn, options, in_axes)
 
-    def grad(self, loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:
+    def grad(
+        self, loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any
+    ) -> Callable[..., Any]:
         """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
 
         Example:
@@ -112,7 +114,7 @@ class Training:
                 metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
                 entry per row, or `jdp.Mean(total, count)`; each metric likewise, and one that is an array with
                 an entry per row comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
-            tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees the whole gradient, and gets `value=loss`.
+            tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
             accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
                 the memory of one; fewer where a chunk has fewer rows.
             shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
@@ -161,7 +163,7 @@ class Training:
         in_axes: Any = None,
         out_axes: Any = None,
     ) -> Callable[..., Any]:
-        """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, nothing stacked or reshaped.
+        """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, with nothing stacked.
 
         The first argument and the first result are replicated (a train state, with plain shapes); the other
         arguments are cut along `dim`, the other results gathered, scalars to a vector with one entry per

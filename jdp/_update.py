@@ -21,7 +21,7 @@ VERB = "train_step"
 def check_optimizer(tx: Any) -> None:
     if not isinstance(tx, optax.GradientTransformation) or not callable(tx.init) or not callable(tx.update):
         raise TypeError(
-            f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation. Pass optax.adam(1e-3) or the like "
+            f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation. Pass optax.adam(1e-3), "
             f"(for an NNX module an nnx.Optimizer too)."
         )
 
@@ -36,7 +36,7 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         if not hasattr(x, "dtype"):
             raise TypeError(
-                f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} of the optimizer is a {type(x).__name__}; its state "
+                f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} is a {type(x).__name__}; an optimizer's state "
                 f"is a tree of arrays. Leave it out of the transformation's state."
             )
     return shapes
@@ -64,10 +64,12 @@ def update(
         ) from error
     for what, found, expected in (("updates", updates, params), ("opt_state", after, opt_state)):
         difference = first_difference(found, expected)
-        if difference is not None and (what == "opt_state" or jax.tree.structure(found) != jax.tree.structure(expected)):
+        if difference is not None and (
+            what == "opt_state" or jax.tree.structure(found) != jax.tree.structure(expected)
+        ):
             raise ValueError(
-                f"jdp.{VERB}: the optimizer's {what} differ from what went in: {difference}; a transformation keeps the "
-                f"tree. Mend its update function."
+                f"jdp.{VERB}: the optimizer's {what} differ from what went in: {difference}; a transformation keeps "
+                f"the tree. Mend its update function."
             )
     new = optax.apply_updates(params, updates)
     if shard:

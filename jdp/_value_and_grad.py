@@ -63,12 +63,14 @@ def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options
         positions = tuple((_position(p, len(args)), wrt) for p, wrt in options.argnums)
         call = divide(args, kwargs, positions, options.has_aux, axes)
         _check(call, args)
-        inputs = cut(config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.plan.whole), VERB)
+        inputs = cut(
+            config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.plan.whole), VERB
+        )
         check_rows(VERB, inputs)
         if call.plan.rows and options.accumulate_steps > 1:
             raise ValueError(
                 f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
-                f"{options.accumulate_steps}; a gradient of rows has no microbatches to add up. Pass accumulate_steps=1."
+                f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
             )
         replicas = broadcast(call.replicas, config.mesh, VERB)
         outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
@@ -84,7 +86,9 @@ def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options
     return call
 
 
-def _programs(loss_fn: Callable[..., Any], config: Config, options: Options) -> Callable[[Plan], Callable[..., Scattered]]:
+def _programs(
+    loss_fn: Callable[..., Any], config: Config, options: Options
+) -> Callable[[Plan], Callable[..., Scattered]]:
     """One program for each way in which the arguments are divided."""
     label = getattr(loss_fn, "__name__", "loss")
     axis_name, reduce_state = config.axis_name, config.reduce_state  # not the config, which must not be kept alive
@@ -122,8 +126,8 @@ def _axes(config: Config, in_axes: Any, count: int) -> list[Any]:
     rest = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * (count - 1)
     if len(rest) != count - 1:
         raise ValueError(
-            f"jdp.{VERB}: in_axes has {len(rest)} entries for {count - 1} arguments after the first; as in jax.vmap each "
-            f"has one. Pass in_axes of that length."
+            f"jdp.{VERB}: in_axes has {len(rest)} entries for {count - 1} arguments after the first; as in jax.vmap "
+            f"each has one. Pass in_axes of that length."
         )
     return [None, *rest]
 
@@ -142,7 +146,7 @@ def _check(call: Call, args: Sequence[Any]) -> None:
         check_differentiable(VERB, tree, f"args[{p}]")
     if state is not None:
         check_differentiable(VERB, state, "model")
-    positions = [p for p in range(call.plan.count) if p not in call.plan.whole]
+    positions = [p for p in range(call.plan.arity) if p not in call.plan.whole]
     for i in call.plan.rows:
         tree = call.inputs[i]
         check_differentiable(VERB, tree, f"args[{positions[i]}]")
@@ -151,7 +155,7 @@ def _check(call: Call, args: Sequence[Any]) -> None:
 def check_steps(verb: str, steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
-            f"jdp.{verb}: accumulate_steps is {steps!r}; a chunk is cut into that many microbatches. Pass an int from 1."
+            f"jdp.{verb}: accumulate_steps is {steps!r}; a chunk is cut into that many. Pass an int from 1."
         )
     return steps
 
@@ -185,4 +189,6 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
 
 def check_rows(verb: str, inputs: Scattered) -> None:
     if inputs._layout.is_cut and not sum(inputs.sizes):
-        raise ValueError(f"jdp.{verb}: the batch has 0 rows, and a mean of none is no number. Skip it; pass 1 row or more.")
+        raise ValueError(
+            f"jdp.{verb}: the batch has 0 rows, and a mean of none is no number. Skip it; pass 1 row or more."
+        )

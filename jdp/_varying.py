@@ -107,7 +107,7 @@ def _mentions(x: Any, axis_name: str) -> bool:
 def source_line(eqn: Any) -> str:
     """The user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
     traceback = getattr(eqn.source_info, "traceback", None)
-    libraries = [os.path.dirname(os.path.abspath(module.__file__)) for module in (jax, flax)]
+    libraries = [os.path.dirname(os.path.abspath(str(module.__file__))) for module in (jax, flax)]
     libraries.append(os.path.dirname(os.path.abspath(__file__)))
     for frame in getattr(traceback, "frames", ()):
         path = os.path.abspath(frame.file_name)
