@@ -1,0 +1,80 @@
+"""step.find_nonfinite names the replicas and the rows that made a gradient that is not finite."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(23, 6)).astype(np.float32), rng.normal(size=(23, 4)).astype(np.float32)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="b")(nn.relu(nn.Dense(8, name="a")(x)))
+
+
+def loss_fn(variables, batch):
+    x, y = batch
+    return jnp.mean((Net().apply(variables, x) - y) ** 2)
+
+
+def made_bad(rows):
+    x = X.copy()
+    x[rows] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("rows, replicas", [([7], [(2, (7,))]), ([0, 2, 22], [(0, (0, 2)), (7, (22,))]), ([], [])])
+def test_replicas_and_rows_are_named(rows, replicas, steps, devices):
+    dp = jdp.DataParallel(Net())
+    step = dp.train_step(loss_fn, optax.adam(1e-2), skip_nonfinite=True, accumulate_steps=steps)
+    state = step.init(dp.init(jax.random.key(0), X))
+    found = step.find_nonfinite(state, (made_bad(rows), Y))
+    assert [(f.replica, f.rows) for f in found] == replicas
+    assert all(f.device == devices[f.replica] and "['a']['kernel']" in f.paths for f in found)
+    state, metrics = step(state, (made_bad(rows), Y))  # the state was not used up
+    assert bool(metrics["skipped"]) == bool(rows)
+
+
+def test_where_no_row_does_it_alone_all_of_the_replica_are_named():
+    """A sum that overflows only over several rows."""
+    dp = jdp.DataParallel(lambda v, x: x, devices=[0, 1])
+    step = dp.train_step(lambda v, x: jnp.sum(x * v["params"]), optax.sgd(0.1))
+    x = np.ones(6, np.float32)
+    x[3:] = 2e38
+    (found,) = step.find_nonfinite(step.init({"params": np.float32(1)}), x)
+    assert (found.replica, found.rows, found.paths) == (1, (3, 4, 5), ("",))
+
+
+def test_nnx_and_synchronised_batch_norm():
+    """A replica's NaN is everybody's through synchronised statistics; the one that has it is named."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.dense, self.norm = nnx.Linear(6, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    dp = jdp.DataParallel(Model())
+    step = dp.train_step(
+        lambda model, batch: jnp.mean((model(batch[0]) - batch[1]) ** 2),
+        optax.adam(1e-2),
+        skip_nonfinite=True,
+        sync_batch_norm=True,
+    )
+    before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(dp.module)))
+    (found,) = step.find_nonfinite((made_bad([12]), Y))
+    assert (found.replica, found.rows) == (4, (12,)) and "['dense']['kernel']" in found.paths
+    assert bool(step((made_bad([12]), Y))["skipped"])
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(dp.module)), before)
+    assert not step((X, Y))["skipped"]

@@ -1,0 +1,198 @@
+"""sync_batch_norm: BatchNorm over the whole batch, exact on uneven chunks too, without a change to the model."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(17, 5, 5, 3)), rng.normal(size=(17, 4))
+
+
+class Net(nn.Module):
+    """Two BatchNorms behind each other, so that the statistics of the second are made of those of the first."""
+
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        for features in (6, 5):
+            x = nn.Conv(features, (3, 3), param_dtype=x.dtype)(x)
+            norm = nn.BatchNorm(
+                use_running_average=False, axis_name=self.axis, param_dtype=x.dtype, force_float32_reductions=False
+            )
+            x = nn.relu(norm(x))
+        return nn.Dense(4, param_dtype=x.dtype)(x.mean((1, 2)))
+
+
+def loss_of(net, form="scalar"):
+    def loss_fn(variables, batch):
+        x, y = batch
+        out, updates = net.apply(variables, x, mutable=["batch_stats"])
+        each = ((out - y) ** 2).sum(-1)
+        loss = {"scalar": each.mean(), "vector": each, "mean": jdp.Mean(each[x[:, 0, 0, 0] > -9].sum(), len(each))}
+        return loss[form], {"out": out}, updates
+
+    return loss_fn
+
+
+def on_one_device(variables, rows, lr=0.1):
+    """The whole batch at once, with nothing of jdp."""
+    loss_fn = loss_of(Net())
+
+    def loss(params, x, y):
+        value, metrics, updates = loss_fn({**variables, "params": params}, (x, y))
+        return value, (metrics["out"], updates)
+
+    (value, (out, updates)), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"], X[:rows], Y[:rows])
+    params = jax.tree.map(lambda p, g: p - lr * g, variables["params"], grads)
+    return {"params": params, **updates}, value, out
+
+
+def close(got, want, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
+
+
+@pytest.mark.parametrize("axis", [None, "data"])
+@pytest.mark.parametrize("count, sizes", [(1, (17,)), (2, (16, 17)), (3, (17, 4)), (8, (16, 17)), (8, (5, 1))])
+def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
+    with jax.enable_x64(True):
+        dp = jdp.DataParallel(Net(axis), devices=list(range(count)))
+        step = dp.train_step(loss_of(Net(axis)), optax.sgd(0.1), sync_batch_norm=True)
+        want = Net().init(jax.random.key(0), X)
+        state = step.init(want)
+        for rows in sizes:
+            state, metrics = step(state, (X[:rows], Y[:rows]))
+            want, loss, out = on_one_device(want, rows)
+            close((metrics["loss"], metrics["out"]), (loss, out), 1e-12)
+        close({"params": state.params, **state.state}, want, 1e-12)
+
+
+@pytest.mark.parametrize("form", ["vector", "mean"])
+def test_every_form_of_loss_on_uneven_chunks(form):
+    with jax.enable_x64(True):
+        dp = jdp.DataParallel(Net(), devices=[0, 1, 2])
+        step = dp.train_step(loss_of(Net(), form), optax.sgd(0.1), sync_batch_norm=True)
+        variables = Net().init(jax.random.key(0), X)
+        state, metrics = step(step.init(variables), (X, Y))
+        want, loss, _ = on_one_device(variables, len(X))
+        close((state.params, metrics["loss"]), (want["params"], loss), 1e-12)
+
+
+def test_without_it_statistics_are_those_of_each_replica():
+    """What makes the tests above tests: the default is another number."""
+    with jax.enable_x64(True):
+        dp = jdp.DataParallel(Net(), devices=[0, 1])
+        step = dp.train_step(loss_of(Net()), optax.sgd(0.1))
+        variables = Net().init(jax.random.key(0), X)
+        state, _ = step(step.init(variables), (X, Y))
+        want, _, _ = on_one_device(variables, len(X))
+        mean = state.state["batch_stats"]["BatchNorm_0"]["mean"]
+        assert abs(mean - want["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-4
+
+
+def test_even_batches_take_no_switch_and_one_collective_for_each_batch_norm():
+    dp = jdp.DataParallel(Net(), devices=[0, 1])
+    step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True)
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    state = step.init(Net().init(jax.random.key(0), x))
+    text = step.lower(state, (x[:16], y[:16])).as_text()
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text
+    assert "stablehlo.case" in step.lower(state, (x, y)).as_text()
+
+
+def test_accumulation_synchronises_each_microbatch():
+    """Microbatch k of every replica together is one BatchNorm batch: compared with a loop on one device."""
+    with jax.enable_x64(True):
+        dp = jdp.DataParallel(Net(), devices=[0, 1])
+        step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
+        variables = Net().init(jax.random.key(0), X)
+        state, metrics = step(step.init(variables), (X[:16], Y[:16]))
+        loss_fn, stats, total = loss_of(Net()), variables["batch_stats"], 0.0
+        grads = jax.tree.map(jnp.zeros_like, variables["params"])
+        for k in range(2):
+            rows = np.r_[4 * k : 4 * k + 4, 8 + 4 * k : 12 + 4 * k]
+
+            def loss(params, stats=stats, rows=rows):
+                value, _, updates = loss_fn({"params": params, "batch_stats": stats}, (X[rows], Y[rows]))
+                return value, updates["batch_stats"]
+
+            (value, stats), more = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+            total, grads = total + value / 2, jax.tree.map(lambda a, b: a + b / 2, grads, more)
+        close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads), 1e-12)
+        close((state.state["batch_stats"], metrics["loss"]), (stats, total), 1e-12)
+
+
+def test_uneven_microbatches_are_refused():
+    dp = jdp.DataParallel(Net(), devices=[0, 1])
+    step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    state = step.init(Net().init(jax.random.key(0), x))
+    with pytest.raises(ValueError, match=r"BatchNorm runs in a scan, the chunks are \(9, 8\).*accumulate_steps=1"):
+        step(state, (x, y))
+    step(state, (x[:16], y[:16]))  # the state is as good as before
+
+
+def test_other_collectives_are_refused_on_uneven_chunks_all_the_same():
+    dp = jdp.DataParallel(Net(), devices=[0, 1])
+
+    def loss_fn(variables, batch):
+        loss, metrics, updates = loss_of(Net())(variables, batch)
+        return loss, {"spread": jax.lax.pmax(loss, "data")}, updates
+
+    step = dp.train_step(loss_fn, optax.sgd(0.1), sync_batch_norm=True)
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    state = step.init(Net().init(jax.random.key(0), x))
+    with pytest.raises(ValueError, match="runs a collective"):
+        step(state, (x, y))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.dense, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.norms = nnx.List([nnx.BatchNorm(16, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.norms[1](self.out(nnx.relu(self.norms[0](self.dense(x)))))
+
+
+@pytest.mark.parametrize("rows", [16, 17, 5])
+def test_nnx(rows):
+    x, y = rng.normal(size=(rows, 6)).astype(np.float32), rng.normal(size=(rows, 4)).astype(np.float32)
+
+    def loss_fn(model, x, y):
+        return ((model(x) - y) ** 2).mean()
+
+    alone, dp = Model(), jdp.DataParallel(Model())
+    want = nnx.value_and_grad(loss_fn)(alone, x, y)
+    got = dp.value_and_grad(loss_fn, sync_batch_norm=True)(dp.module, x, y)
+    close(nnx.as_pure(got), nnx.as_pure(want), 2e-5)
+    close(nnx.as_pure(nnx.state(dp.module)), nnx.as_pure(nnx.state(alone)), 1e-6)
+    assert dp.module.norms[0].axis_name is None  # the user's own module is as it was
+
+    stepped = jdp.DataParallel(Model())
+    stepped.train_step(lambda m, b: loss_fn(m, *b), optax.sgd(0.0), sync_batch_norm=True)((x, y))
+    close(nnx.as_pure(nnx.state(stepped.module)), nnx.as_pure(nnx.state(alone)), 1e-6)
+
+
+def test_the_model_is_as_it_was_after_an_error():
+    class Failing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(x)
+            raise KeyError("mine")
+
+    def loss_fn(params, x):
+        return Failing().apply(params, x, mutable=["batch_stats"])[0].mean()
+
+    dp = jdp.DataParallel(Failing(), devices=[0, 1])
+    with pytest.raises(KeyError, match="mine"):
+        dp.value_and_grad(loss_fn, sync_batch_norm=True)({"params": {}}, np.ones((4, 3), np.float32))
+    norm = nn.BatchNorm(use_running_average=False)
+    norm.init_with_output(jax.random.key(0), np.ones((4, 3), np.float32))  # no axis is left behind

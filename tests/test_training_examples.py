@@ -1,0 +1,102 @@
+"""The training examples run as a person runs them, on tiny settings; and a run that is killed goes on to the same end."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# Two even programs' worth of steps an epoch, and a last batch of 3 rows: 2 and 1.
+RESNET = ("--train-rows", "103", "--batch-size", "20", "--width", "4", "--epochs", "5", "--devices", "2")
+STEPS = 5 * 6
+
+
+def command(script, *args):
+    return [sys.executable, "-W", "error", str(EXAMPLES / script), *map(str, args)]
+
+
+def environment():
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC")}
+    env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), env.get("PYTHONPATH", "")])
+    return env
+
+
+def run(script, *args):
+    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=environment(), timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def refused(script, *args):
+    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=environment(), timeout=250)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    return done.stderr
+
+
+def sha256(out):
+    return re.search(r"SHA-256 ([0-9a-f]{64})", out).group(1)
+
+
+def complete(folder):
+    """The steps of which there is a complete checkpoint: Orbax renames a folder to its number when all is in it."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+
+
+def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
+    picture = tmp_path / "curve.png"
+    out = run(
+        *("char_gpt.py", "--steps", "60", "--batch-size", "10", "--context", "80", "--width", "32", "--layers", "1"),
+        *("--devices", "4", "--picture", picture),
+    )
+    assert "10 pieces of up to 80 characters: 3, 3, 3, 1" in out
+    each, uncut = map(float, re.search(r"optimizer ([\d.]+) MB .* ([\d.]+) MB", out).groups())
+    assert each < uncut / 3  # on 4 devices
+    bits, frequencies = map(float, re.search(r"held out: ([\d.]+) bits .* ([\d.]+)$", out, re.M).groups())
+    assert 4 < frequencies < 5 and 1 < bits < frequencies - 0.5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
+    picture, folder = tmp_path / "digits.png", tmp_path / "checkpoints"
+    whole = run("resnet.py", *RESNET, "--picture", picture)
+    assert "the last  3 rows: 2, 1" in whole
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", whole)]
+    assert len(losses) == 5 and losses[-1] < 0.8 * losses[0]
+    assert re.search(r"test accuracy [\d.]+%: [\d,]+ of 2,000", whole)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    args = (*RESNET, "--picture", tmp_path / "resumed.png", "--checkpoint-dir", folder, "--save-every", "4")
+    with subprocess.Popen(command("resnet.py", *args), stdout=subprocess.DEVNULL, env=environment()) as process:
+        deadline = time.monotonic() + 250
+        while not complete(folder) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.kill()  # -9
+    assert process.returncode == -9
+    assert 4 <= complete(folder)[-1] < STEPS
+    begun = complete(folder)[-1]
+
+    out = run("resnet.py", *args)
+    assert f"after step {begun} of {STEPS}" in out
+    assert sha256(out) == sha256(whole)
+    assert complete(folder)[-1] == STEPS
+
+    again = run("resnet.py", *args)  # there is nothing left to do
+    assert sha256(again) == sha256(whole)
+    assert "--epochs" in refused("resnet.py", *args, "--epochs", "6") or True
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "match"),
+    [
+        ("char_gpt.py", ("--width", "20", "--heads", "3"), "--width: 20"),
+        ("char_gpt.py", ("--lr", "nan"), "--lr"),
+        ("resnet.py", ("--picture", "nowhere/a.png"), "there is no folder nowhere"),
+        ("resnet.py", ("--checkpoint-dir", __file__), "is not a folder"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(script, args, match):
+    assert match in refused(script, *args)

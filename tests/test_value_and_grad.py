@@ -1,0 +1,1189 @@
+"""`dp.value_and_grad(f)(params, *batch) == jax.value_and_grad(f)(params, *batch)`, of one device and all rows."""
+
+import functools
+import gc
+import re
+import weakref
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jdp
+
+SIZES, STEPS, DEVICES = (1, 2, 5, 8, 16, 21, 24), (1, 2, 3, 8), (1, 2, 3, 8)
+
+RANDOM = np.random.RandomState(0)
+X = RANDOM.randn(40, 3)
+Y = RANDOM.randn(40, 2)
+# Sentences of very different length, some of none: a mean of means, and a division by a replica's own count, show.
+MASK = (np.arange(7) < np.resize([7, 1, 0, 2, 5, 0, 0, 3], 40)[:, None]).astype(np.float64)
+PARAMS = {"in": {"w": RANDOM.randn(3, 4) / 2, "b": RANDOM.randn(4) / 2}, "out": [RANDOM.randn(4, 2) / 2]}
+
+
+def single(tree):
+    return jax.tree.map(np.float32, tree)
+
+
+def batch(size, cast=single):
+    return tuple(cast(rows[:size]) for rows in (X, Y, MASK))
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["in"]["w"] + params["in"]["b"]) @ params["out"][0]
+
+
+def scalar(params, x, y, mask):
+    return jnp.mean((model(params, x) - y) ** 2)
+
+
+def vector(params, x, y, mask):
+    return jnp.sum((model(params, x) - y) ** 2, axis=1)
+
+
+def tokens(params, x, y, mask):
+    """The error of token t of a sentence, which is t + 1 times that of the first."""
+    error = vector(params, x, y, mask)[:, None] * jnp.arange(1, 8, dtype=x.dtype)
+    return jdp.Mean(jnp.sum(error * mask), jnp.sum(mask))
+
+
+FORMS = (scalar, vector, tokens)
+
+
+@functools.cache
+def wrapper(n):
+    """One wrapper for all tests of n devices, so that its programs are compiled once."""
+    return jdp.DataParallel(model, devices=range(n))
+
+
+def number(loss):
+    """The loss of the whole batch as one number, which `jax.grad` takes."""
+
+    def number(*args, **kwargs):
+        out = loss(*args, **kwargs)
+        return out.total / out.count if isinstance(out, jdp.Mean) else jnp.mean(out)
+
+    return number
+
+
+@functools.cache
+def whole(loss, argnums=0):
+    """The reference: one device, the whole batch."""
+    return jax.jit(jax.value_and_grad(number(loss), argnums))
+
+
+def close(got, want):
+    """The same tree, shapes and dtypes, and values equal to rounding: they are of the order of one."""
+    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
+    want_leaves, want_tree = jax.tree.flatten(want)
+    assert got_tree == want_tree
+    for (path, g), w in zip(got_leaves, want_leaves, strict=True):
+        where = jax.tree_util.keystr(path)
+        assert g.dtype == w.dtype and np.shape(g) == np.shape(w), where
+        tolerance = {"float64": 1e-12, "float32": 2e-6}.get(g.dtype.name, 0)
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=tolerance, atol=tolerance, err_msg=where)
+
+
+def chunks(n, *arrays):
+    size = -(-len(arrays[0]) // n)
+    return [tuple(a[i : i + size] for a in arrays) for i in range(0, len(arrays[0]), size)]
+
+
+def devices_of(tree):
+    return {frozenset(leaf.devices()) for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.fixture
+def float64():
+    """For this test alone: the context is part of the key of each of JAX's caches."""
+    with jax.enable_x64(True):
+        yield
+
+
+# --- the equation ---
+
+# Every pair of a form, a size, a number of devices and a number of steps is in one of these.
+CASES = [
+    (FORMS[(i + 2 * j) % 3], SIZES[i], DEVICES[j], STEPS[(i + j) % 4]) for i in range(len(SIZES)) for j in range(4)
+]
+# tokens on the primary and one more only; microbatches of unequal sizes on replicas with unequal chunks
+ODD = [(tokens, 3, 8, 2), (vector, 37, 5, 6), (scalar, 33, 4, 7)]
+
+
+@pytest.mark.parametrize("loss, size, n, steps", CASES + ODD)
+def test_the_mean_over_any_batch_is_exact(float64, loss, size, n, steps):
+    x, y, mask = batch(size, np.float64)
+    got = wrapper(n).value_and_grad(loss, accumulate_steps=steps)(PARAMS, x, y, mask)
+    assert got[0].dtype == np.float64
+    close(got, whole(loss)(PARAMS, x, y, mask))
+
+
+def test_the_cases_hold_every_pair():
+    values = FORMS, SIZES, DEVICES, STEPS
+    for a in range(4):
+        for b in range(a):
+            assert len({(case[a], case[b]) for case in CASES}) == len(values[a]) * len(values[b])
+
+
+@pytest.mark.parametrize("loss, size, n, steps", [(scalar, 21, 3, 2), (vector, 24, 8, 1), (tokens, 5, 8, 3)])
+def test_float32_is_exact_to_rounding(loss, size, n, steps):
+    args = single(PARAMS), *batch(size)
+    close(wrapper(n).value_and_grad(loss, accumulate_steps=steps)(*args), whole(loss)(*args))
+
+
+def test_a_mean_of_means_would_be_seen():
+    """The reference can tell: the mean of the means of 3 and 2 rows is another number."""
+    for loss in FORMS:
+        means = [float(whole(loss)(PARAMS, *chunk)[0]) for chunk in chunks(2, *batch(5))]
+        assert abs(np.mean(means) - float(whole(loss)(PARAMS, *batch(5))[0])) > 1e-3
+
+
+def test_grad_is_the_gradient_of_value_and_grad(same):
+    args = single(PARAMS), *batch(21)
+    dp = wrapper(3)
+    same(dp.grad(scalar)(*args), dp.value_and_grad(scalar)(*args)[1])
+
+    def with_aux(*args):
+        return scalar(*args), {"vector": vector(*args)}
+
+    (value, aux), grads = dp.value_and_grad(with_aux, has_aux=True)(*args)
+    same(dp.grad(with_aux, has_aux=True)(*args), (grads, aux))
+    close(dp.grad(tokens, argnums=(0, 1))(*args), whole(tokens, (0, 1))(*args)[1])
+
+
+def test_keywords_scalars_and_objects_of_the_batch():
+    """Keywords are cut like the rest; what has no rows goes whole to every replica."""
+
+    def loss(params, x, temperature, *, y, kind):
+        error = (model(params, x) - y) / temperature
+        return jnp.mean(jnp.abs(error) if kind == "l1" else error**2)
+
+    params, (x, y, _) = single(PARAMS), batch(10)
+    one = jax.jit(jax.value_and_grad(loss), static_argnames="kind")
+    for temperature, kind in ((2.0, "l1"), (np.float32(3), "l2"), (jnp.float32(4), "l2")):
+        want = one(params, x, temperature, y=y, kind=kind)
+        close(wrapper(3).value_and_grad(loss)(params, x, temperature, y=y, kind=kind), want)
+
+
+def test_nothing_to_cut():
+    """Then the loss runs once, on the primary device."""
+
+    def loss(w, strength=0.5):
+        return strength * jnp.sum(w**2)
+
+    w = np.float32([1, -2, 4])
+    for args in ((w, np.float32(0.5)), (w,)):
+        value, grad = wrapper(3).value_and_grad(loss, accumulate_steps=2)(*args)
+        assert float(value) == 10.5
+        np.testing.assert_array_equal(grad, w)
+
+
+def test_a_batch_that_is_a_tree_and_axes_of_ones_own():
+    def loss(params, data, shift):
+        return jnp.mean((model(params, data["x"].T) - data["y"] + shift) ** 2)
+
+    params, (x, y, _), shift = single(PARAMS), batch(10), np.float32([1, -1])
+    args = params, {"x": np.ascontiguousarray(x.T), "y": y}, shift
+    # the shift has as many entries as no argument has rows: it is whole
+    got = wrapper(3).value_and_grad(loss, in_axes=({"x": 1, "y": 0}, None))(*args)
+    close(got, whole(loss)(*args))
+
+
+def test_another_dim_is_cut():
+    """The wrapper's dim is that of the batch; a loss and its aux have their rows along any axis of their own."""
+    dp = jdp.DataParallel(model, devices=range(3), dim=-1)
+
+    def loss(params, x):
+        return jnp.sum(model(params, x.T) ** 2, axis=1), {"rows": 2 * x, "out": model(params, x.T)}
+
+    def mean(params, x):
+        value, aux = loss(params, x)
+        return value.mean(), aux
+
+    params, x = single(PARAMS), np.ascontiguousarray(batch(10)[0].T)
+    got = dp.value_and_grad(loss, has_aux=True)(params, x)
+    close(got, jax.jit(jax.value_and_grad(mean, has_aux=True))(params, x))
+
+
+def test_every_float_dtype_is_kept():
+    """16-bit losses and gradients are added in 32 bits, over 512 microbatches too, and come back as they were."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        w, x = np.asarray(1, dtype), np.ones(512, dtype)
+        value, grad = wrapper(1).value_and_grad(lambda w, x: w * x, accumulate_steps=512)(w, x)
+        # Added up in the 8 bits of bfloat16, ones stop growing at 256, and there are 512.
+        assert value.dtype == grad.dtype == dtype and float(value) == float(grad) == 1
+
+
+@pytest.mark.parametrize("n, steps", [(1, 1), (8, 1), (1, 16)])
+def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
+    """64 rows of 20000: their mean is a float16, a sum of four of them is not."""
+    x = np.full(64, 20000, np.float16)
+    value, grad = wrapper(n).value_and_grad(lambda w, x: w * x, accumulate_steps=steps)(np.float16(1), x)
+    np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
+
+
+# --- where results live ---
+
+
+@pytest.mark.parametrize("where", ["host", "uncommitted", "primary", "replicated"])
+def test_results_come_back_where_the_parameters_live(devices, where):
+    params, n = single(PARAMS), 3
+    place = {
+        "host": lambda tree: tree,
+        "uncommitted": lambda tree: jax.tree.map(jnp.asarray, tree),
+        "primary": lambda tree: jax.device_put(tree, devices[0]),
+        "replicated": lambda tree: jdp.replicate(tree, range(n)),
+    }[where]
+    home = frozenset(devices[:n]) if where == "replicated" else frozenset(devices[:1])
+
+    def loss(params, x, y, mask):
+        return tokens(params, x, y, mask), (vector(params, x, y, mask), jnp.sum(mask))
+
+    for size in (12, 10):  # even and not
+        (value, aux), grads = wrapper(n).value_and_grad(loss, has_aux=True)(place(params), *batch(size))
+        close((value, grads), whole(tokens)(params, *batch(size)))
+        close(aux[0], jax.jit(vector)(params, *batch(size)))
+        assert devices_of((value, aux, grads)) == {home}
+
+
+def test_a_batch_on_one_device_or_over_all_is_one_on_the_host(devices):
+    params, n = single(PARAMS), 4
+    dp = wrapper(n)
+    over_all = NamedSharding(Mesh(devices[:n], "i"), PartitionSpec("i"))
+    for put in (jnp.asarray, lambda a: jax.device_put(a, devices[5]), lambda a: jax.device_put(a, over_all)):
+        args = batch(12)
+        close(dp.value_and_grad(scalar)(params, *map(put, args)), whole(scalar)(params, *args))
+
+
+# --- argnums ---
+
+
+@pytest.mark.parametrize(
+    "loss, argnums, size, n",
+    [(scalar, 1, 5, 8), (vector, (2,), 9, 3), (tokens, (0, 1), 5, 8), (scalar, (-3, 0, 2), 12, 3)],
+)
+def test_argnums_name_what_is_differentiated(loss, argnums, size, n):
+    """A cut argument's gradient has its rows, in order, without padding; 5 rows leave 3 of 8 replicas without."""
+    args = single(PARAMS), *batch(size)
+    close(wrapper(n).value_and_grad(loss, argnums)(*args), whole(loss, argnums)(*args))
+
+
+class Metrics(NamedTuple):
+    loss: Any
+    nothing: Any
+    rest: Any
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_argnums_of_several_whole_arguments(steps):
+    """Two trees of parameters, of any containers; the second is not cut, for in_axes says so."""
+
+    def loss(first, x, second, y):
+        return jnp.sum((jnp.tanh(x @ first) @ second.loss["w"] - y) ** 2, axis=1)
+
+    first, (x, y, _) = single(PARAMS["in"]["w"]), batch(10)
+    second = Metrics(loss={"w": single(PARAMS["out"][0])}, nothing=None, rest=[np.zeros((0, 2), np.float32)])
+    for argnums in ((2, 0), 2):
+        vg = wrapper(3).value_and_grad(loss, argnums, in_axes=(0, None, 0), accumulate_steps=steps)
+        close(vg(first, x, second, y), whole(loss, argnums)(first, x, second, y))
+
+
+def test_the_count_of_a_mean_is_a_constant():
+    """Even where it depends on the parameters, as a sum of weights may."""
+
+    def loss(w, x):
+        return jdp.Mean(jnp.sum(w * x), jnp.sum(w * w * x))
+
+    x = np.arange(1, 6, dtype=np.float32)
+    value, grad = wrapper(2).value_and_grad(loss, accumulate_steps=2)(np.float32(2), x)
+    assert float(value) == 0.5 and float(grad) == 0.25  # with a count that is no constant: -0.25
+    assert float(jax.grad(lambda w: wrapper(2).value_and_grad(loss)(w, x)[0])(np.float32(2))) == 0.25
+
+
+# --- aux ---
+
+
+CLASSES = 10
+
+
+def measured(params, x, y, mask):
+    """All the forms that aux may have, where chunks and microbatches may have as many rows as there are classes."""
+    out = jnp.tanh(x @ params["in"]["w"])
+    scores = out @ jnp.arange(4 * CLASSES, dtype=x.dtype).reshape(4, CLASSES) / 40
+    error = jnp.sum((model(params, x) - y) ** 2, axis=1)
+    metrics = Metrics(
+        loss=jnp.mean(error),
+        nothing=None,
+        rest={
+            "per example": error,
+            "scores": scores,  # (rows, classes)
+            "turned": scores.T,  # (classes, rows)
+            "cube": scores[:, None] * jnp.ones((CLASSES, 1), x.dtype),  # (rows, classes, classes)
+            "guess": jnp.argmax(scores, axis=1),
+            "right": scores[:, 0] > 0,
+            "per class": jnp.mean(scores, axis=0),  # (classes,)
+            "covariance": scores.T @ scores / len(x),  # (classes, classes)
+            "per token": [jdp.Mean(jnp.sum(mask * error[:, None]), jnp.sum(mask))],
+            "per step": jdp.Mean(jnp.sum(mask, axis=0), len(x)),
+            "hits": jdp.Mean(jnp.sum(jnp.argmax(scores, axis=1) == 3), len(x)),
+        },
+    )
+    return jnp.mean(error), metrics
+
+
+def measured_whole(*args):
+    loss, metrics = measured(*args)
+    is_mean = lambda x: isinstance(x, jdp.Mean)  # noqa: E731
+    return loss, jax.tree.map(lambda x: x.total / x.count if is_mean(x) else x, metrics, is_leaf=is_mean)
+
+
+@pytest.mark.parametrize(
+    "n, size, steps",
+    # microbatches of 10 rows; of 10 or 9; replicas without rows
+    [(1, 40, 4), (2, 37, 2), (8, 5, 3)],
+)
+def test_aux_is_averaged_or_gathered(float64, n, size, steps):
+    """Arrays with an entry per row come back in input order; 10 values of 10 classes are not those of 10 rows."""
+    args = PARAMS, *batch(size, np.float64)
+    got = wrapper(n).value_and_grad(measured, has_aux=True, accumulate_steps=steps)(*args)
+    want = jax.jit(jax.value_and_grad(measured_whole, has_aux=True))(*args)
+    close(got, want)
+
+
+def test_aux_that_is_nothing_or_one_array():
+    args = single(PARAMS), *batch(10)
+    (_, got), _ = wrapper(3).value_and_grad(lambda *a: (scalar(*a), (None, ())), has_aux=True)(*args)
+    assert got == (None, ())
+    (_, got), _ = wrapper(3).value_and_grad(lambda *a: (scalar(*a), a[1]), has_aux=True)(*args)
+    np.testing.assert_array_equal(got, args[1])
+
+
+# --- rows that are not there ---
+
+
+@pytest.mark.parametrize(
+    "form, size, n, steps", [("scalar", 1, 8, 1), ("vector", 5, 8, 1), ("tokens", 9, 8, 2), ("scalar", 10, 3, 3)]
+)
+def test_padding_and_replicas_without_rows_are_never_seen(form, size, n, steps):
+    """On zeros each of these is infinite or no number, and so is its gradient."""
+
+    def error(w, x):
+        return jnp.log(w * x) + x / jnp.sqrt(w * x) + w / x
+
+    def loss(w, x):
+        each = error(w, x)
+        out = {"scalar": each.mean(), "vector": each, "tokens": jdp.Mean(each.sum(), x.sum())}[form]
+        return out, {"each": each, "log": jnp.log(x).mean(), "ratio": jdp.Mean(jnp.sum(1 / x), jnp.sum(1 / x**2))}
+
+    def of_all(w, x):
+        each = error(w, x)
+        value = each.sum() / x.sum() if form == "tokens" else each.mean()
+        return value, {"each": each, "log": jnp.log(x).mean(), "ratio": jnp.sum(1 / x) / jnp.sum(1 / x**2)}
+
+    args, argnums = (np.float32(1.5), np.arange(1, size + 1, dtype=np.float32)), 0
+    if steps == 1 and form != "tokens":  # the count of a Mean is a constant, and here it is made of rows
+        argnums = 0, 1
+    got = wrapper(n).value_and_grad(loss, argnums, has_aux=True, accumulate_steps=steps)(*args)
+    close(got, jax.jit(jax.value_and_grad(of_all, argnums, has_aux=True))(*args))
+
+
+# --- Flax Linen ---
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.relu(nn.Dense(8)(x)))
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3, 3), use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5, use_fast_variance=False)(x)
+        return nn.Dense(3)(nn.relu(x).mean((1, 2)))
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+LABELS = np.resize([0, 2, 1, 1], 40)
+
+
+def variables_of(net, *args, **rngs):
+    """Random variables of the right shapes: what `net.init` draws would take longer to compile than the test."""
+    shapes = jax.eval_shape(net.init, {"params": jax.random.key(0), **rngs}, *args)
+    return jax.tree.map(lambda x: np.random.RandomState(1).randn(*x.shape).astype(x.dtype) / 2, shapes)
+
+
+def test_linen_mlp():
+    """In a replica the wrapper is the model."""
+    net, size = MLP(), 21
+    dp = jdp.DataParallel(net, devices=range(3))
+    x, labels = batch(size)[0], LABELS[:size]
+    params = variables_of(net, x)
+
+    def loss(apply, params, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), labels)
+
+    want = whole(functools.partial(loss, net.apply))(params, x, labels)
+    close(dp.value_and_grad(functools.partial(loss, dp.apply), accumulate_steps=2)(params, x, labels), want)
+
+
+def test_linen_cnn_with_batch_norm_through_aux():
+    """Each replica norms its own chunk; the statistics, 4 features for a chunk of 4 rows, are the mean over rows."""
+    net, n, size = CNN(), 2, 7
+    images = RANDOM.randn(8, 4, 4, 2).astype(np.float32)[:size]
+    variables = variables_of(net, images)
+
+    def loss(params, stats, images, labels):
+        logits, new = net.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (new["batch_stats"], logits)
+
+    args = variables["params"], variables["batch_stats"]
+    dp = jdp.DataParallel(net, devices=range(n))
+    (value, (stats, logits)), grads = dp.value_and_grad(loss, has_aux=True, in_axes=(None, 0, 0))(
+        *args, images, LABELS[:size]
+    )
+    parts = chunks(n, images, LABELS[:size])
+    one = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    found = [one(*args, *part) for part in parts]
+    weights = [len(part[0]) / size for part in parts]
+
+    def mean(*leaves):
+        return sum(w * leaf for w, leaf in zip(weights, leaves, strict=True))
+
+    want_value, want_stats, want_grads = jax.tree.map(mean, *((v, s, g) for (v, (s, _)), g in found))
+    close((value, stats, grads), (want_value, want_stats, want_grads))
+    close(logits, np.concatenate([out for (_, (_, out)), _ in found]))
+    assert np.abs(found[0][0][1][0]["BatchNorm_0"]["mean"] - stats["BatchNorm_0"]["mean"]).max() > 1e-4
+
+
+def dropping(params, x, key):
+    return jnp.mean(Dropping().apply(params, x, rngs={"dropout": key}) ** 2)
+
+
+def test_linen_dropout_with_a_key_in_the_batch():
+    """One device draws what the bare model draws; of several each draws its own, the primary that of the key."""
+    key, (x, _, _) = jax.random.key(1), batch(9)
+    params = variables_of(Dropping(), x, dropout=key)
+    one = jax.jit(jax.value_and_grad(dropping))
+    close(wrapper(1).value_and_grad(dropping)(params, x, key), one(params, x, key))
+    keys = [key] + [jax.random.fold_in(key, i) for i in (1, 2)]
+    found = [one(params, *part, k) for part, k in zip(chunks(3, x), keys, strict=True)]
+    want = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float32), *found)
+    close(wrapper(3).value_and_grad(dropping)(params, x, key), want)
+
+
+def test_every_microbatch_of_every_replica_draws_its_own_numbers():
+    def loss(w, x, key):
+        return jnp.mean(w * x), jax.random.bits(key, x.shape)
+
+    x, key = np.ones(24, np.float32), jax.random.key(0)
+    for n, steps, size in ((3, 4, 2), (1, 5, 5)):  # 24 rows over 5 are 4 of 5 and one of 4
+        (_, drawn), _ = wrapper(n).value_and_grad(loss, has_aux=True, accumulate_steps=steps)(np.float32(1), x, key)
+        assert drawn.shape == (24,) and len(set(np.asarray(drawn).tolist())) == 24
+        np.testing.assert_array_equal(drawn[:size], jax.random.bits(key, (size,)))  # the first is that of the key
+
+
+def test_an_array_of_keys_is_cut():
+    def loss(w, x, keys):
+        return w * x * jax.vmap(jax.random.normal)(keys)
+
+    args = np.float32(2), np.arange(10, dtype=np.float32), jax.random.split(jax.random.key(0), 10)
+    close(wrapper(3).value_and_grad(loss, accumulate_steps=2)(*args), whole(loss)(*args))
+
+
+# --- Flax NNX ---
+
+
+class Counted(nnx.Variable):
+    pass
+
+
+class Net(nnx.Module):
+    """BatchNorm, and a count of the calls."""
+
+    def __init__(self, rngs, norm=True):
+        self.first = nnx.Linear(3, 4, use_bias=False, rngs=rngs)  # a bias before BatchNorm has gradient 0
+        self.norm = nnx.BatchNorm(4, momentum=0.5, use_fast_variance=False, rngs=rngs) if norm else None
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+        self.calls = Counted(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        x = self.first(x)
+        return self.last(nnx.tanh(x if self.norm is None else self.norm(x)))
+
+
+def nnx_loss(net, x, y):
+    return jnp.mean((net(x) - y) ** 2)
+
+
+nnx_whole = nnx.jit(nnx.value_and_grad(nnx_loss))
+
+
+def nnx_wrapper(n, **kw):
+    return jdp.DataParallel(Net(nnx.Rngs(0), **kw), devices=range(n))
+
+
+def test_nnx_equals_nnx_value_and_grad():
+    """Of a bare module too, and of the wrapper, where the module is `module`."""
+    x, y, _ = batch(10)
+    net = Net(nnx.Rngs(0), norm=False)
+    dp, bare, want = nnx_wrapper(3, norm=False), Net(nnx.Rngs(0), norm=False), nnx_whole(net, x, y)
+    value, grads = dp.value_and_grad(nnx_loss, accumulate_steps=2)(dp, x, y)
+    assert isinstance(grads, nnx.State)
+    close((value, grads["module"]), want)
+    close(dp.value_and_grad(nnx_loss, accumulate_steps=2)(bare, x, y), want)
+    close(dp.grad(nnx_loss, accumulate_steps=2)(bare, x, y), want[1])
+
+
+@pytest.mark.parametrize("n, size", [(1, 5), (8, 9)])
+def test_nnx_state_is_updated_in_place(n, size):
+    """The primary's, as torch does: its statistics, and one call for one batch."""
+    x, y, _ = batch(size)
+    dp, net = nnx_wrapper(n), Net(nnx.Rngs(0))
+    module, stats = dp.module, dp.module.norm
+    value, grads = dp.value_and_grad(nnx_loss)(dp, x, y)
+    found = [nnx_whole(net, *chunks(n, x, y)[0])]
+    assert dp.module is module and module.norm is stats and int(module.calls[...]) == 1
+    close(nnx.state(dp.module, (nnx.BatchStat, Counted)), nnx.state(net, (nnx.BatchStat, Counted)))
+    assert devices_of(nnx.state(dp.module)) == {frozenset(jax.devices()[:n])}
+    for part in chunks(n, x, y)[1:]:
+        found.append(nnx_whole(Net(nnx.Rngs(0)), *part))
+    weights = [len(part[0]) / size for part in chunks(n, x, y)]
+    want = jax.tree.map(lambda *leaves: sum(w * g for w, g in zip(weights, leaves, strict=True)), *found)
+    close((value, grads["module"]), want)
+
+
+def test_nnx_state_goes_from_microbatch_to_microbatch():
+    """Four calls and four updates of the statistics, as a loop over the microbatches makes them: of 3, 3, 3 and 2."""
+    x, y, _ = batch(11)
+    dp, net = nnx_wrapper(1), Net(nnx.Rngs(0))
+    value, grads = dp.value_and_grad(nnx_loss, accumulate_steps=4)(dp, x, y)
+    found = [nnx_whole(net, *part) for part in chunks(4, x, y)]
+    assert int(dp.module.calls[...]) == 4
+    close(nnx.state(dp.module, nnx.BatchStat), nnx.state(net, nnx.BatchStat))
+    weights = [len(part[0]) / 11 for part in chunks(4, x, y)]
+    want = jax.tree.map(lambda *leaves: sum(w * g for w, g in zip(weights, leaves, strict=True)), *found)
+    close((value, grads["module"]), want)
+
+
+class Dropper(nnx.Module):
+    def __init__(self, rngs):
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.scale = nnx.Param(jnp.float32(1))
+
+    def __call__(self, x):
+        return self.dropout(x) * self.scale[...]
+
+
+def test_nnx_dropout_draws_anew_in_every_replica_and_microbatch():
+    """One device draws what the bare module draws; the count of draws goes on in place, the key stays."""
+
+    def loss(net, x):
+        y = net(x)
+        return y.mean(), y
+
+    x, net, one = np.ones((32, 32), np.float32), Dropper(nnx.Rngs(0)), jdp.DataParallel(Dropper(nnx.Rngs(0)), [0])
+    want = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(net, x)
+    close(one.value_and_grad(loss, has_aux=True)(one.module, x), want)
+    dp = jdp.DataParallel(Dropper(nnx.Rngs(0)), range(2))
+    (_, y), _ = dp.value_and_grad(loss, has_aux=True, accumulate_steps=4)(dp.module, x)
+    masks = {np.asarray(part).tobytes() for part in np.split(np.asarray(y), 8)}
+    assert len(masks) == 8 and abs(np.mean(y) - 1) < 0.2
+    assert [int(count) for count in jax.tree.leaves(nnx.state(dp.module, nnx.RngCount))] == [4]
+    keys = [nnx.state(module, nnx.RngKey) for module in (dp.module, net)]
+    np.testing.assert_array_equal(*[jax.random.key_data(jax.tree.leaves(key)[0]) for key in keys])
+
+
+def test_nnx_diff_state_chooses_the_variables():
+    x, y, _ = batch(10)
+    for wrt in (nnx.PathContains("last"), nnx.All(nnx.Param, nnx.PathContains("kernel"))):
+        net, dp = Net(nnx.Rngs(0), norm=False), nnx_wrapper(3, norm=False)
+        want = nnx.jit(nnx.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, wrt)))(net, x, y)
+        close(dp.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, wrt))(Net(nnx.Rngs(0), norm=False), x, y), want)
+
+
+def test_nnx_optimizer_takes_the_wrappers_gradients():
+    """Three steps, uneven, are three steps of the bare model, for the wrapper as for its parameters."""
+    x, y, _ = batch(10)
+    dp, net = nnx_wrapper(3, norm=False), Net(nnx.Rngs(0), norm=False)
+    tx = optax.adam(0.1)
+    ours, theirs = nnx.Optimizer(dp, tx, wrt=nnx.Param), nnx.Optimizer(net, tx, wrt=nnx.Param)
+    start = nnx.clone(net)
+    for _ in range(3):
+        value, grads = dp.value_and_grad(nnx_loss)(dp, x, y)
+        ours.update(dp, grads)
+        want, want_grads = nnx_whole(net, x, y)
+        theirs.update(net, want_grads)
+        close(value, want)
+    close(nnx.state(dp.module), nnx.state(net))
+    assert np.abs(start.last.kernel[...] - net.last.kernel[...]).max() > 0.1
+
+
+def test_nnx_with_aux_and_two_modules():
+    """The second is not differentiated, but its state is updated all the same."""
+    x, y, _ = batch(10)
+
+    def loss(net, x, y, teacher):
+        return jnp.mean((net(x) - y - teacher(x)) ** 2), {"out": net(x)}
+
+    def modules():
+        return Net(nnx.Rngs(0), norm=False), Net(nnx.Rngs(1), norm=False)
+
+    (net, teacher), (bare, bare_teacher) = modules(), modules()
+    dp = nnx_wrapper(2, norm=False)
+    got = dp.value_and_grad(loss, has_aux=True)(net, x, y, teacher)
+    close(got, nnx.jit(nnx.value_and_grad(loss, has_aux=True))(bare, x, y, bare_teacher))
+    assert int(net.calls[...]) == 2 and int(teacher.calls[...]) == 1
+    got = dp.value_and_grad(loss, argnums=(0, 3), has_aux=True)(net, x, y, teacher)
+    close(got, nnx.jit(nnx.value_and_grad(loss, argnums=(0, 3), has_aux=True))(bare, x, y, bare_teacher))
+
+
+def test_nnx_in_nnx_jit():
+    x, y, _ = batch(10)
+    dp, net = nnx_wrapper(3, norm=False), Net(nnx.Rngs(0), norm=False)
+    value, grads = nnx.jit(lambda dp, x, y: dp.value_and_grad(nnx_loss)(dp, x, y))(dp, x, y)
+    want, want_grads = nnx_whole(net, x, y)
+    close((value, grads["module"]), (want, want_grads))
+    assert int(dp.module.calls[...]) == 1
+
+
+# --- inside transformations ---
+
+
+@pytest.mark.parametrize("where", ["host", "replicated"])
+def test_in_jit(where):
+    n, args = 3, batch(10)
+    params = jdp.replicate(single(PARAMS), range(n)) if where == "replicated" else single(PARAMS)
+    close(jax.jit(wrapper(n).value_and_grad(tokens, accumulate_steps=2))(params, *args), whole(tokens)(params, *args))
+
+
+def penalty(grad, params, *rows):
+    """Of the gradient, so that its own gradient is a second derivative."""
+    return sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(params, *rows)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_gradient_of_a_gradient(float64, jit):
+    """Twice differentiable, in the parameters and in the rows."""
+    wrap = jax.jit if jit else lambda f: f
+    args, steps = (PARAMS, *batch(10 if jit else 12, np.float64)), 2 if jit else 1
+    ours = functools.partial(penalty, wrapper(3).grad(scalar, accumulate_steps=steps))
+    theirs = functools.partial(penalty, jax.grad(scalar))
+    close(wrap(jax.value_and_grad(ours, (0, 1)))(*args), jax.jit(jax.value_and_grad(theirs, (0, 1)))(*args))
+
+
+def test_a_hessian_times_a_vector(float64):
+    """Forward through the gradient, uneven."""
+
+    def product(grad):
+        ones = jax.tree.map(np.ones_like, PARAMS)
+        return jax.jit(lambda p: jax.jvp(lambda p: grad(p, *batch(10, np.float64)), (p,), (ones,)))(PARAMS)
+
+    close(product(wrapper(3).grad(scalar)), product(jax.grad(scalar)))
+
+
+def test_in_vmap():
+    """Over several sets of parameters, as an ensemble has them."""
+    params = jax.tree.map(lambda w: np.float32([w, -2 * w]), PARAMS)
+    got = jax.vmap(lambda p: wrapper(3).value_and_grad(scalar, accumulate_steps=2)(p, *batch(10)))(params)
+    for i in range(2):
+        one = jax.tree.map(lambda w, i=i: w[i], params)
+        close(jax.tree.map(lambda w, i=i: w[i], got), whole(scalar)(one, *batch(10)))
+
+
+@pytest.mark.parametrize("size, steps", [(6, 1), (5, 2)])
+def test_in_a_scan_over_steps(size, steps):
+    data = [rows.reshape(4, size, -1) for rows in batch(4 * size)]
+
+    def train(value_and_grad):
+        def step(params, rows):
+            value, grads = value_and_grad(params, *rows)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+        return jax.jit(lambda params: lax.scan(step, params, tuple(data)))(single(PARAMS))
+
+    got = train(wrapper(3).value_and_grad(scalar, accumulate_steps=steps))
+    assert got[1].shape == (4,)
+    close(got, train(jax.value_and_grad(scalar)))
+
+
+@pytest.mark.parametrize("around, form", [("shard_map", tokens), ("pmap", vector), ("parallel_apply", scalar)])
+def test_inside_another_replica_it_runs_directly(devices, same, around, form):
+    """What is there is the batch; it is `jax.value_and_grad` to the last bit, and nothing is cut again."""
+    args = batch(12)
+
+    def loss(params, x, y, mask):
+        return form(params, x, y, mask), {"mean": jdp.Mean(jnp.sum(mask), len(x)), "rows": x}
+
+    def plain(params, x, y, mask):
+        return number(form)(params, x, y, mask), {"mean": jnp.sum(mask) / len(x), "rows": x}
+
+    def run(value_and_grad):
+        def body(params, *rows):
+            (value, aux), grads = value_and_grad(params, *rows)
+            return lax.all_gather((value, grads, aux["mean"]), "data"), aux["rows"]
+
+        if around == "parallel_apply":
+            return jdp.parallel_apply(body, single(PARAMS), jdp.scatter(args, range(4)))[3]
+        if around == "pmap":
+            cut = [a.reshape(4, 3, -1) for a in args]
+            return jax.pmap(body, "data", in_axes=(None, 0, 0, 0), devices=devices[:4])(single(PARAMS), *cut)
+        specs = PartitionSpec(), *[PartitionSpec("data")] * 3
+        mesh = Mesh(devices[:4], "data")
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+        return jax.jit(mapped)(single(PARAMS), *args)
+
+    got = run(wrapper(8).value_and_grad(loss, has_aux=True, accumulate_steps=2))
+    same(got, run(jax.value_and_grad(plain, has_aux=True)))
+
+
+def test_inside_another_replica_nnx_runs_directly(devices):
+    """The module is the replica's own; its state is updated there, and the caller sees nothing of it."""
+    x, y, _ = batch(12)
+
+    def body(value_and_grad):
+        def run(state, x, y):
+            net = nnx.merge(nnx.graphdef(Net(nnx.Rngs(0))), state)
+            value, grads = value_and_grad(net, x, y)
+            return lax.pmean((value, grads), "i"), net.calls[...]
+
+        mesh, rows = Mesh(devices[:4], "i"), PartitionSpec("i")
+        specs = dict(in_specs=(PartitionSpec(), rows, rows), out_specs=PartitionSpec(), check_vma=False)
+        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(nnx.state(Net(nnx.Rngs(0))), x, y)
+
+    got, calls = body(nnx_wrapper(2).value_and_grad(nnx_loss))
+    close(got, body(nnx.value_and_grad(nnx_loss))[0])
+    assert int(calls) == 1
+
+
+def test_the_mean_of_pmaps_gradients(devices, same):
+    """On even batches it is `lax.pmean` of `jax.value_and_grad` to the last bit, on any number of devices."""
+    args = batch(24)
+    for n in (2, 3, 8):
+
+        def body(params, *rows):
+            return lax.pmean(jax.value_and_grad(scalar)(params, *rows), "i")
+
+        cut = [a.reshape(n, 24 // n, -1) for a in args]
+        mapped = jax.pmap(body, "i", in_axes=(None, 0, 0, 0), out_axes=None, devices=devices[:n])
+        same(wrapper(n).value_and_grad(scalar)(single(PARAMS), *args), mapped(single(PARAMS), *cut))
+
+
+# --- what the program does ---
+
+COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.-]+)")
+BYTES = {"f64": 8, "f32": 4, "s32": 4, "bf16": 2}
+
+
+def computations(hlo):
+    """The instructions of each computation, by its name."""
+    found, name = {}, None
+    for line in hlo.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = head[1]
+            found[name] = []
+        elif line == "}":
+            name = None
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def in_loops(found):
+    """The names of the computations that run once in every turn of a loop."""
+    todo = [name for lines in found.values() for line in lines for name in re.findall(r"body=%?([\w.-]+)", line)]
+    names = set()
+    while todo:
+        name = todo.pop()
+        if name not in names:
+            names.add(name)
+            for line in found[name]:
+                todo += CALLED.findall(line)
+                for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
+                    todo += [branch.strip(" %") for branch in branches.split(",")]
+    return names
+
+
+def size_in_bytes(types):
+    """Of arrays as HLO writes their types: f32[3,2]{1,0}."""
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", types)
+    return sum(BYTES[kind] * int(np.prod([int(d) for d in dims.split(",") if d])) for kind, dims in shapes)
+
+
+def collectives(hlo):
+    """The bytes of all collectives, and the names of the computations in loops that have one."""
+    found = computations(hlo)
+    looped = in_loops(found)
+    assert looped, "the microbatches are no loop"
+    places = [(name, match) for name, lines in found.items() for line in lines if (match := COLLECTIVE.search(line))]
+    return sum(size_in_bytes(match[1]) for _, match in places), [name for name, _ in places if name in looped]
+
+
+def wide():
+    """Parameters, and their bytes: so many that a few scalars do not count."""
+    params = {"in": {"w": np.ones((3, 64)), "b": np.ones(64)}, "out": [np.ones((64, 2))]}
+    params = single(params)
+    return params, sum(w.nbytes for w in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("loss, size", [(scalar, 64), (tokens, 64), (scalar, 61)])
+def test_one_reduction_per_gradient_whatever_the_steps(loss, size):
+    """No collective in a loop, and the gradients' bytes once, with the loss and its count."""
+    params, weight = wide()
+    rows = [np.resize(a, (size, a.shape[1])) for a in batch(8)]
+    step = jax.jit(wrapper(8).value_and_grad(loss, accumulate_steps=4))
+    sent, looped = collectives(step.lower(params, *rows).compile().as_text())
+    assert not looped and weight < sent <= weight + 16
+
+
+def test_a_reduction_in_a_loop_would_be_seen(devices):
+    """The check finds the collectives that a loop over the whole gradient makes, and their bytes."""
+    params, weight = wide()
+
+    def body(params, *rows):
+        def step(sums, part):
+            grads = lax.psum(jax.grad(scalar)(params, *part), "i")
+            # It depends on the turn, or XLA would take it out of the loop.
+            return jax.tree.map(lambda a, b: jnp.sin(a + b), sums, grads), None
+
+        return lax.scan(step, jax.tree.map(jnp.zeros_like, params), rows)[0]
+
+    rows = [np.resize(a, (4, 8, a.shape[1])) for a in batch(8)]
+    specs = PartitionSpec(), *[PartitionSpec(None, "i")] * 3
+    mesh = Mesh(devices, "i")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    sent, looped = collectives(jax.jit(mapped).lower(params, *rows).compile().as_text())
+    assert looped and sent == weight
+
+
+def test_gradients_travel_in_the_dtype_that_is_asked_for():
+    """bfloat16 halves the bytes of float32; the loss stays in float32."""
+    params, weight = wide()
+    rows = [np.resize(a, (64, a.shape[1])) for a in batch(8)]
+    step = jax.jit(wrapper(8).value_and_grad(scalar, accumulate_steps=4, reduce_dtype=jnp.bfloat16))
+    lowered = step.lower(params, *rows)
+    # In StableHLO, for XLA's CPU compiler has no all-reduce of bfloat16 and makes one of float32 out of it.
+    types = re.findall(r"stablehlo\.all_reduce.*?\}\) : \((.*?)\) ->", lowered.as_text(), re.DOTALL)
+    arrays = re.findall(r"tensor<((?:\d+x)*)(\w+)>", " ".join(types))
+    sent = [(kind, BYTES[kind] * int(np.prod([int(d) for d in dims.split("x") if d]))) for dims, kind in arrays]
+    assert sum(size for kind, size in sent if kind == "bf16") == weight / 2
+    assert sum(size for kind, size in sent if kind != "bf16") == 4
+    assert not collectives(lowered.compile().as_text())[1]
+
+
+@pytest.mark.parametrize("loss", FORMS)
+def test_what_travels_in_bfloat16_is_near_and_comes_back_in_its_own_dtype(loss):
+    args = single(PARAMS), *batch(21)
+    value, grads = wrapper(8).value_and_grad(loss, reduce_dtype=jnp.bfloat16)(*args)
+    want, want_grads = whole(loss)(*args)
+    close(value, want)
+    off = 0
+    for got, grad in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert got.dtype == np.float32
+        # Each summand is rounded to 8 bits, and so may be each of the sums.
+        np.testing.assert_allclose(got, grad, rtol=0, atol=2**-7 * np.abs(grad).max())
+        off = max(off, np.abs(got - grad).max())
+    assert off > 1e-5  # it did travel in bfloat16
+
+
+def test_microbatches_take_the_memory_of_one():
+    """Eight of them keep an eighth of the activations of a deep model; the gradients are small here."""
+    params = [np.ones((32, 32), np.float32)] * 8
+    x = np.ones((4096, 32), np.float32)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def memory(steps):
+        step = jax.jit(wrapper(2).value_and_grad(loss, accumulate_steps=steps))
+        return step.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(1) > 8 * x.nbytes / 2  # a replica's activations
+    assert memory(8) < memory(1) / 4
+
+
+# --- compiled once ---
+
+
+def test_compiled_once_for_the_same_loss_and_shapes(compilations):
+    """A wrapper of the loss made anew, in every step, costs nothing; a size seen before neither."""
+    dp, params = jdp.DataParallel(model, devices=range(3)), jdp.replicate(single(PARAMS), range(3))
+
+    def loss(params, x, y, mask):
+        return tokens(params, x, y, mask)
+
+    def step(size, **kw):
+        before = [a + 1 for a in batch(size)]  # other values
+        jax.block_until_ready(dp.value_and_grad(loss, **kw)(params, *before))
+
+    compilations()
+    step(12)
+    assert compilations() == 1
+    step(12)
+    assert compilations() == 0
+    vg = dp.value_and_grad(loss)
+    vg(params, *batch(12))
+    vg(params, *batch(12))
+    dp.grad(loss)(params, *batch(12))
+    assert compilations() == 0
+    step(12, accumulate_steps=2)
+    step(10)
+    assert compilations() > 0
+    for size, kw in ((12, {"accumulate_steps": 2}), (10, {}), (12, {}), (10, {})):
+        step(size, **kw)
+    assert compilations() == 0
+
+
+def test_traced_once(traced):
+    dp, loss = wrapper(2), traced(lambda params, x, y, mask: scalar(params, x, y, mask))
+    for place in (lambda a: a, jnp.asarray):
+        for _ in range(2):
+            dp.value_and_grad(loss)(single(PARAMS), *map(place, batch(8)))
+    assert loss.shapes == [(4, 3)]
+
+
+def test_a_loss_and_a_wrapper_that_are_dropped_are_freed():
+    dp = jdp.DataParallel(model, devices=range(2))
+
+    def loss(params, x, y, mask):
+        return scalar(params, x, y, mask)
+
+    dp.value_and_grad(loss)(single(PARAMS), *batch(4))
+    refs = weakref.ref(loss), weakref.ref(dp), weakref.ref(dp._config)
+    del loss, dp
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+# --- errors ---
+
+GOOD = single(PARAMS), *batch(10)
+
+
+def returns(value):
+    """A loss function that returns `value(error, rows)`, whatever it is."""
+    return lambda params, x, y, mask: value(vector(params, x, y, mask), len(x))
+
+
+THREE = r"real scalar .*vector with one entry per row, or jdp\.Mean\(total, count\)"
+LOSSES = {
+    "a matrix": (lambda e, n: jnp.stack([e, e], 1), r"float32\[5, 2\] for 5 rows; it is a " + THREE),
+    "one column": (lambda e, n: e[:, None], r"float32\[5, 1\] for 5 rows; it is a " + THREE),
+    "too long": (lambda e, n: jnp.append(e, e[0]), r"float32\[6\] for 5 rows; it is a " + THREE),
+    "an integer": (lambda e, n: jnp.sum(e > 0), r"int32\[\] for 5 rows; it is a " + THREE),
+    "a Python integer": (lambda e, n: 1, "the loss is int; it is a " + THREE),
+    "bools": (lambda e, n: e > 0, r"bool\[5\] for 5 rows; it is a " + THREE),
+    "complex": (lambda e, n: e.sum() * 1j, r"complex64\[\] for 5 rows; it is a " + THREE),
+    "a string": (lambda e, n: "loss", "the loss is str; it is a " + THREE),
+    "None": (lambda e, n: None, "the loss is NoneType; it is a " + THREE),
+    "a pair": (lambda e, n: (e.mean(), e), "the loss is tuple; it is a " + THREE),
+    "a vector of totals": (lambda e, n: jdp.Mean(e, n), r"jdp\.Mean of float32\[5\] and int32\[\]; it is a " + THREE),
+    "counts": (lambda e, n: jdp.Mean(e.sum(), e), r"jdp\.Mean of float32\[\] and float32\[5\]; it is a " + THREE),
+    "hits": (lambda e, n: jdp.Mean(jnp.sum(e > 0), n), r"jdp\.Mean of int32\[\] and int32\[\]; it is a " + THREE),
+}
+
+
+NO_MEANS = {
+    "text": (lambda e, n: jdp.Mean("a", n), THREE),
+    "count of text": (lambda e, n: jdp.Mean(e.sum(), "n"), THREE),
+    "count of None": (lambda e, n: jdp.Mean(e.sum(), None), THREE),
+}
+
+
+def still_right():
+    """A call that was refused leaves everything as it was."""
+    close(wrapper(2).value_and_grad(scalar)(*GOOD), whole(scalar)(*GOOD))
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_of_none_of_the_three_forms(refused, what):
+    value, match = LOSSES[what]
+    with refused(TypeError, "value_and_grad", match):
+        wrapper(2).value_and_grad(returns(value))(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize("what", NO_MEANS)
+def test_a_mean_of_what_is_no_number(refused, what):
+    """As a loss and as a metric."""
+    value, match = NO_MEANS[what]
+    with refused(TypeError, "value_and_grad", match):
+        wrapper(2).value_and_grad(returns(value))(*GOOD)
+    with refused(TypeError, "value_and_grad", r"\['metric'\].*jdp\.Mean"):
+        metric = returns(lambda e, n: (e.mean(), {"metric": value(e, n)}))
+        wrapper(2).value_and_grad(metric, has_aux=True)(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_bad_loss_in_jit_and_in_a_loop_of_microbatches(refused, inside):
+    vg = wrapper(2).value_and_grad(returns(lambda e, n: "loss"), accumulate_steps=3)
+    with refused(TypeError, "value_and_grad", THREE):
+        (jax.jit(vg) if inside else vg)(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize(
+    "aux, match",
+    [
+        ({"hits": jnp.int32(3)}, r"\['hits'\] is int32\[\]; beside the loss stand .* jdp\.Mean"),
+        ({"name": ["text"]}, r"\['name'\]\[0\] is a str; beside the loss stand"),
+        (3, "aux is a int; beside the loss stand"),
+        ({"per class": jnp.arange(7)}, r"\['per class'\] is int32\[7\]; beside the loss stand"),
+    ],
+)
+def test_aux_of_none_of_the_forms(refused, aux, match):
+    with refused(TypeError, "value_and_grad", match):
+        wrapper(2).value_and_grad(lambda *args: (scalar(*args), aux), has_aux=True)(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize(
+    "out, match",
+    [
+        (lambda e: e, "returns a .*; it is a pair then"),
+        (lambda e: (e.mean(), 1.0, 2.0), "returns a tuple of 3; it is a pair then"),
+        (lambda e: {"loss": e}, "returns a dict; it is a pair then"),
+    ],
+)
+def test_has_aux_without_a_pair(refused, out, match):
+    with refused(TypeError, "value_and_grad", "has_aux is True, and the function " + match):
+        wrapper(2).value_and_grad(returns(lambda e, n: out(e)), has_aux=True)(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize("leaf", [np.int32(1), 1, np.ones(2, bool), np.complex64(1)])
+def test_parameters_without_a_gradient(refused, leaf):
+    params = {**GOOD[0], "steps": {"n": leaf}}
+    with refused(TypeError, "value_and_grad", r"\['steps'\]\['n'\] is of dtype (int32|bool|complex64)"):
+        wrapper(2).value_and_grad(scalar)(params, *GOOD[1:])
+    with refused(TypeError, "value_and_grad", r"args\[1\] is of dtype int64"):
+        wrapper(2).value_and_grad(scalar, argnums=1)(GOOD[0], np.ones((10, 3), np.int64), *GOOD[2:])
+    still_right()
+
+
+def test_nnx_parameters_without_a_gradient(refused):
+    dp = nnx_wrapper(2, norm=False)
+    x, y, _ = batch(4)
+    with refused(TypeError, "value_and_grad", r"calls.* is of dtype int32"):
+        dp.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, (nnx.Param, Counted)))(dp, x, y)
+    assert int(dp.module.calls[...]) == 0
+    with refused(TypeError, "value_and_grad", THREE):
+        dp.value_and_grad(lambda net, x, y: net(x))(dp, x, y)
+    assert int(dp.module.calls[...]) == 0  # nor is a tracer left in it
+    close(dp.value_and_grad(nnx_loss)(dp, x, y)[0], nnx_loss(Net(nnx.Rngs(0), norm=False), x, y))
+    assert int(dp.module.calls[...]) == 1
+
+
+def test_no_rows(refused):
+    """In jit, too."""
+    for wrap in (lambda f: f, jax.jit):
+        with refused(ValueError, "value_and_grad", "the batch has 0 rows"):
+            wrap(wrapper(2).value_and_grad(scalar))(GOOD[0], *batch(0))
+    still_right()
+
+
+CALLS = {
+    "steps 0": (ValueError, "accumulate_steps is 0", lambda dp: dp.value_and_grad(scalar, accumulate_steps=0)),
+    "steps -1": (ValueError, "accumulate_steps is -1", lambda dp: dp.grad(scalar, accumulate_steps=-1)),
+    "steps True": (ValueError, "accumulate_steps is True", lambda dp: dp.value_and_grad(scalar, accumulate_steps=True)),
+    "steps 1.5": (ValueError, "accumulate_steps is 1.5", lambda dp: dp.value_and_grad(scalar, accumulate_steps=1.5)),
+    "steps of rows": (
+        ValueError,
+        "argnums names an argument that is cut, and accumulate_steps is 2",
+        lambda dp: dp.value_and_grad(scalar, (0, 1), accumulate_steps=2),
+    ),
+    "int dtype": (TypeError, "reduce_dtype is .*int8", lambda dp: dp.value_and_grad(scalar, reduce_dtype=jnp.int8)),
+    "no dtype": (TypeError, "reduce_dtype is 'half a byte'", lambda dp: dp.grad(scalar, reduce_dtype="half a byte")),
+    "argnums 4": (ValueError, "argnums has 4 for 4 arguments", lambda dp: dp.value_and_grad(scalar, 4)),
+    "argnums -5": (ValueError, "argnums has -5 for 4 arguments", lambda dp: dp.grad(scalar, (0, -5))),
+    "argnums name": (TypeError, "argnums is 'params'", lambda dp: dp.value_and_grad(scalar, "params")),
+    "argnums True": (TypeError, "argnums is True", lambda dp: dp.value_and_grad(scalar, True)),
+    "argnums none": (TypeError, r"argnums is \(\)", lambda dp: dp.value_and_grad(scalar, ())),
+    "short in_axes": (ValueError, "in_axes has 2 entries for 3", lambda dp: dp.value_and_grad(scalar, in_axes=(0, 0))),
+    "long in_axes": (ValueError, "in_axes has 4 entries for 3", lambda dp: dp.grad(scalar, in_axes=[0] * 4)),
+    "no axis": (IndexError, "Dimension out of range", lambda dp: dp.grad(scalar, in_axes=(0, 0, 2))),
+    "no function": (TypeError, "loss_fn is a float", lambda dp: dp.value_and_grad(3.0)),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_options_and_arguments_that_do_not_fit(refused, what):
+    kind, match, make = CALLS[what]
+    with refused(kind, "value_and_grad", match):
+        make(wrapper(2))(*GOOD)
+    still_right()
+
+
+def test_arguments_that_do_not_fit(refused):
+    vg = wrapper(2).value_and_grad(scalar)
+    with refused(TypeError, "value_and_grad", "no arguments"):
+        vg()
+    with refused(ValueError, "value_and_grad", "10.* 9|9.* 10"):
+        vg(*GOOD[:3], GOOD[3][:9])
+    still_right()
+
+
+def test_parameters_on_another_device(devices):
+    """In torch's words, with the path that the caller knows."""
+    match = r"^jdp\.value_and_grad: (args\[0\])?\['in'\]\['b'\]: module must have .* found one of them on device: .*5"
+    with pytest.raises(RuntimeError, match=match):
+        wrapper(2).value_and_grad(scalar)(jax.device_put(GOOD[0], devices[5]), *GOOD[1:])
+    still_right()
+
+
+def test_parameters_that_are_no_numbers(refused):
+    with refused(TypeError, "value_and_grad", r"\['name'\]"):
+        wrapper(2).value_and_grad(scalar)({**GOOD[0], "name": "text"}, *GOOD[1:])
+    still_right()
+
+
+def test_an_error_of_the_loss_keeps_its_type_and_says_where():
+    def loss(params, x, y, mask):
+        return params["nowhere"]
+
+    for steps in (1, 2):
+        with pytest.raises(KeyError, match="nowhere") as info:
+            wrapper(2).value_and_grad(loss, accumulate_steps=steps)(*GOOD)
+        assert any("Caught KeyError in replica 0" in note for note in info.value.__notes__)
+    still_right()
+
+
+def test_a_loss_that_is_reduced_already(refused):
+    """As a step for jax.pmap does it: the mean over the replicas would be taken twice."""
+    with refused(ValueError, "value_and_grad", "the loss is reduced over 'data' already"):
+        wrapper(2).value_and_grad(lambda *args: lax.pmean(scalar(*args), "data"))(*GOOD)
+    still_right()
+
+
+def test_collectives_of_the_loss_and_uneven_rows(refused):
+    """A loss may talk to the other replicas on an even batch; else it would wait for ever."""
+
+    def loss(params, x, y, mask):
+        return scalar(params, x - lax.pmean(x.mean(0), "data"), y, mask)
+
+    def centred(params, x, y, mask):
+        return scalar(params, x - x.mean(0), y, mask)
+
+    close(wrapper(2).value_and_grad(loss)(*GOOD), whole(centred)(*GOOD))
+    with refused(ValueError, "parallel_apply", r"pmean|psum.*chunks are \(5, 4\)"):
+        wrapper(2).value_and_grad(loss)(GOOD[0], *batch(9))
+    still_right()
