@@ -334,8 +334,13 @@ class DataParallel(Training, nnx.Module, Generic[M]):
     def _scatter_batch(self, batch: Tree, verb: str) -> Scattered:
         """One batch, scattered: a tuple is the arguments where `in_axes` says so, else the batch is one."""
         config = self._config
-        if isinstance(batch, Scattered) and batch._layout.mesh == config.mesh:
+        if type(batch) is Scattered and batch._layout.mesh == config.mesh:
             return batch
+        # The batch of numpy arrays that was seen before: a step on a small model is no longer than all that follows.
+        leaves, treedef = jax.tree.flatten(batch)
+        seen = config.batch_layouts.get((treedef, *[(x.shape, x.dtype) for x in leaves if type(x) is np.ndarray]))
+        if seen is not None and len(leaves) == len(seen.arrays) and seen.is_even:
+            return Scattered(leaves, seen)
         axes = config.in_axes
         if isinstance(axes, tuple | list):
             axes = tuple(axes) if isinstance(batch, tuple) and len(batch) == len(axes) else axes[0]

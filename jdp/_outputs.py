@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ._check import is_array, is_key
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
@@ -140,9 +141,9 @@ class Outputs(NamedTuple):
 
     def _summed(self, values: Sequence[Any]) -> list[Any]:
         """The values, with sums over the replicas in place of summands, and divided where a rule says so."""
-        (axis_name,) = self.layout.mesh.axis_names
+        mesh = self.layout.mesh
         at = sorted({rule.over_sum_of for rule in self.rules if rule.over_sum_of is not None})
-        totals = dict(zip(at, jax.lax.psum([values[i] for i in at], axis_name), strict=True))
+        totals = dict(zip(at, _psum([values[i] for i in at], mesh), strict=True))
         over = [rule.over if rule.over_sum_of is None else totals[rule.over_sum_of] for rule in self.rules]
         values = [
             totals[i] if i in totals else x if rule.reduce == "sum" and rule.wire is None else _divided(x, by)
@@ -152,13 +153,13 @@ class Outputs(NamedTuple):
         # What travels in a narrow type is divided before, for a sum of many may leave its range; the rest after, as
         # pmean does.
         sent = [values[i] if rule.wire is None else values[i].astype(rule.wire) for i, rule in sums.items()]
-        for x, (i, rule) in zip(_sum_over(sent, list(sums.values()), axis_name), sums.items(), strict=True):
+        for x, (i, rule) in zip(_sum_over(sent, list(sums.values()), mesh), sums.items(), strict=True):
             x = _divided(x, over[i]) if rule.wire is None else x.astype(values[i].dtype)
             values[i] = x if rule.dtype is None else x.astype(rule.dtype)
         return values
 
     def _one_for_all(self, x: Any, rule: Rule, index: Any) -> Any:
-        if rule.reduce in ("same", "sum"):
+        if rule.reduce in ("same", "sum") or self.layout.mesh.size == 1:
             return x
         layout, (axis_name,) = self.layout, self.layout.mesh.axis_names
         rows = np.zeros(len(layout.devices))
@@ -202,13 +203,18 @@ def _divided(x: Any, by: Any) -> Any:
     return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
 
 
-def _sum_over(values: Sequence[Any], rules: Sequence[Rule], axis_name: str) -> list[Any]:
+def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
+    # XLA leaves a sum over one device in the program, where it still waits for nobody.
+    return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
+
+
+def _sum_over(values: Sequence[Any], rules: Sequence[Rule], mesh: Mesh) -> list[Any]:
     """The sums over the replicas: all in one collective, but for those that come back scattered."""
     whole = [x for x, rule in zip(values, rules, strict=True) if rule.scatter is None]
-    sums = iter(jax.lax.psum(whole, axis_name))
+    sums = iter(_psum(whole, mesh))
     return [
         next(sums)
         if rule.scatter is None
-        else jax.lax.psum_scatter(x, axis_name, scatter_dimension=rule.scatter, tiled=True)
+        else jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=rule.scatter, tiled=True)
         for x, rule in zip(values, rules, strict=True)
     ]
