@@ -41,8 +41,9 @@ lint: $(VENV)/.installed-dev  ## check style (ruff) and types (pyright)
 wheel: $(VENV)/bin/python  ## build the wheel into dist/
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
-bench: $(VENV)/.installed-test  ## compare dp.apply with a hand-written program
+bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-written programs
 	$(VENV)/bin/python benchmarks/overhead.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/train.py --write $(ARGS)
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

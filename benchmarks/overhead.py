@@ -183,13 +183,15 @@ def main() -> None:
     if args.write:
         head = [column.header for column in table.columns]
         lines = [" | ".join(cells) for cells in [head, ["---"] * len(head), *rows]]
-        Path(__file__).with_name("RESULTS.md").write_text(
+        path = Path(__file__).with_name("RESULTS.md")
+        _, mark, rest = path.read_text().partition("<!-- train -->")  # the part that train.py writes
+        path.write_text(
             f"# dp.apply against the same by hand\n\nWritten by `make bench`; what is compared is said in overhead.py. "
             f"jax {version('jax')}, Python {platform.python_version()}, {os.cpu_count()} cores ({platform.machine()}), "
             f"virtual CPU devices. Ratios of medians, {args.seconds:g} s a row; 1.00 is the same speed.\n\n"
             + "".join(f"| {line} |\n" for line in lines)
             + "\nThe last column: how often the model was traced, and its program compiled, for the two batch sizes "
-            "(an uneven size is traced once for each size of chunk).\n"
+            "(an uneven size is traced once for each size of chunk).\n" + (f"\n{mark}{rest}" if mark else "")
         )
 
 

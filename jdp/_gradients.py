@@ -43,8 +43,11 @@ def gradients(
             over = counts[0].value if seen.forms[0].kind == "ratio" else weight
 
             def mark(grad: Any, param: Any) -> Marked:
-                axis = None if scatter is None else scatter(param)
-                return Marked(grad.astype(param.dtype), None, "sum", over=over, wire=wire, scatter=axis)
+                axis, dtype = None if scatter is None else scatter(param), param.dtype
+                # 16-bit gradients are divided before they travel: their sum may leave the range of their mean.
+                sent = wire or (dtype if dtype.itemsize < 4 else None)
+                grad = grad if sent else grad.astype(dtype)
+                return Marked(grad, None, "sum", over=over, wire=sent, dtype=dtype, scatter=axis)
 
             grads = jax.tree.map(mark, sums[1], diff)
             row_grads = _mark_rows(sums[2], signature, loss, over)

@@ -53,6 +53,10 @@ class Terms:
         return jax.tree.unflatten(self.treedef, leaves), counts
 
 
+def _is_number(x: Any) -> bool:
+    return is_array(x) or isinstance(x, float | int)
+
+
 def is_mean(x: Any) -> bool:
     return isinstance(x, Mean)
 
@@ -65,7 +69,8 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     """
     what = type(loss).__name__
     if is_mean(loss):
-        if is_array(loss.total) or isinstance(loss.total, float | int):
+        what = f"a jdp.Mean of a {type(loss.total).__name__} and a {type(loss.count).__name__}"
+        if _is_number(loss.total) and _is_number(loss.count):
             total, count = jnp.asarray(loss.total), jnp.asarray(loss.count)
             if not total.ndim and not count.ndim and jnp.issubdtype(total.dtype, jnp.floating):
                 return total
@@ -92,15 +97,15 @@ def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[
     Raises:
         TypeError: a value that is none of the three forms, with its path.
     """
-    if not is_mean(loss):
-        loss = loss_value(loss, rows, verb)
+    number = loss_value(loss, rows, verb)
+    loss = loss if is_mean(loss) else number
     leaves, treedef = jax.tree.flatten((loss, aux), is_leaf=is_mean)
     axes = [None] + _row_axes(leaves[1:], rows, more)
     sums: list[Any] = []
     stacked: list[Any] = []
     forms: list[Form] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
-        if is_mean(x):
+        if is_mean(x) and _is_number(x.total) and _is_number(x.count):
             total, count = jnp.asarray(x.total), jax.lax.stop_gradient(jnp.asarray(x.count))
             sums += [_wide(total), _wide(count)]
             forms.append(Form("ratio", total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None))

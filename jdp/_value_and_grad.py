@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ._arguments import Call, Plan, Position, assemble, cut, divide, loss_of
@@ -43,9 +44,10 @@ def options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> 
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
         for a in ([argnums] if single else argnums)
     ]
-    if not positions or any(isinstance(p, bool) or not isinstance(p, int) for p, _ in positions):
+    if not positions or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in positions):
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
     check_steps(VERB, steps)
+    positions = [(int(p), wrt) for p, wrt in positions]
     return Options(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
 
 
@@ -72,7 +74,10 @@ def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options
                 f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
                 f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
             )
-        replicas = broadcast(call.replicas, config.mesh, VERB)
+        (plain, state), (held, graph, rest) = call.replicas
+        plain, held = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held))
+        state, rest = (broadcast(x, config.mesh, VERB) for x in (state, rest))
+        replicas = ((plain, state), (held, graph, rest))
         outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
         home = "sharded" if lives_replicated(call.replicas, config.mesh) else None
         found: Gradients = join(outputs, home)
@@ -179,8 +184,9 @@ def wire_type(verb: str, dtype: Any) -> Any:
 def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
     """A `TypeError` where a leaf has no gradient."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+        dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if number else f"{type(x).__name__} (no array)")
+        if not number or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} is of dtype {dtype}, which has no real gradient; "
                 f"parameters are floats. Keep it out of what is differentiated (in the state, or as an argument)."
@@ -190,5 +196,5 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
 def check_rows(verb: str, inputs: Scattered) -> None:
     if inputs._layout.is_cut and not sum(inputs.sizes):
         raise ValueError(
-            f"jdp.{verb}: the batch has 0 rows, and a mean of none is no number. Skip it; pass 1 row or more."
+            f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."
         )

@@ -1,4 +1,4 @@
-"""The training examples run as a person runs them, on tiny settings; and a run that is killed goes on to the same end."""
+"""The training examples run as a person runs them, on tiny settings; a run that is killed goes on to the same end."""
 
 import os
 import re
@@ -10,29 +10,44 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# Two even programs' worth of steps an epoch, and a last batch of 3 rows: 2 and 1.
-RESNET = ("--train-rows", "103", "--batch-size", "20", "--width", "4", "--epochs", "5", "--devices", "2")
-STEPS = 5 * 6
+# 5 even batches an epoch, and a last one of 3 rows: 2 and 1.
+RESNET = (
+    "--train-rows",
+    "103",
+    "--batch-size",
+    "20",
+    "--width",
+    "8",
+    "--blocks",
+    "1",
+    "--epochs",
+    "12",
+    "--devices",
+    "2",
+)
+STEPS = 12 * 6
 
 
 def command(script, *args):
     return [sys.executable, "-W", "error", str(EXAMPLES / script), *map(str, args)]
 
 
-def environment():
+def environment(**more):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC")}
     env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), env.get("PYTHONPATH", "")])
-    return env
+    return env | more
 
 
-def run(script, *args):
-    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=environment(), timeout=250)
+def run(script, *args, env=None):
+    env = env or environment()
+    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def refused(script, *args):
-    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=environment(), timeout=250)
+def refused(script, *args, env=None):
+    env = env or environment()
+    done = subprocess.run(command(script, *args), capture_output=True, text=True, env=env, timeout=250)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     return done.stderr
 
@@ -61,32 +76,37 @@ def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
 
 
 def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
+    # Four runs that compile the same programs: once is enough.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    env = environment(**cache)
     picture, folder = tmp_path / "digits.png", tmp_path / "checkpoints"
-    whole = run("resnet.py", *RESNET, "--picture", picture)
+    whole = run("resnet.py", *RESNET, "--picture", picture, env=env)
     assert "the last  3 rows: 2, 1" in whole
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", whole)]
-    assert len(losses) == 5 and losses[-1] < 0.8 * losses[0]
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
     assert re.search(r"test accuracy [\d.]+%: [\d,]+ of 2,000", whole)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    args = (*RESNET, "--picture", tmp_path / "resumed.png", "--checkpoint-dir", folder, "--save-every", "4")
-    with subprocess.Popen(command("resnet.py", *args), stdout=subprocess.DEVNULL, env=environment()) as process:
+    resumed = tmp_path / "resumed.png"
+    args = (*RESNET, "--picture", resumed, "--checkpoint-dir", folder, "--save-every", "4")
+    with subprocess.Popen(command("resnet.py", *args), stdout=subprocess.DEVNULL, env=env) as process:
         deadline = time.monotonic() + 250
         while not complete(folder) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         process.kill()  # -9
     assert process.returncode == -9
-    assert 4 <= complete(folder)[-1] < STEPS
     begun = complete(folder)[-1]
+    assert 4 <= begun < STEPS and not resumed.exists()
 
-    out = run("resnet.py", *args)
+    out = run("resnet.py", *args, env=env)
     assert f"after step {begun} of {STEPS}" in out
     assert sha256(out) == sha256(whole)
-    assert complete(folder)[-1] == STEPS
+    assert complete(folder)[-1] == STEPS and resumed.exists()
 
-    again = run("resnet.py", *args)  # there is nothing left to do
-    assert sha256(again) == sha256(whole)
-    assert "--epochs" in refused("resnet.py", *args, "--epochs", "6") or True
+    assert "this one has" in refused("resnet.py", *args, "--lr", "0.1", env=env)
 
 
 @pytest.mark.parametrize(

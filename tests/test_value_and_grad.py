@@ -167,7 +167,7 @@ def test_keywords_scalars_and_objects_of_the_batch():
 
     params, (x, y, _) = single(PARAMS), batch(10)
     one = jax.jit(jax.value_and_grad(loss), static_argnames="kind")
-    for temperature, kind in ((2.0, "l1"), (np.float32(3), "l2"), (jnp.float32(4), "l2")):
+    for temperature, kind in ((2.0, "l1"), (np.float32(3), "l2")):
         want = one(params, x, temperature, y=y, kind=kind)
         close(wrapper(3).value_and_grad(loss)(params, x, temperature, y=y, kind=kind), want)
 
@@ -281,8 +281,8 @@ class Metrics(NamedTuple):
     rest: Any
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_argnums_of_several_whole_arguments(steps):
+@pytest.mark.parametrize("argnums, steps", [(2, 1), ((2, 0), 3)])
+def test_argnums_of_several_whole_arguments(argnums, steps):
     """Two trees of parameters, of any containers; the second is not cut, for in_axes says so."""
 
     def loss(first, x, second, y):
@@ -290,9 +290,8 @@ def test_argnums_of_several_whole_arguments(steps):
 
     first, (x, y, _) = single(PARAMS["in"]["w"]), batch(10)
     second = Metrics(loss={"w": single(PARAMS["out"][0])}, nothing=None, rest=[np.zeros((0, 2), np.float32)])
-    for argnums in ((2, 0), 2):
-        vg = wrapper(3).value_and_grad(loss, argnums, in_axes=(0, None, 0), accumulate_steps=steps)
-        close(vg(first, x, second, y), whole(loss, argnums)(first, x, second, y))
+    vg = wrapper(3).value_and_grad(loss, argnums, in_axes=(0, None, 0), accumulate_steps=steps)
+    close(vg(first, x, second, y), whole(loss, argnums)(first, x, second, y))
 
 
 def test_the_count_of_a_mean_is_a_constant():
@@ -611,10 +610,11 @@ def test_nnx_dropout_draws_anew_in_every_replica_and_microbatch():
 
 def test_nnx_diff_state_chooses_the_variables():
     x, y, _ = batch(10)
-    for wrt in (nnx.PathContains("last"), nnx.All(nnx.Param, nnx.PathContains("kernel"))):
-        net, dp = Net(nnx.Rngs(0), norm=False), nnx_wrapper(3, norm=False)
-        want = nnx.jit(nnx.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, wrt)))(net, x, y)
-        close(dp.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, wrt))(Net(nnx.Rngs(0), norm=False), x, y), want)
+    wrt = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("kernel")))
+    want = nnx.jit(nnx.value_and_grad(nnx_loss, argnums=wrt))(Net(nnx.Rngs(0), norm=False), x, y)
+    assert len(jax.tree.leaves(want[1])) == 2
+    dp = nnx_wrapper(3, norm=False)
+    close(dp.value_and_grad(nnx_loss, argnums=wrt)(Net(nnx.Rngs(0), norm=False), x, y), want)
 
 
 def test_nnx_optimizer_takes_the_wrappers_gradients():
@@ -665,11 +665,11 @@ def test_nnx_in_nnx_jit():
 # --- inside transformations ---
 
 
-@pytest.mark.parametrize("where", ["host", "replicated"])
-def test_in_jit(where):
-    n, args = 3, batch(10)
-    params = jdp.replicate(single(PARAMS), range(n)) if where == "replicated" else single(PARAMS)
-    close(jax.jit(wrapper(n).value_and_grad(tokens, accumulate_steps=2))(params, *args), whole(tokens)(params, *args))
+def test_in_jit():
+    """Uneven, in microbatches, of parameters that are replicated."""
+    params = jdp.replicate(single(PARAMS), range(3))
+    step = jax.jit(wrapper(3).value_and_grad(tokens, accumulate_steps=2))
+    close(step(params, *batch(10)), whole(tokens)(params, *batch(10)))
 
 
 def penalty(grad, params, *rows):
@@ -887,7 +887,7 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for():
     assert not collectives(lowered.compile().as_text())[1]
 
 
-@pytest.mark.parametrize("loss", FORMS)
+@pytest.mark.parametrize("loss", [scalar, tokens])
 def test_what_travels_in_bfloat16_is_near_and_comes_back_in_its_own_dtype(loss):
     args = single(PARAMS), *batch(21)
     value, grads = wrapper(8).value_and_grad(loss, reduce_dtype=jnp.bfloat16)(*args)
