@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.core
-import jax
 
 from ._layout import Tree
 from ._linen import mark_state
@@ -80,9 +79,10 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
                 f"jdp.{VERB}: the updates have a collection {name!r}, which {what}; the state has "
                 f"{sorted(state) or 'none'}. Leave it out of the updates, or pass it to step.init with the variables."
             )
-        if jax.tree.structure(collection) != jax.tree.structure(state[name]):
+        difference = first_difference(collection, state[name], dtypes=False)  # those are made what they were
+        if difference is not None:
             raise ValueError(
-                f"jdp.{VERB}: updates[{name!r}]{first_difference(collection, state[name])}; the state keeps its tree "
-                f"from step to step. Return all of the collection and nothing else."
+                f"jdp.{VERB}: updates[{name!r}]{difference}; the state keeps its tree and shapes from step to step. "
+                f"Return all of the collection and nothing else."
             )
     return {**state, **updates}

@@ -22,7 +22,7 @@ from ._train_loss import FORMS, VERB, returned
 from ._train_program import Program, StepOptions
 from ._train_state import TrainState, first_difference
 from ._train_step import TrainStep, refuse_deleted, shapes_of
-from ._update import check_optimizer, opt_shapes
+from ._update import checked_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows
 
 
@@ -39,8 +39,7 @@ def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOption
         )
     if config.kind == "nnx":
         return NNXTrainStep(dp, loss_fn, tx, options)
-    check_optimizer(tx)
-    return TrainStep(dp, loss_fn, tx, options)
+    return TrainStep(dp, loss_fn, checked_optimizer(tx), options)
 
 
 class NNXTrainStep:
@@ -51,8 +50,7 @@ class NNXTrainStep:
 
     def __init__(self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> None:
         if not isinstance(tx, nnx.Optimizer):
-            check_optimizer(tx)
-            tx = nnx.Optimizer(dp.module, tx, wrt=nnx.Param)
+            tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer = tx
         self._dp, self._options, self._loss_fn = dp, options, loss_fn
         self._programs: dict[Any, Program] = {}

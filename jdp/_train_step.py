@@ -108,7 +108,9 @@ class TrainStep:
     def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered]:
         config = self._program.config
         config.refuse_other_mesh()
-        if state is not self._last():  # what it gave itself is as it should be
+        # What it gave itself is as it should be, unless another step has taken it.
+        last = self._last()
+        if last is None or state is not last or not isinstance(last.step, Tracer) and last.step.is_deleted():
             state = self._checked(state)
         scattered = self._dp._scatter_batch(batch, VERB)
         check_rows(VERB, scattered)

@@ -18,12 +18,14 @@ from ._train_state import first_difference
 VERB = "train_step"
 
 
-def check_optimizer(tx: Any) -> None:
-    if not isinstance(tx, optax.GradientTransformation) or not callable(tx.init) or not callable(tx.update):
+def checked_optimizer(tx: Any) -> optax.GradientTransformation:
+    """An optax transformation, or what has the two functions of one, as `optax.MultiSteps`."""
+    if isinstance(tx, type) or not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(
-            f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation. Pass optax.adam(1e-3), "
-            f"(for an NNX module an nnx.Optimizer too)."
+            f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation (for NNX an nnx.Optimizer, too). "
+            f"Pass optax.adam(1e-3) or the like."
         )
+    return tx if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation(tx.init, tx.update)
 
 
 def opt_shapes(tx: Any, params: Tree) -> Tree:
