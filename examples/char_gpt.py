@@ -1,0 +1,167 @@
+"""Train a small GPT (Flax NNX) on the text of Python's own help, character by character, on every device here.
+
+    python examples/char_gpt.py                                                     under 2 minutes on 2 cores
+    python examples/char_gpt.py --width 256 --layers 6 --dropout 0.3 --steps 1000   larger, for a GPU or a TPU
+
+Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the end: the loss on held-out text in
+bits per character, a few lines that the model wrote, and a picture of the learning curve.
+"""
+
+from pydoc_data.topics import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _curve import curve
+from _run import Bar, machine, parse, parser, positive, probability, rate, shares
+from flax import nnx
+
+import jdp
+
+BFLOAT16 = jnp.bfloat16  # what layers compute in; their parameters are float32
+
+
+def pieces(context: int) -> tuple[np.ndarray, list[str]]:
+    """`(pieces, context + 1)` int32: whole lines, as many as fit; 0 is the start, and the padding. And the alphabet."""
+    # Each paragraph once: topics quote each other, and what is held out must not be among the training text.
+    text = "\n\n".join(dict.fromkeys(p for topic in topics.values() for p in topic.split("\n\n")))
+    alphabet = ["", *sorted(set(text))]
+    number = {character: i for i, character in enumerate(alphabet)}
+    rows: list[list[int]] = [[0]]
+    for line in text.splitlines(keepends=True):
+        if len(rows[-1]) + len(line) > context + 1:
+            rows.append([0])
+        rows[-1] += [number[character] for character in line[:context]]
+    return np.array([row + [0] * (context + 1 - len(row)) for row in rows], np.int32), alphabet
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Su et al., RoFormer (2021): turns `(rows, length, heads, size)` by angles that grow along the length."""
+    angles = jnp.arange(x.shape[1])[:, None, None] * 1000 ** -jnp.linspace(0, 1, x.shape[-1] // 2)
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
+        self.heads = heads
+        self.norm1 = nnx.LayerNorm(width, dtype=BFLOAT16, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, dtype=BFLOAT16, rngs=rngs)
+        self.mix = nnx.Linear(width, width, dtype=BFLOAT16, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, dtype=BFLOAT16, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=BFLOAT16, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=BFLOAT16, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        heads = (*x.shape[:2], self.heads, -1)
+        q, k, v = (y.reshape(heads) for y in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1))
+        y = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True).reshape(x.shape)
+        x += self.dropout(self.mix(y), deterministic=not train)
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))), deterministic=not train)
+
+
+class GPT(nnx.Module):
+    def __init__(self, alphabet: int, width: int, layers: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(alphabet, width, dtype=BFLOAT16, embedding_init=nnx.initializers.normal(1), rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, dropout, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, dtype=BFLOAT16, rngs=rngs)
+        self.head = nnx.Linear(width, alphabet, dtype=BFLOAT16, rngs=rngs)
+
+    def __call__(self, text: jax.Array, train: bool = False) -> jax.Array:
+        x = self.embed(text)
+        for block in self.blocks:
+            x = block(x, train)
+        return self.head(self.norm(x)).astype(jnp.float32)  # (rows, length, alphabet); a softmax wants float32
+
+
+def loss_fn(model: nnx.Module, text: jax.Array, train: bool = True) -> jdp.Mean:
+    """The mean over characters, in bits. Pieces differ in length, so that a mean over pieces would be another."""
+    logits, targets = model(text[:, :-1], train=train), text[:, 1:]
+    bits = optax.softmax_cross_entropy_with_integer_labels(logits, targets) / np.log(2)
+    real = targets > 0
+    return jdp.Mean(jnp.sum(bits * real), jnp.sum(real))
+
+
+@nnx.jit
+def held_out_loss(dp: jdp.DataParallel, text: jax.Array) -> jax.Array:
+    loss = loss_fn(dp, text, train=False)
+    return loss.total / loss.count
+
+
+@nnx.jit
+def write(dp: jdp.DataParallel, text: jax.Array, place: jax.Array, key: jax.Array) -> jax.Array:
+    """The texts with one more character each, at `place`."""
+    logits = dp(text)[:, place - 1]
+    return text.at[:, place].set(jax.random.categorical(key, logits / 0.7))
+
+
+def arguments():
+    options = parser(__doc__, picture="char_gpt.png")
+    add = options.add_argument
+    add("--steps", type=positive, default=320, metavar="N")
+    add("--batch-size", type=positive, default=16, metavar="N", help="pieces in a batch, over all devices")
+    add("--accumulate", type=positive, default=2, metavar="N", help="microbatches, one after the other in memory")
+    add("--lr", type=rate, default=5e-3, help="AdamW's highest learning rate")
+    add("--context", type=positive, default=160, metavar="N", help="characters in a piece")
+    add("--width", type=positive, default=128, metavar="N")
+    add("--layers", type=positive, default=3, metavar="N")
+    add("--heads", type=positive, default=4, metavar="N")
+    add("--dropout", type=probability, default=0.1)
+    args = parse(options)
+    if args.width % (2 * args.heads):
+        options.error(f"argument --width: {args.width} is no multiple of twice the {args.heads} heads")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    jdp.virtual_cpu_devices(args.devices or 4)  # before JAX first asks for devices; an accelerator is not affected
+    devices = jax.devices()[: args.devices]
+    rng = np.random.default_rng(args.seed)
+    text, alphabet = pieces(args.context)
+    held_out, text = np.split(rng.permutation(text), [len(text) // 10])
+    counts = np.bincount(text[text > 0], minlength=len(alphabet)) + 1
+    baseline = -np.log2(counts / counts.sum())[held_out[held_out > 0]].mean()
+
+    model = GPT(len(alphabet), args.width, args.layers, args.heads, args.dropout, nnx.Rngs(args.seed))
+    dp = jdp.DataParallel(model, devices)
+    schedule = optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps)
+    tx = optax.chain(optax.clip_by_global_norm(1), optax.adamw(schedule, b2=0.99, weight_decay=0.1))
+    step = dp.train_step(loss_fn, tx, accumulate_steps=args.accumulate, shard_optimizer=True, reduce_dtype=jnp.bfloat16)
+
+    print(f"devices   {machine(devices)}")
+    print(f"a batch   {args.batch_size} pieces of up to {args.context} characters: {shares(args.batch_size, devices)}")
+    print(f"text      {len(text):,} pieces for training, {len(held_out):,} held out; {len(alphabet) - 1} characters")
+    size = step.optimizer_bytes()
+    whole = size.cut * len(devices) + size.whole
+    print(f"optimizer {(size.cut + size.whole) / 1e6:.2f} MB on each device; uncut it would be {whole / 1e6:.2f} MB")
+
+    bits, every = {}, -(-args.steps // 8)  # the held-out loss by step, eight times
+    with Bar(args.steps, "characters") as bar:
+        for number in range(1, args.steps + 1):
+            batch = text[rng.integers(len(text), size=args.batch_size)]
+            metrics = step(batch)
+            bar.step(metrics["loss"], np.count_nonzero(batch))
+            if number % every == 0 or number == args.steps:
+                bar.pause()
+                bits[number] = float(held_out_loss(dp, held_out))
+                loss = np.mean(bar.losses[-every:])
+                bar.print(f"step {number}   bits per character: {loss:.3f}, held out {bits[number]:.3f}   {bar.rate()}")
+
+    last = bits[args.steps]
+    print(f"held out: {last:.3f} bits per character, where the characters' frequencies alone give {baseline:.3f}")
+    written = jnp.zeros((4, args.context + 1), jnp.int32)
+    for place in range(1, args.context + 1):
+        written = write(dp, written, place, jax.random.fold_in(jax.random.key(args.seed), place))
+    for row in np.asarray(written):
+        print("-" * 80, "".join(alphabet[i] for i in row).strip(), sep="\n")
+    title = f"A character GPT on {machine(devices)}: {last:.2f} bits per character"
+    curve(title, bar.losses, bits, ("frequencies alone", baseline), "bits per character").savefig(args.picture, dpi=120)
+    print(f"picture {args.picture}")
+
+
+if __name__ == "__main__":
+    main()
