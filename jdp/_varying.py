@@ -52,8 +52,8 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     if name == "cond":
         branches = [varying(branch, inputs[1:], axis_name) for branch in params["branches"]]
         return [_join([inputs[0], *outputs]) for outputs in zip(*branches, strict=True)]
-    inner = [p for p in params.values() if hasattr(p, "eqns")]
-    if len(inner) == 1 and len(getattr(inner[0], "jaxpr", inner[0]).invars) == len(inputs):
+    inner = [getattr(p, "jaxpr", p) for p in params.values() if hasattr(p, "eqns")]
+    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
     if any(_mentions(p, axis_name) for p in params.values()):
         return [VARYING] * n
