@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ._convolutions import canonical
 from ._layout import Tree
+from ._train_state import first_difference
 
 
 class Added(NamedTuple):
@@ -43,6 +44,11 @@ def _scan(one: One, axes: Callable[[], tuple[int, ...]], state: Tree, n: int, si
     # Traced by hand: for the shapes of the sums, and to see what of the state stays as it is.
     step = jax.make_jaxpr(lambda k, state: one(k, k * size, size, state), return_shape=True)
     jaxpr, shapes = step(jnp.int32(0), state)
+    if jax.tree.structure(shapes.state) != jax.tree.structure(state):
+        raise ValueError(
+            f"jdp.accumulate_steps: the state{first_difference(shapes.state, state)} after a microbatch; microbatches "
+            f"hand one tree on. Make the variable when the model is made, or pass accumulate_steps=1."
+        )
     run = jax.extend.core.jaxpr_as_fun(canonical(jaxpr) if cpu else jaxpr)
     treedef = jax.tree.structure(shapes)
 

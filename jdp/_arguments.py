@@ -10,6 +10,7 @@ from flax import nnx
 from . import _nnx
 from ._config import Config
 from ._layout import Tree
+from ._linen import unbox
 from ._microbatch import Loss
 from ._outputs import Reduce
 from ._split import split
@@ -72,10 +73,24 @@ def divide(
     diff_state, rest, graph = None, None, None
     if nodes:
         graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
+        _refuse_shared(nodes, argnums, within)
     diff = (tuple(taken[p] for p in plan.plain), diff_state)
     held = tuple(taken[p] for p in whole if p not in plan.plain)
     inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
     return Call(plan, (diff, (held, graph, rest)), inputs, keywords, nodes, taken)
+
+
+def _refuse_shared(nodes: list[Any], argnums: tuple[Position, ...], within: Sequence[tuple[int, ...]]) -> None:
+    """A `ValueError` for a variable in two arguments, of which one is differentiated."""
+    for (position, wrt), mine in zip(argnums, within, strict=True):
+        own = {id(v) for i in mine for _, v in nnx.iter_graph(nodes[i]) if isinstance(v, nnx.Variable)}
+        for i, node in enumerate(nodes):
+            for path, v in nnx.iter_graph(node) if i not in mine else ():
+                if id(v) in own and nnx.filterlib.to_predicate(wrt)(path, v):
+                    raise ValueError(
+                        f"jdp.value_and_grad: {'.'.join(map(str, path))} stands in args[{position}] and in another; "
+                        f"a variable has one gradient. Pass it in one of them."
+                    )
 
 
 def loss_of(
@@ -87,7 +102,7 @@ def loss_of(
 
     def compute(diff: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
         (plain, diff_state), (held, graph, rest) = diff, state
-        known = dict(zip(plan.plain, plain, strict=True))
+        known = dict(zip(plan.plain, unbox(plain), strict=True))
         known |= zip([p for p in plan.whole if p not in plan.plain], held, strict=True)
         cut = iter(args)
         call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)

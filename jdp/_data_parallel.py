@@ -219,7 +219,9 @@ class DataParallel(Training, nnx.Module, Generic[M]):
             stateful = _linen.is_stateful(kwargs)
         if _in_replica():
             module = cast(Any, self.module)
-            return (module.apply if config.kind == "linen" else module)(variables, *args, **kwargs)
+            if config.kind == "linen":
+                return module.apply(_linen.unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+            return module(variables, *args, **kwargs)
         cut = {
             name: split(variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state {name}", axes=axis)
             for name, axis in config.state_axes.items()

@@ -34,7 +34,7 @@ def linen_function(
 
     def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
         try:
-            out = module.apply(_unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+            out = module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
         except flax.errors.ScopeCollectionNotFound as error:
             error.add_note("Variables come from dp.init(key, *args): pass its result to dp.apply.")
             raise
@@ -53,14 +53,16 @@ def linen_function(
     return apply
 
 
-def _unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
+def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
     """The variables without the boxes of `nn.with_partitioning`, whose axes are not those of the replicas' mesh."""
 
-    def unbox(tree: Tree) -> Tree:
-        box = linen.Partitioned  # logically partitioned ones are of this class, too
-        return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
-
     return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
+
+
+def unbox(tree: Tree) -> Tree:
+    """The tree with the values of its boxes."""
+    box = linen.Partitioned  # logically partitioned ones are of this class, too
+    return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
 
 
 def is_stateful(kwargs: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from ._accumulate import Added
 from ._check import is_key
 from ._layout import Cut, Tree, Whole
 from ._operands import Signature
-from ._sync_batch_norm import weighted
+from ._sync_batch_norm import apart, weighted
 from ._terms import Terms, loss_value, terms
 from ._varying import SAME, VARYING, source_line, varying
 
@@ -62,11 +62,11 @@ def differentiate(
             args[position] = value
         return loss.compute(diff, state, args, kwargs)
 
-    def shapes_of_more() -> Tree:
+    def shapes_of_more(rows: int) -> Tree:
         def aux(part: list[Any]) -> Tree:
             return run(diff, _chosen(loss, signature, part), part, state)[1]
 
-        return jax.eval_shape(aux, _one_more(part, signature))
+        return jax.eval_shape(aux, _more(part, signature, rows))
 
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
     # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
@@ -74,6 +74,7 @@ def differentiate(
 
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
     @jax.jit
+    @(apart if loss.sync else _as_it_is)
     def value(diff: Tree, chosen: tuple[Tree, ...], part: list[Any], state: Tree) -> tuple[Any, tuple[Terms, Tree]]:
         out, aux, after = run(diff, chosen, part, state)
         seen = terms(out, aux, rows, weight, shapes_of_more, loss.verb)
@@ -90,6 +91,10 @@ def differentiate(
     if factor != 1 and seen.forms[0].kind != "ratio":
         grads, row_grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), (grads, row_grads))
     return Added((seen.sums, grads, row_grads), seen.rows, _as_before(after, state)), seen
+
+
+def _as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
 
 
 def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
@@ -117,13 +122,13 @@ def _refuse_reduced(jaxpr: Any, whole: int, count: int, axis_name: str, verb: st
         )
 
 
-def _one_more(part: Sequence[Any], signature: Signature) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of a microbatch with one row more."""
+def _more(part: Sequence[Any], signature: Signature, rows: int) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of a microbatch with so many rows more."""
     shapes = []
     for x, leaf in zip(part, signature.leaves, strict=True):
         shape = list(x.shape)
         if isinstance(leaf, Cut):
-            shape[leaf.axis] += 1
+            shape[leaf.axis] += rows
         shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
     return shapes
 

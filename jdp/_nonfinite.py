@@ -40,13 +40,13 @@ def flags(loss: Loss, steps: int) -> CallOf:
             (diff, before), _, _ = signature.fill(values)
             state = loss.enter(before)
             added, _, _ = local(loss, steps, signature, replica, operands)
-            params = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])])
+            params = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool)
 
             def alone(k: Any) -> Any:
                 # The row by itself, with the keys that the chunk has.
                 part = rows_of(values, signature, rows, 0, k, 1)
                 added, _ = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
-                return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])]).all()
+                return jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool).all()
 
             return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)
 
@@ -57,6 +57,8 @@ def flags(loss: Loss, steps: int) -> CallOf:
 
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:
     """What `flags` found, in words."""
+    if not jax.tree.leaves(params):
+        return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     starts = itertools.accumulate(found.sizes, initial=0)
     entries = []

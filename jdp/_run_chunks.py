@@ -110,8 +110,9 @@ def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[t
     layout, lead = signature.layout, next(iter(bodies.values()))
 
     def rows(k: int, i: int) -> int:
-        body = bodies[_sizes(signature, i)]
-        return body.jaxpr.out_avals[k].shape[lead.rules[k].axis] if i in layout.used else 0
+        if i not in layout.used:
+            return 0
+        return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[lead.rules[k].axis]
 
     return tuple(
         tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()

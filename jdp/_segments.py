@@ -106,6 +106,11 @@ def run_segments(
     bags: list[list[Any]] = []
     results: list[list[Any]] = []
     count = len(parts[0].collectives)
+    if any(len(part.collectives) != count for part in parts):
+        raise ValueError(
+            f"jdp.sync_batch_norm: chunks are {layout.rows}, the number of BatchNorms depends on the rows; replicas "
+            f"meet at each. Leave that out of the model, or pass a batch that divides by {len(layout.devices)}."
+        )
     for j in range(count + 1):
         runs = [functools.partial(_segment, part, j, _lengths(parts, j)) for part in parts]
         shapes = jax.eval_shape(functools.partial(runs[0], finish), operands, bags, results)

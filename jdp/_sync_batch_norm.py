@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 from ._rewrite import rewrite
@@ -37,6 +38,20 @@ def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
     return call
 
 
+def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, traced where JAX's caches do not take it for the same function without synchronisation.
+
+    What is jitted inside the model (`nn.jit`, `jax.jit`) is traced once, and JAX does not know that the interceptor is
+    part of it; it does know the axes around it, of which this adds one.
+    """
+
+    def call(*args: Any) -> Any:
+        around = jax.vmap(lambda _: fn(*args), axis_name="jdp_sync_batch_norm", out_axes=None)
+        return around(jnp.zeros(1))
+
+    return call
+
+
 def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
     """Makes every BatchNorm of NNX objects (a replica's own copies) average its statistics over the axis."""
     for _, node in nnx.iter_graph(list(nodes)):
@@ -60,7 +75,7 @@ def weighted(jaxpr: Any, weight: float) -> Any:
         if not is_synced(eqn):
             return None
         return lambda *values: eqn.primitive.bind(
-            *[x * jax.numpy.asarray(weight, x.dtype) for x in values], **eqn.params
+            *[x * jnp.asarray(weight, x.dtype) for x in values], **eqn.params
         )
 
     return rewrite(jaxpr, rule)

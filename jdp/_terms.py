@@ -89,10 +89,10 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     )
 
 
-def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[[], Tree], verb: str) -> Terms:
+def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[[int], Tree], verb: str) -> Terms:
     """The terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
 
-    `more` gives the shapes of `aux` for a microbatch of one row more, for the axis that counts rows.
+    `more` gives the shapes of `aux` for a microbatch of more rows, for the axis that counts them.
 
     Raises:
         TypeError: a value that is none of the three forms, with its path.
@@ -129,7 +129,7 @@ def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[
     return Terms(sums, stacked, treedef, tuple(forms))
 
 
-def _row_axes(leaves: list[Any], rows: int | None, more: Callable[[], Tree]) -> list[int | None]:
+def _row_axes(leaves: list[Any], rows: int | None, more: Callable[[int], Tree]) -> list[int | None]:
     """For each leaf the axis that has an entry per row."""
     like = [
         not is_mean(x)
@@ -140,10 +140,13 @@ def _row_axes(leaves: list[Any], rows: int | None, more: Callable[[], Tree]) -> 
     ]
     if not any(like):
         return [None] * len(leaves)
-    try:
-        others = jax.tree.leaves(more(), is_leaf=is_mean)
-    except Exception:  # a model for this number of rows alone
-        others = [None] * len(leaves)
+    others: list[Any] = [None] * len(leaves)
+    for extra in (1, rows or 0):  # one more; or twice as many, for a model of pairs or groups of rows
+        try:
+            others = jax.tree.leaves(more(extra), is_leaf=is_mean)
+            break
+        except Exception:  # a model for this number of rows alone
+            continue
 
     def axis(x: Any, other: Any) -> int | None:
         if other is None:

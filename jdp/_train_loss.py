@@ -8,7 +8,7 @@ from typing import Any
 import flax.core
 
 from ._layout import Tree
-from ._linen import mark_state
+from ._linen import mark_state, unbox
 from ._microbatch import Loss
 from ._outputs import Reduce
 from ._sync_batch_norm import synced
@@ -56,7 +56,8 @@ def variables_loss(
         loss_fn = synced(loss_fn, sync_over)
 
     def compute(params: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
-        loss, metrics, updates = returned(loss_fn({"params": params, **state}, *args, *kwargs.values()), reserved)
+        out = loss_fn({"params": unbox(params), **state}, *args, *kwargs.values())
+        loss, metrics, updates = returned(out, reserved)
         return loss, metrics, state if updates is None else _updated(state, updates)
 
     def leave(after: Tree, before: Tree) -> Tree:

@@ -23,7 +23,7 @@ from ._train_program import Program, StepOptions
 from ._train_state import TrainState, first_difference
 from ._train_step import TrainStep, refuse_deleted, shapes_of
 from ._update import checked_optimizer, opt_shapes
-from ._value_and_grad import check_differentiable, check_rows
+from ._value_and_grad import check_differentiable, check_rows, hashable
 
 
 def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> TrainStep | NNXTrainStep:
@@ -56,6 +56,11 @@ class NNXTrainStep:
         self._programs: dict[Any, Program] = {}
         params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
+        if not jax.tree.leaves(params):
+            raise ValueError(
+                f"jdp.{VERB}: the model has no variables of {tx.wrt}; those are what the optimizer updates. Make it of "
+                f"others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            )
         # As the optimizer was made: of the model, or of the wrapper, in whose tree it is one level down.
         views = (nnx.as_pure, _of_wrapper)
         found = shapes_of(nnx.as_pure(tx.opt_state))
@@ -105,7 +110,7 @@ class NNXTrainStep:
         config.refuse_other_mesh()
         scattered = self._dp._scatter_batch(batch, VERB)
         check_rows(VERB, scattered)
-        call = divide((self._dp.module, 0), {}, ((0, self.optimizer.wrt),), True, [None, 0])
+        call = divide((self._dp.module, 0), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0])
         program = self._programs.get(call.plan)
         if program is None:
             loss = functools.partial(loss_of, self._two, call.plan, VERB, config.axis_name, config.reduce_state)

@@ -19,7 +19,7 @@ from ._parallel_apply import compiled, on_replicas
 from ._scatter_gather import trim
 from ._scattered import Scattered, placed
 from ._shard_optimizer import cut_axis, cut_shardings
-from ._train_state import TrainState
+from ._train_state import TrainState, first_difference
 from ._update import all_finite, keep_if, update, whole
 
 
@@ -110,6 +110,11 @@ class Program:
         metrics = {"loss": loss, **metrics}
         if self.options.skip_nonfinite:
             finite = all_finite(grads)
+            if jax.tree.structure(new_state) != jax.tree.structure(state.state):
+                raise ValueError(
+                    f"jdp.train_step: the state{first_difference(new_state, state.state)} after a step; a skipped one "
+                    f"leaves one tree as it was. Make the variable when the model is made, or leave skip_nonfinite out."
+                )
             choose = keep_if(finite)
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)

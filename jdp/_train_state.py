@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from ._layout import Tree
@@ -48,7 +49,7 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
     for path in [*b, *(p for p in a if p not in b)]:
         if path not in a or path not in b:
             return f"{path} is {'missing' if path not in a else 'not expected'}"
-        if a[path].shape != b[path].shape or dtypes and a[path].dtype != b[path].dtype:
+        if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and a[path].dtype != b[path].dtype:
             return f"{path} is {_short(a[path])}, {_short(b[path])} is expected"
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return f"the tree is {jax.tree.structure(found)}, {jax.tree.structure(expected)} is expected"
@@ -56,4 +57,4 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
 
 
 def _short(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"

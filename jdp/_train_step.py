@@ -108,10 +108,10 @@ class TrainStep:
     def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered]:
         config = self._program.config
         config.refuse_other_mesh()
-        # What it gave itself is as it should be, unless another step has taken it.
-        last = self._last()
-        if last is None or state is not last or not isinstance(last.step, Tracer) and last.step.is_deleted():
+        # What it gave itself is as it should be, unless some of it has been donated since.
+        if state is None or state is not self._last():
             state = self._checked(state)
+        refuse_deleted(state)
         scattered = self._dp._scatter_batch(batch, VERB)
         check_rows(VERB, scattered)
         return state, scattered
@@ -123,7 +123,6 @@ class TrainStep:
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
                 f"or the state that the last step returned."
             )
-        refuse_deleted(state)
         shapes = shapes_of(state)
         if self._shapes is None:
             check_differentiable(VERB, state.params, "state.params")
@@ -152,7 +151,7 @@ def checked_key(key: Any) -> Any:
     """A typed key, of one that may be of the old style."""
     if key is None:
         return None
-    if isinstance(key, jax.Array) and key.shape == (2,) and key.dtype == jnp.uint32:
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"
@@ -161,7 +160,10 @@ def checked_key(key: Any) -> Any:
 
 
 def refuse_deleted(state: Tree, root: str = "state") -> None:
-    """A `RuntimeError` for arrays that an earlier step has freed."""
+    """A `RuntimeError` for arrays that an earlier step has freed: JAX passes them on, and may crash."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if not any(x.is_deleted() for x in arrays):
+        return
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise RuntimeError(

@@ -120,9 +120,10 @@ class Training:
             shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
                 tells what could be cut.
             reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
-            donate: frees the state that goes in as the new one is made, so that it cannot be used again.
-            skip_nonfinite: leaves all as it was where the gradient is not finite; `metrics["skipped"]` says so, and
-                `step.find_nonfinite(state, batch)` names the replicas and the rows.
+            donate: frees the state that goes in as the new one is made, so that it cannot be used again (NNX: the
+                arrays that the model held, in a snapshot of `nnx.state` too; `jax.tree.map(jnp.copy, ...)` keeps one).
+            skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
+                too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
             sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
 
         Returns:

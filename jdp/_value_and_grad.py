@@ -47,8 +47,13 @@ def options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> 
     if not positions or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in positions):
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
     check_steps(VERB, steps)
-    positions = [(int(p), wrt) for p, wrt in positions]
+    positions = [(int(p), hashable(wrt)) for p, wrt in positions]
     return Options(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
+
+
+def hashable(wrt: Any) -> Any:
+    """An NNX filter, with tuples for its lists."""
+    return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
 def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options, in_axes: Any) -> Callable[..., Any]:
