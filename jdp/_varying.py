@@ -67,8 +67,11 @@ def _join(values: Sequence[Value]) -> Value:
 
 
 def _scan(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
+    if "ft_in" in params:  # JAX 0.12
+        consts, carry, xs = (list(part) for part in params["ft_in"].update(inputs).unpack())
+    else:
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
     while True:  # each round at least one more varies, or it is the last
         outputs = varying(params["jaxpr"], [*consts, *carry, *xs], axis_name)
         after = [_join([a, b]) for a, b in zip(carry, outputs, strict=False)]
