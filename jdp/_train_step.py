@@ -75,6 +75,8 @@ class TrainStep:
             return TrainState(jnp.zeros((), jnp.int32), params, self._tx.init(params), *rest)
 
         shapes = jax.eval_shape(make, dict(variables), key)
+        if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
+            self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
         state = jax.jit(make, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes, self._last = shapes, weakref.ref(state)
         return state

@@ -136,6 +136,15 @@ def test_filters_may_be_lists_and_must_find_something(refused):
         dp.train_step(squared, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam))
 
 
+def test_a_second_init_of_other_shapes_is_cut_along_its_own_axes():
+    dp = jdp.DataParallel(lambda v, x: x)
+    tx = optax.adam(0.1)
+    step = dp.train_step(lambda v, x: jnp.mean((x.mean() * v["params"] - 3) ** 2), tx, shard_optimizer=True)
+    for shape, cut in ((16,), 16), ((5,), 0), ((3, 8), 24):
+        state, _ = step(step.init({"params": np.ones(shape, np.float32)}), X)
+        assert state.params.shape == shape and step.optimizer_bytes(state).cut == cut
+
+
 def test_small_things(refused):
     dp = jdp.DataParallel(lambda v, x: x, devices=[0, 1])
     step = dp.train_step(lambda v, x: (x.mean(), {}, {"s": {"n": 1.0}}), optax.sgd(0.1))
