@@ -20,10 +20,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test install lint wheel bench clean
+.PHONY: help mnist test test-faults install lint wheel bench clean
 
 help:  ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 mnist:  ## train a Flax CNN on MNIST, on every device of this machine
 	@$(MAKE) --no-print-directory $(VENV)/.installed-examples$(addprefix $(comma),$(strip $(ACCELERATOR)))
@@ -31,6 +31,9 @@ mnist:  ## train a Flax CNN on MNIST, on every device of this machine
 
 test: install  ## run the tests, on 8 virtual CPU devices
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+test-faults: install  ## kill, stop and damage processes and checkpoints, and see that nothing hangs or is lost
+	$(VENV)/bin/python -m pytest -m faults $(ARGS)
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 

@@ -10,6 +10,8 @@ Four verbs, and the doors that call them:
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 
+from . import distributed as distributed
+from ._checkpointer import Checkpointer as Checkpointer
 from ._chunk import chunk_sizes as chunk_sizes
 from ._data_parallel import DataParallel as DataParallel
 from ._functional import data_parallel as data_parallel

@@ -82,6 +82,7 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
             f"jdp.{verb}: devices are of platforms {' and '.join(platforms)} ({_names(found)}); one program "
             f"runs on one platform. Pass devices of one of them."
         )
+    _refuse_foreign(verb, found)
     return found
 
 
@@ -116,7 +117,31 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str 
         return jax.local_devices(backend="cpu")[0]
     if isinstance(output_device, int) and not isinstance(output_device, bool) and output_device == -1:
         return jax.local_devices(backend="cpu")[0]
-    return resolve_device(verb, output_device, "output_device")
+    return _own_device(resolve_device(verb, output_device, "output_device"))
+
+
+def _own_device(device: Device) -> Device:
+    """The device itself, or for one of another process its counterpart here: that at the same place among our own.
+
+    So one script says `output_device=0` on all processes, and each has its outputs on a device of its own.
+    """
+    if device.process_index == jax.process_index():
+        return device
+    theirs = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]
+    ours = jax.local_devices(backend=device.platform)
+    return ours[min(theirs.index(device), len(ours) - 1)]
+
+
+def _refuse_foreign(verb: str, devices: tuple[Device, ...]) -> None:
+    """A `ValueError` where none of the devices is this process's own."""
+    here = jax.process_index()
+    holders = sorted({d.process_index for d in devices})
+    if jax.process_count() > 1 and here not in holders and devices[0] in jax.devices(devices[0].platform):
+        raise ValueError(
+            f"jdp.{verb}: devices are {', '.join(map(str, devices))}, all of process{'es' * (len(holders) > 1)} "
+            f"{', '.join(map(str, holders))}; process {here} has none among them, and cannot run there. Pass None "
+            f"(the devices of all processes), or jax.local_devices() for this process alone."
+        )
 
 
 def warn_imbalance(devices: tuple[Device, ...]) -> None:

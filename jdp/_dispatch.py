@@ -17,7 +17,7 @@ S = TypeVar("S")
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 8 keep two cores busy just as well. One
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
-_IN_FLIGHT = 8
+STEPS_IN_FLIGHT = 8
 _running: collections.deque[jax.Array] = collections.deque()
 
 
@@ -47,9 +47,17 @@ def _wait_for_earlier(output: Any) -> None:
     if value is None:
         return
     _running.append(value)
-    while len(_running) > _IN_FLIGHT:
+    while len(_running) > STEPS_IN_FLIGHT:
         oldest = _running.popleft()
         if not oldest.is_deleted():  # the user may have donated it
+            oldest.block_until_ready()
+
+
+def wait_for_all() -> None:
+    """Waits until nothing that was dispatched is running any more."""
+    while _running:
+        oldest = _running.popleft()
+        if not oldest.is_deleted():
             oldest.block_until_ready()
 
 

@@ -81,7 +81,8 @@ def local(
 
     cpu = layout.devices[0].platform == "cpu"
     added = accumulate(one, axes, loss.enter(before), rows, -(-rows // steps), cpu)
-    return added, found[0], sum(layout.sizes) / unit if layout.is_cut else 1.0
+    # With nothing cut there is one run; of several processes one each, and the mean of those.
+    return added, found[0], sum(layout.sizes) / unit if layout.is_cut else float(len(layout.used))
 
 
 def _mark_rows(row_grads: tuple[Tree, ...], signature: Signature, loss: Loss, over: Any) -> tuple[Tree, ...]:

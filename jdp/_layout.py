@@ -10,21 +10,24 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, cut_along, replicated
+from ._processes import own_mesh, own_replicas, processes_of, spans_processes
 
 Tree = Any
 """Any pytree of arrays."""
 
 
 class Cut(NamedTuple):
-    """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest."""
+    """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest (or to `least`)."""
 
     axis: int
     sizes: tuple[int, ...]
+    # One row at least: the gradient of a shard_map over a zero-row operand does not compile. More, where these are
+    # the replicas of one process and another's has more rows.
+    least: int = 1
 
     @property
     def padded(self) -> int:
-        # One row at least: the gradient of a shard_map over a zero-row operand does not compile.
-        return max(1, *self.sizes)
+        return max(self.least, *self.sizes)
 
 
 class Stack(NamedTuple):
@@ -65,6 +68,7 @@ class Static:
 
 
 Leaf = Cut | Stack | Whole | Static
+_LEAF = jax.tree.structure(0)
 
 
 class Layout:
@@ -72,9 +76,7 @@ class Layout:
 
     __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "__dict__")
 
-    def __init__(
-        self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int
-    ) -> None:
+    def __init__(self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int) -> None:
         self.treedef, self.leaves, self.sizes, self.mesh, self.dim = treedef, leaves, sizes, mesh, dim
         self._hash = hash((treedef, leaves, sizes, mesh, dim))
 
@@ -104,8 +106,13 @@ class Layout:
 
     @functools.cached_property
     def used(self) -> tuple[int, ...]:
-        """The replicas that hold rows; with nothing cut, the primary alone."""
-        return tuple(i for i, size in enumerate(self.sizes) if size) if self.is_cut else (0,)
+        """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
+        if self.is_cut:
+            return tuple(i for i, size in enumerate(self.sizes) if size)
+        if not spans_processes(self.mesh):
+            return (0,)
+        holders = [d.process_index for d in self.devices]
+        return tuple(sorted(holders.index(p) for p in processes_of(self.mesh)))
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
@@ -146,6 +153,20 @@ class Layout:
             or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
             for leaf in self.arrays
         )
+
+    def of(self, i: int) -> Layout:
+        """The layout of the i-th array alone."""
+        return Layout(_LEAF, (self.arrays[i],), self.sizes, self.mesh, self.dim)
+
+    @functools.cached_property
+    def own(self) -> Layout:
+        """The layout of this process's own chunks."""
+        mesh, own = own_mesh(self.mesh), own_replicas(self.mesh)
+        leaves = tuple(
+            Cut(leaf.axis, tuple(leaf.sizes[i] for i in own), leaf.padded) if isinstance(leaf, Cut) else leaf
+            for leaf in self.leaves
+        )
+        return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim)
 
     @functools.cached_property
     def parts(self) -> tuple[Layout, ...]:

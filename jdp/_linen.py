@@ -11,6 +11,7 @@ from flax import linen
 from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
+from ._assemble import put
 from ._check import axes_of
 from ._devices import replicated
 from ._layout import Tree
@@ -142,7 +143,7 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
 
 def place(variables: Tree, mesh: Mesh) -> Tree:
     """New variables, whole on every device, wherever `init` made them."""
-    return jax.tree.map(lambda x: x if concrete(x) is None else jax.device_put(x, replicated(mesh)), variables)
+    return jax.tree.map(lambda x: x if concrete(x) is None else put(x, replicated(mesh)), variables)
 
 
 def explain_stacked(error: Exception, params: Tree, n: int) -> None:

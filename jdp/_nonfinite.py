@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._devices import Device
+from ._devices import Device, replicated
 from ._gradients import local
 from ._layout import Tree
 from ._microbatch import Loss, differentiate, rows_of
@@ -21,7 +21,7 @@ from ._scattered import Scattered
 
 
 class Nonfinite(NamedTuple):
-    """A replica whose gradient is not finite: the rows of the batch that make it so, and the parameters' paths."""
+    """A replica whose gradient is not finite: the rows (of its process's batch) that make it so, and the parameters."""
 
     replica: int
     device: Device
@@ -55,17 +55,27 @@ def flags(loss: Loss, steps: int) -> CallOf:
     return call_of
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _everywhere(x: Any, sharding: Any) -> Any:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:
     """What `flags` found, in words."""
     if not jax.tree.leaves(params):
         return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    starts = itertools.accumulate(found.sizes, initial=0)
+    layout = found._layout
+    flags = [np.asarray(_everywhere(x, replicated(layout.mesh))) for x in found._arrays]
+    starts: dict[int, int] = {}  # a process counts the rows of its own batch
     entries = []
-    for i, (start, size) in enumerate(zip(starts, found.sizes, strict=False)):
-        finite, by_row = (np.asarray(x) for x in found[i])
+    for i, size in enumerate(found.sizes):
+        holder = layout.devices[i].process_index
+        start = starts.setdefault(holder, 0)
+        starts[holder] += size
+        finite, by_row = (np.split(x, layout.mesh.size)[i] for x in flags)
         if size and not finite.all():
-            bad = np.flatnonzero(~by_row)
+            bad = np.flatnonzero(~by_row[:size])
             rows = bad if len(bad) else np.arange(size)
             paths = tuple(name for name, ok in zip(names, finite[0], strict=True) if not ok)
             entries.append(Nonfinite(i, found.devices[i], tuple(int(start + row) for row in rows), paths))

@@ -21,6 +21,7 @@ from ._layout import Tree, Whole
 from ._operands import Signature
 from ._outputs import Marked, Reduce
 from ._parallel_apply import CallOf, compiled, on_replicas
+from ._processes import own_mesh
 from ._replicate import broadcast
 from ._scatter_gather import join
 from ._scattered import parts
@@ -60,7 +61,7 @@ def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None,
         state = tuple(args[p] for p in whole)
         inputs = tuple(x for p, x in enumerate(args) if p not in whole)
         graph, rest = nnx.split(nodes) if nodes else (None, None)
-        both, stacked = (inputs, kwargs), _per_replica((inputs, kwargs), mesh.size, dim)
+        both, stacked = (inputs, kwargs), _per_replica((inputs, kwargs), own_mesh(mesh).size, dim)
         roots, where = ("args", "kwargs"), (cut_axes, dim)
         scattered = split(both, mesh, dim, verb=VERB, root=roots, axes=where, place=False, stacked=stacked)
         replicas = broadcast((_Static(whole), state, graph, rest), mesh, VERB)

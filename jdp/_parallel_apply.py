@@ -15,8 +15,10 @@ from ._kept import kept
 from ._layout import Static, Tree
 from ._operands import Signature, flatten_call
 from ._outputs import Outputs, Returned, returned
+from ._processes import spans_processes
 from ._replicate import broadcast
 from ._run_chunks import run_chunks
+from ._same_program import same_program
 from ._scattered import Scattered, placed
 
 
@@ -89,7 +91,9 @@ def compiled(run: Callable[..., Scattered]) -> Callable[..., Scattered]:
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what
             # a device_put before it costs, and into the one program that placed arrays run as well.
             where = [None if layout is None else Scattered(layout.shardings, layout) for layout in key]
-            program = programs[key] = jax.jit(run, in_shardings=(None, *where))
+            program = jax.jit(run, in_shardings=(None, *where))
+            mesh = inputs._layout.mesh
+            programs[key] = program = same_program(program, mesh) if spans_processes(mesh) else program
         return program(replicas, inputs, kwargs)
 
     return call

@@ -17,6 +17,8 @@ from ._devices import DeviceLike, make_mesh, replicated, resolve_output
 from ._dispatch import dispatch
 from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
+from ._processes import own_mesh, spans_processes
+from ._scatter_gather import refuse_traced
 from ._scattered import Scattered, concrete, placed, put_all
 
 
@@ -65,11 +67,13 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             other = next((shape for shape in shapes if shape != shapes[0]), None)
             if other is not None:
                 raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
+    if spans_processes(layout.mesh):
+        refuse_traced(s._arrays)
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
     sums = dispatch(_sum_everywhere, layout.mesh, s)
     if not everywhere and sums:
-        whole = layout.devices[0] if target is None else target
+        whole = own_mesh(layout.mesh).devices.flat[0] if target is None else target
         sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
     return layout.fill(sums)
 

@@ -8,9 +8,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from ._assemble import put
 from ._check import classify
 from ._devices import Devices, mesh_of, replicated
 from ._layout import Tree
+from ._processes import own_mesh, spans_processes
 from ._scattered import concrete, is_scattered, put_all
 
 
@@ -63,8 +65,12 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
         _check(leaves[i], mesh, verb, tree, i)
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
-            leaves[i] = jax.device_put(leaves[i], mesh.devices.flat[0])
-    for i, x in zip(away, put_all([leaves[i] for i in away], [target] * len(away)), strict=True):
+            leaves[i] = jax.device_put(leaves[i], own_mesh(mesh).devices.flat[0])
+    if spans_processes(mesh):
+        moved = [put(leaves[i], target) for i in away]
+    else:
+        moved = put_all([leaves[i] for i in away], [target] * len(away))
+    for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
 
@@ -83,7 +89,7 @@ def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
 def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:
     x = concrete(x)
     if isinstance(x, jax.Array):
-        primary, found = mesh.devices.flat[0], x.sharding.device_set
+        primary, found = own_mesh(mesh).devices.flat[0], x.sharding.device_set
         whole = x.is_fully_replicated and found == set(mesh.devices.flat)
         if x.committed and found != {primary} and not whole:
             raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index)))
@@ -102,7 +108,7 @@ def _path(tree: Tree, index: int) -> str:
 
 
 def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str) -> str:
-    n, primary = mesh.devices.size, mesh.devices.flat[0]
+    n, primary = mesh.devices.size, own_mesh(mesh).devices.flat[0]
     spec = tuple(getattr(x.sharding, "spec", ()))
     found = ", ".join(sorted(str(d) for d in x.sharding.device_set))
     if x.ndim and x.shape[0] == n and not x.is_fully_replicated and (not spec or spec[0] is not None):

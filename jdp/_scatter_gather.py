@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ._assemble import own_part
 from ._check import check_dim, name_of, normal_axis
 from ._chunk import pad, unpad
 from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
 from ._dispatch import dispatch
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
+from ._processes import spans_processes
 from ._scattered import Scattered, concrete, placed, put_all, reshard
 from ._split import split
 
@@ -57,9 +59,7 @@ def scatter(
     return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
 
 
-def gather(
-    outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None = None, dim: int = 0
-) -> Tree:
+def gather(outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
     """Concatenates the chunks of all replicas along `dim`, in input order: `gather(scatter(x)) == x`.
 
     True sizes only: padding never shows. 0-d arrays become a vector with one entry per replica
@@ -102,7 +102,10 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     outputs = placed(outputs)
     layout = outputs._layout
     values = [concrete(x) for x in outputs._arrays]
-    if any(value is None for value in values):
+    if spans_processes(layout.mesh):
+        refuse_traced(outputs._arrays)
+        outputs, layout = Scattered(own_part(values, layout), layout.own), layout.own
+    elif any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":
         return layout.fill(outputs._arrays if layout.is_even else dispatch(_trim_sharded, layout.mesh, outputs))
@@ -114,12 +117,22 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
 
 
+def refuse_traced(arrays: Sequence[Any]) -> None:
+    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise ValueError(
+            "jdp.gather: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows; "
+            "a gradient through them would miss the rows of the other processes. Take it with dp.value_and_grad or "
+            "dp.train_step, which see all."
+        )
+
+
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     """An array that device_put brings to one device well."""
     if isinstance(x, Tracer):
         return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
-    if isinstance(leaf, Whole) and x.is_fully_addressable:
-        return x.addressable_data(0)  # device_put would read it through the host
+    if isinstance(leaf, Whole):
+        return x.addressable_data(0)  # device_put would read it through the host, and from other processes not at all
     return x
 
 
@@ -203,4 +216,3 @@ def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:
         arrays.append(x)
         specs.append(leaf)
     return Scattered(arrays, Layout(layout.treedef, tuple(specs), layout.sizes, layout.mesh, layout.dim))
-

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, replicated
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
+from ._processes import own_replicas, spans_processes
 
 
 @jax.tree_util.register_pytree_node_class
@@ -112,7 +113,9 @@ def placed(s: Scattered) -> Scattered:
         value = concrete(x)
         if value is None or getattr(value, "sharding", None) == shardings[i]:
             continue
-        if value is x:
+        if value is x and isinstance(x, jax.Array) and not x.is_fully_addressable:
+            arrays[i] = reshard(x, shardings[i])
+        elif value is x:
             away.append(i)
         else:
             arrays[i] = reshard(jax.device_put(x, replicated(s._layout.mesh)), shardings[i])
@@ -164,6 +167,11 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
             return own(local, leaf, i)
+        if spans_processes(layout.mesh):
+            raise IndexError(
+                f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
+                f"{jax.process_index()}; each sees its own. Pass one of {list(own_replicas(layout.mesh))}."
+            )
     if isinstance(leaf, Cut):
         start = i * leaf.padded
         return jax.lax.slice_in_dim(x, start, start + leaf.sizes[i], axis=leaf.axis)

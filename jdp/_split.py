@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ._agree import Described, begin, finish, own_sizes
+from ._assemble import assemble
 from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
 from ._chunk import chunk_sizes, given_sizes, pad
+from ._describe import describe, own_rows
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
+from ._processes import own_mesh, spans_processes
 from ._scattered import Scattered, is_scattered, placed
 
 
@@ -34,6 +38,42 @@ def split(
     shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
     to move. `stacked` tells which arrays hold one entry for each replica.
     """
+    batch = prepare(inputs, mesh, dim, verb=verb, root=root, axes=axes, sizes=sizes, layouts=layouts, stacked=stacked)
+    if isinstance(batch, Prepared):
+        chunks = batch.sizes
+        if batch.described is not None:
+            chunks = finish(begin(mesh, verb, chunks, batch.described)).rows
+        return filled(batch, chunks, layouts, place)
+    leaves, layout = batch
+    return _fill(leaves, layout, place)
+
+
+class Prepared(NamedTuple):
+    """A batch whose leaves are known, but not yet how many rows every replica has."""
+
+    leaves: list[Any]
+    specs: list[Any]
+    treedef: Any
+    sizes: tuple[int, ...]  # of this process's own replicas, where it is described
+    mesh: Mesh
+    dim: int
+    key: Any  # under which the layout is kept; None where it is not
+    described: Described | None  # for the other processes; None where there are none, or they know it
+
+
+def prepare(
+    inputs: Tree,
+    mesh: Mesh,
+    dim: int,
+    *,
+    verb: str,
+    root: str | tuple[str, ...],
+    axes: Tree = None,
+    sizes: Sequence[int] | None = None,
+    layouts: dict[Any, Layout] | None = None,
+    stacked: Callable[[Any], bool] | None = None,
+) -> Prepared | tuple[list[Any], Layout]:
+    """The batch, checked; or its leaves and their layout, where that is known."""
     try:
         leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
     except ValueError as error:  # JAX's, for dict keys that do not compare
@@ -45,7 +85,7 @@ def split(
     if layouts is not None:
         key = (treedef, *[(x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x) for x in leaves])
         if (layout := layouts.get(key)) is not None:
-            return _fill(leaves, layout, place)
+            return leaves, layout
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
     given = leaves
     if any(map(is_scattered, leaves)):
@@ -60,13 +100,29 @@ def split(
     leaves, specs = _specs(given, axis_of, verb, name)
     if stacked is not None:
         specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
-    chunks = _chunks(leaves, specs, mesh.size, verb, name, sizes)
+    if not all(x is y and type(x) is not Ready for x, y in zip(leaves, given, strict=True)):
+        key = None  # the layout does not hold for the next batch as it is: something was converted or scattered before
+    described = None
+    if spans_processes(mesh):
+        leaves = own_rows(leaves, specs, mesh, verb, name)
+        if not any(type(x) is Ready for x in leaves):
+            described = describe(leaves, specs, treedef, root)
+    chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
     if verb != "scatter":
-        refuse_rows_of_numbers(inputs, sum(chunks), verb, root)
-    layout = Layout(treedef, tuple(Cut(s, chunks) if isinstance(s, int) else s for s in specs), chunks, mesh, dim)
-    if layouts is not None and all(x is y and type(x) is not Ready for x, y in zip(leaves, given, strict=True)):
-        layouts[key] = layout  # it holds for the next batch as it is: nothing was converted or scattered before
-    return _fill(leaves, layout, place)
+        rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
+        refuse_rows_of_numbers(inputs, rows, verb, root)
+    return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+
+
+def filled(batch: Prepared, chunks: tuple[int, ...], layouts: dict[Any, Layout] | None, place: bool) -> Scattered:
+    """The batch as a `Scattered`, with the rows of every replica."""
+    specs = tuple(Cut(s, chunks) if isinstance(s, int) else s for s in batch.specs)
+    layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
+    if layouts is not None and batch.key is not None:
+        # With several processes the rows of the others are no part of the key; one object for each all the same.
+        key = batch.key if batch.described is None else (chunks, batch.key)
+        layout = layouts.setdefault(key, layout)
+    return _fill(batch.leaves, layout, place)
 
 
 def _specs(
@@ -93,7 +149,7 @@ def _specs(
 def _chunks(
     leaves: Sequence[Any],
     specs: Sequence[Any],
-    n: int,
+    mesh: Mesh,
     verb: str,
     name: Callable[[int], str],
     sizes: Sequence[int] | None,
@@ -105,15 +161,17 @@ def _chunks(
             f"jdp.{verb}: inputs that are scattered already have chunks {' and '.join(map(str, sorted(ready)))}; all "
             f"inputs are cut alike. Scatter them together."
         )
+    n, several = own_mesh(mesh).size, spans_processes(mesh)
     cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
     if not cut:
-        alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1,)
+        alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1, *[0] * (n - 1)) if several else (1,)
         return ready.pop() if ready else alone if sizes is None else given_sizes(sizes, 0, n)
     rows = check_rows(cut, verb, name)
     if not ready:
-        return chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n)
+        own = chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n)
+        return (*own, *[0] * (n - len(own))) if several else own
     chunks = ready.pop()
-    if sum(chunks) != rows:
+    if sum(own_sizes(mesh, chunks) if several else chunks) != rows:
         raise ValueError(
             f"jdp.{verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(chunks)}; all inputs "
             f"are cut alike. Scatter them together."
@@ -123,15 +181,20 @@ def _chunks(
 
 def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
     """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
-    n, even = len(layout.devices), layout.is_even
+    several = spans_processes(layout.mesh)
+    own = layout.own if several else layout
+    n, even = len(own.devices), own.is_even
     arrays = []
-    for x, leaf in zip(leaves, layout.leaves, strict=True):
+    for x, leaf in zip(leaves, own.leaves, strict=True):
         if type(x) is Ready:
             arrays.append(x.array)
         elif type(leaf) is not Static:
             arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
+    if several:
+        return Scattered(assemble(arrays, layout), layout)
     s = Scattered(arrays, layout)
-    return s if not place and all(type(x) is np.ndarray for x in arrays) else placed(s)
+    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
+    return s if not place and jax.process_count() == 1 and all(type(x) is np.ndarray for x in arrays) else placed(s)
 
 
 class Ready:

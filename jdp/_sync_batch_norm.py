@@ -74,8 +74,6 @@ def weighted(jaxpr: Any, weight: float) -> Any:
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if not is_synced(eqn):
             return None
-        return lambda *values: eqn.primitive.bind(
-            *[x * jnp.asarray(weight, x.dtype) for x in values], **eqn.params
-        )
+        return lambda *values: eqn.primitive.bind(*[x * jnp.asarray(weight, x.dtype) for x in values], **eqn.params)
 
     return rewrite(jaxpr, rule)

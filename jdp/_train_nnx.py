@@ -11,17 +11,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._arguments import divide, loss_of
+from ._assemble import put
 from ._config import Config
 from ._devices import replicated
 from ._dispatch import dispatch_step
 from ._layout import Tree
 from ._nonfinite import Nonfinite
+from ._processes import spans_processes
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
 from ._train_loss import FORMS, VERB, returned
 from ._train_program import Program, StepOptions
 from ._train_state import TrainState, first_difference
-from ._train_step import TrainStep, refuse_deleted, shapes_of
+from ._train_step import TrainStep, own_metrics, refuse_deleted, shapes_of
 from ._update import checked_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows, hashable
 
@@ -76,8 +78,11 @@ class NNXTrainStep:
         nnx.update(dp.module, jax.tree.map(copy, nnx.state(dp.module)))
         mesh = dp._config.mesh
         opt_state = jax.tree.map(copy, nnx.as_pure(tx.opt_state))
-        where = cut_shardings(opt_state, mesh) if options.shard_optimizer else replicated(mesh)
-        self._put_optimizer(jax.device_put(opt_state, where), jax.device_put(copy(tx.step[...]), replicated(mesh)))
+        everywhere = replicated(mesh)
+        where = cut_shardings(opt_state, mesh)
+        if not options.shard_optimizer:
+            where = jax.tree.map(lambda _: everywhere, opt_state)
+        self._put_optimizer(jax.tree.map(put, opt_state, where), put(copy(tx.step[...]), everywhere))
 
     def __call__(self, batch: Tree) -> dict[str, jax.Array]:
         """One step: the metrics; with `donate` the arrays that the model held before are gone then."""
@@ -85,7 +90,9 @@ class NNXTrainStep:
         run = program.of(state, scattered)
         state, metrics = dispatch_step(run, program.config.mesh, state, scattered._arrays)
         self._put(state)
-        return metrics
+        if self._options.check_replicas:
+            program.checked(state)
+        return own_metrics(metrics) if spans_processes(program.config.mesh) else metrics
 
     def lower(self, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`."""

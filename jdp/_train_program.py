@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ._assemble import put
+from ._check_replicas import Check, start
 from ._config import Config
 from ._devices import replicated
-from ._dispatch import dispatch
+from ._dispatch import STEPS_IN_FLIGHT, dispatch
 from ._gradients import Gradients, gradients
 from ._layout import Layout, Tree, Whole
 from ._microbatch import Loss
 from ._nnx import with_updates
 from ._nonfinite import Nonfinite, flags, report
 from ._parallel_apply import compiled, on_replicas
+from ._processes import spans_processes
+from ._same_program import same_program
 from ._scatter_gather import trim
 from ._scattered import Scattered, placed
 from ._shard_optimizer import cut_axis, cut_shardings
@@ -32,6 +36,7 @@ class StepOptions(NamedTuple):
     donate: bool
     skip_nonfinite: bool
     sync_batch_norm: bool
+    check_replicas: int
 
     @property
     def reserved(self) -> tuple[str, ...]:
@@ -62,6 +67,8 @@ class Program:
         # Not synchronised, for there one replica's NaN is everybody's.
         self.flags = compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
         self.compiled: dict[Any, Any] = {}
+        self.steps = 0  # that were called
+        self.check: Check | None = None  # under way
 
     def shardings(self, state: TrainState) -> TrainState:
         """Where each part of a state lies: a prefix of its tree."""
@@ -77,7 +84,7 @@ class Program:
         prefix = self.shardings(state)
         where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
         return jax.tree.map(
-            lambda x, to: x if getattr(x, "sharding", None) == to else jax.device_put(x, to), state, where
+            lambda x, to: x if getattr(x, "sharding", None) == to else put(x, to), state, where
         )
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
@@ -90,12 +97,14 @@ class Program:
                 return self.step(state, Scattered(arrays, layout))
 
             train_step.__name__ = f"train_step_{self.label}"
-            found = self.compiled[layout] = jax.jit(
+            found = jax.jit(
                 train_step,
                 donate_argnums=(0,) if self.options.donate else (),
                 in_shardings=(None, layout.shardings),
                 out_shardings=(self.shardings(state), None),
             )
+            found = same_program(found, layout.mesh) if spans_processes(layout.mesh) else found
+            self.compiled[layout] = found
         return found
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
@@ -124,6 +133,17 @@ class Program:
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
 
+    def checked(self, state: TrainState) -> None:
+        """Every so many steps begins to compare the replicas of the state; raises for what was found some steps ago."""
+        every, mesh = self.options.check_replicas, self.config.mesh
+        self.steps += 1
+        if self.steps % every == 0:
+            self.check = start(state, mesh)
+        # Not at once, for that waits for the step; but at the same step in all processes.
+        if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
+            check, self.check = self.check, None
+            check.result("train_step")
+
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         key = step_key(state, batch._layout)
         replicas, inputs = (state.params, state.state), placed(one_argument(batch))
@@ -134,6 +154,13 @@ class Program:
         layout = batch._layout
         outputs = self.run((state.params, state.state), one_argument(batch), step_key(state, layout))
         found: Gradients = outputs._layout.fill(trim(outputs))
+        if spans_processes(layout.mesh):
+            # Of metrics with an entry per row each process takes its own, when the program has run.
+            arrays = [
+                x if isinstance(leaf, Whole) else Scattered((x,), outputs._layout.of(i))
+                for i, (x, leaf) in enumerate(zip(outputs._arrays, outputs._layout.arrays, strict=True))
+            ]
+            found = found._replace(out=outputs._layout.fill(arrays).out)
         return found._replace(state=merged(state.state, found.state))
 
 

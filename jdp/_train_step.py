@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from ._check_replicas import check_replicas
 from ._config import Config
 from ._dispatch import dispatch_step
 from ._layout import Tree
 from ._microbatch import Loss
 from ._nonfinite import Nonfinite
+from ._processes import spans_processes
 from ._replicate import broadcast
-from ._scattered import Scattered
+from ._scatter_gather import join
+from ._scattered import Scattered, is_scattered
 from ._shard_optimizer import OptimizerBytes, optimizer_bytes
 from ._train_loss import VERB, variables_loss
 from ._train_program import Program, StepOptions
@@ -68,6 +71,8 @@ class TrainStep:
         key = checked_key(key)
         mesh = self._program.config.mesh
         variables, key = broadcast((variables, key), mesh, VERB)
+        if mesh.size > 1:  # each process has made its own, and what is replicated already may differ unseen
+            check_replicas((variables, key), mesh, VERB)
         opt_shapes(self._tx, variables["params"])
 
         def make(variables: dict[str, Tree], key: Any) -> TrainState:
@@ -87,7 +92,9 @@ class TrainStep:
         program = self._program.of(state, scattered)
         state, metrics = dispatch_step(program, self._program.config.mesh, state, scattered._arrays)
         self._last = weakref.ref(state)
-        return state, metrics
+        if self._options.check_replicas:
+            self._program.checked(state)
+        return state, own_metrics(metrics) if spans_processes(self._program.config.mesh) else metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
@@ -141,6 +148,11 @@ class TrainStep:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
         return self._program.placed(state)
+
+
+def own_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics; of those with an entry per row, over several processes, this one's own rows."""
+    return jax.tree.map(lambda x: join(x, "sharded") if is_scattered(x) else x, metrics, is_leaf=is_scattered)
 
 
 def shapes_of(tree: Tree) -> Tree:

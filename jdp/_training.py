@@ -101,6 +101,7 @@ class Training:
         donate: bool = True,
         skip_nonfinite: bool = False,
         sync_batch_norm: bool = False,
+        check_replicas: int = 0,
     ) -> Any:
         """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
 
@@ -125,6 +126,8 @@ class Training:
             skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
                 too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
             sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+            check_replicas: compares the replicas of the state bit for bit after every so many steps, as
+                `check_replicas` does; what differs is an error a few steps later. 0 is never.
 
         Returns:
             The step. `step.lower(state, batch)` is that of `jax.jit`.
@@ -153,6 +156,7 @@ class Training:
             bool(donate),
             bool(skip_nonfinite),
             bool(sync_batch_norm),
+            _value_and_grad.check_steps("train_step", check_replicas, "check_replicas", 0),
         )
         return make_step(self, loss_fn, tx, options)
 

@@ -162,11 +162,10 @@ def _check(call: Call, args: Sequence[Any]) -> None:
         check_differentiable(VERB, tree, f"args[{positions[i]}]")
 
 
-def check_steps(verb: str, steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(
-            f"jdp.{verb}: accumulate_steps is {steps!r}; a chunk is cut into that many. Pass an int from 1."
-        )
+def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: int = 1) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+        what = "a chunk is cut into that many" if least else "it is a number of steps, 0 for never"
+        raise ValueError(f"jdp.{verb}: {name} is {steps!r}; {what}. Pass an int from {least}.")
     return steps
 
 

@@ -17,6 +17,7 @@ import jdp
 PACKAGE = pathlib.Path(jdp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [
+    "Checkpointer",
     "DataParallel",
     "Mean",
     "Scattered",
@@ -31,7 +32,8 @@ NAMES = [
     "virtual_cpu_devices",
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
-METHODS += ["value_and_grad", "grad", "train_step", "parallel"]
+METHODS += ["value_and_grad", "grad", "train_step", "parallel", "check_replicas"]
+PUBLIC_MODULES = {"distributed.py": ["DesyncError", "initialize"], "__main__.py": ["main"]}
 
 
 def module_name(path):
@@ -63,9 +65,16 @@ def test_the_public_names_are_pinned():
 
 def test_every_module_of_the_package_is_private_and_imports():
     for path in MODULES:
-        assert path.name.startswith("_"), path
+        assert path.name.startswith("_") or path.name in PUBLIC_MODULES, path
         assert importlib.import_module(module_name(path))
     assert "utils" not in " ".join(path.name for path in MODULES)
+
+
+def test_the_names_of_distributed_are_pinned():
+    public = [name for name, value in vars(jdp.distributed).items() if name[0] != "_" and not inspect.ismodule(value)]
+    assert sorted(public) == PUBLIC_MODULES["distributed.py"]
+    assert "Example:" in jdp.distributed.initialize.__doc__ and "Source: " in jdp.distributed.initialize.__doc__
+    assert typing.get_type_hints(jdp.distributed.initialize)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +133,7 @@ def test_every_method_of_the_wrapper_has_a_docstring(name):
     assert inspect.getdoc(inspect.getattr_static(jdp.DataParallel, name))
 
 
-NO_VERBS = ("Mean", "Scattered", "TrainState", "virtual_cpu_devices")
+NO_VERBS = ("Checkpointer", "Mean", "Scattered", "TrainState", "virtual_cpu_devices")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_VERBS])

@@ -1,0 +1,49 @@
+"""`python -m jdp` and `jdp`: the commands."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+_USAGE = """\
+usage: jdp COMMAND ...
+
+torch.nn.DataParallel for JAX and Flax: the commands that go with the package.
+
+  launch   run a script as several processes, on this machine or as one node of many
+  doctor   say what this machine has, and whether its devices and their links work
+
+`jdp COMMAND --help` says more. `jdp --version` prints the version."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that `argv` names, and returns the code to exit with."""
+    command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if command == "launch":
+        from . import _launch
+
+        return _launch.main(rest)
+    if command == "doctor":
+        from . import _doctor
+
+        return _doctor.main(rest)
+    if command in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if command == "--version":
+        print(_version())
+        return 0
+    what = f"{command!r} is no command of jdp" if command else "no command was given"
+    print(f"jdp: {what}; the commands are launch and doctor. See jdp --help.", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    try:
+        return version("jax-data-parallel")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0+unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Known traps and known remedies: what the doctor says beside the facts.
+
+Those for GPUs and TPUs come from the makers' manuals and from reports of users; they were not tried on hardware here.
+Source: NCCL's troubleshooting guide (PCI access control services, shared memory, sockets); JAX's installation guide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GPU = ("gpu", "cuda", "rocm")
+P2P = (
+    "NCCL_P2P_DISABLE=1 sends through the host's memory. If it helps, direct copies over PCIe are broken, most often "
+    "by an IOMMU or by ACS: boot with iommu=pt, or turn both off in the BIOS, for full speed"
+)
+BY_NCCL = ("all_reduce", "reduce_scatter", "all_gather", "permute")
+
+Note = dict[str, str]
+
+
+def remedies(test: str, failure: str, platform: str, n: int) -> list[str]:
+    """What is known to help where `test` failed so, the likeliest first."""
+    if test == "start":
+        return _start(failure)
+    if failure == "error":
+        return ["read the text; if it is the memory, end other programs on the device or pass a smaller --mebibytes"]
+    if test == "compute":
+        return [f"leave the device out (--devices, jdp's devices=); a {platform} that computes wrong is broken"]
+    if platform in GPU and test in BY_NCCL:
+        return [
+            P2P,
+            "NCCL_SHM_DISABLE=1, or more shared memory (docker run --shm-size=1g) where /dev/shm is small",
+            "NCCL_SOCKET_IFNAME=lo (one machine) or your network's interface, and NCCL_IB_DISABLE=1, where it hangs "
+            "while it connects; NCCL_DEBUG=INFO prints how far it came",
+        ]
+    if platform in GPU:
+        return [
+            "boot with iommu=pt, or turn the IOMMU and ACS off in the BIOS: they break direct copies over PCIe; "
+            "nvidia-smi topo -p2p r shows which pairs copy directly",
+            "till then copy through the host: jax.device_put(numpy.asarray(x), device)",
+        ]
+    if platform == "cpu" and failure in ("hang", "died"):
+        return [
+            f"jdp.virtual_cpu_devices({n}) before JAX starts, or NPROC={2 * n} in the environment: XLA needs a "
+            "thread for every device, and deadlocks with fewer",
+            "--xla_cpu_collective_call_terminate_timeout_seconds=600 in XLA_FLAGS, if the machine is only slow",
+        ]
+    return ["leave the device out (--devices, jdp's devices=), and run this again to see which one it is"]
+
+
+def _start(failure: str) -> list[str]:
+    said = {
+        "error": "JAX_PLATFORMS may name a platform whose plugin is missing: unset it, or install the plugin with "
+        'pip install "jax-data-parallel[cuda13]", [cuda12] or [tpu]',
+        "died": "XLA_FLAGS may hold a flag that this version does not know, which ends the process: unset it",
+    }
+    return [text for kind, text in said.items() if kind == failure] + [
+        "JAX_PLATFORMS=cpu python -m jdp doctor: if that works, JAX is well and the accelerator's driver is not",
+        "GPU: nvidia-smi must answer at once; with NVSwitch, systemctl status nvidia-fabricmanager; LD_LIBRARY_PATH "
+        "must not lead to another CUDA",
+        "TPU: one process at a time may hold it, and a slice of several machines waits until JAX runs on all of them",
+    ]
+
+
+def notes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Note]:
+    """The traps that this machine is in: `problem`s fail the examination, `note`s do not."""
+    platform = devices[0]["platform"] if devices else ""
+    found = _gpus(facts, platform, environ) if devices else []
+    found += _versions(facts["versions"]) + _threads(facts["cores"], platform, len(devices), environ)
+    found += _network(environ) + _shared_memory(platform, len(devices))
+    if facts.get("gpus_error"):
+        found.append(_problem(f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."))
+    if platform in GPU and "LD_LIBRARY_PATH" in environ:
+        found.append(
+            _note(
+                "LD_LIBRARY_PATH is set: it goes before the CUDA libraries that pip installed. Unset it if JAX fails."
+            )
+        )
+    left = sorted(k for k, v in environ.items() if re.fullmatch(r"NCCL_(P2P|SHM|IB)_DISABLE", k) and v not in ("", "0"))
+    if left and platform in GPU:
+        found.append(_note(f"{', '.join(left)} is set: it costs bandwidth. Unset it once the cause is gone."))
+    return found
+
+
+def _note(text: str) -> Note:
+    return {"level": "note", "text": text}
+
+
+def _problem(text: str) -> Note:
+    return {"level": "problem", "text": text}
+
+
+def _gpus(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> list[Note]:
+    cards = facts["gpus"]
+    asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME") or ""
+    if not cards or platform != "cpu":
+        return []
+    if asked == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return [_note(f"{len(cards)} GPUs are here, and the environment keeps JAX on the CPU.")]
+    plugins = [p for p in facts["versions"] if re.fullmatch(r"jax-cuda\d+-plugin", p)]
+    if plugins:
+        return [
+            _problem(
+                f"{len(cards)} GPUs are here and {plugins[0]} is installed, and yet JAX runs on the CPU: the plugin "
+                f"did not start. JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why."
+            )
+        ]
+    extra = cuda_extra(cards)
+    return [
+        _problem(
+            f"{len(cards)} GPUs are here and JAX runs on the CPU: no CUDA plugin is installed. "
+            f'pip install "jax-data-parallel[{extra}]", or set JAX_PLATFORMS=cpu if that is what you want.'
+        )
+    ]
+
+
+def cuda_extra(cards: Sequence[Mapping[str, str]]) -> str:
+    """CUDA 13 needs driver 580 and compute capability 7.5 of every card; CUDA 12 runs on less.
+
+    Example:
+        >>> cuda_extra([{"driver_version": "570.86", "compute_cap": "9.0"}])
+        'cuda12'
+    """
+
+    def number(text: str) -> float:
+        digits = re.match(r"\d+(\.\d+)?", text)
+        return float(digits[0]) if digits else 0.0
+
+    old = any(number(c["driver_version"]) < 580 or number(c["compute_cap"]) < 7.5 for c in cards)
+    return "cuda12" if old else "cuda13"
+
+
+def _versions(versions: Mapping[str, str]) -> list[Note]:
+    jaxlib = versions.get("jaxlib")
+    others = [p for p in versions if p == "jax" or re.fullmatch(r"jax-(cuda|rocm)\d+-(plugin|pjrt)", p)]
+    return [
+        _note(f"{p} is {versions[p]} and jaxlib is {jaxlib}; they belong together. pip install --upgrade {p} jaxlib.")
+        for p in others
+        if jaxlib and versions[p] != jaxlib
+    ]
+
+
+def _threads(cores: int, platform: str, n: int, environ: Mapping[str, str]) -> list[Note]:
+    said = environ.get("PJRT_NPROC") or environ.get("NPROC") or ""
+    threads = int(said) if said.isdecimal() else cores
+    if platform != "cpu" or n < 2 or threads >= 2 * n:
+        return []
+    return [
+        _note(
+            f"{n} CPU devices share {threads} threads ({'NPROC' if said else 'cores; NPROC is unset'}): a plain loop "
+            f"of steps with collectives deadlocks there, and XLA ends the process after a minute. Call "
+            f"jdp.virtual_cpu_devices({n}) first in the program, or set NPROC={2 * n}."
+        )
+    ]
+
+
+def _network(environ: Mapping[str, str]) -> list[Note]:
+    proxies = sorted(k for k, v in environ.items() if re.fullmatch("(https?|grpc|all)_proxy", k, re.I) and v)
+    spared = ",".join(v for k, v in environ.items() if k.lower() == "no_proxy")
+    if not proxies or "*" in spared or "localhost" in spared and "127.0.0.1" in spared:
+        return []
+    return [
+        _note(
+            f"{', '.join(proxies)} is set and no_proxy spares neither side of jax.distributed: processes may wait for "
+            f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy."
+        )
+    ]
+
+
+def _shared_memory(platform: str, n: int) -> list[Note]:
+    if platform not in GPU or n < 2 or not os.path.isdir("/dev/shm"):
+        return []
+    stat = os.statvfs("/dev/shm")
+    mebibytes = stat.f_bavail * stat.f_frsize >> 20
+    if mebibytes >= 64 * n:
+        return []
+    return [_note(f"/dev/shm has {mebibytes} MiB free for {n} GPUs, NCCL may need more: docker run --shm-size=1g.")]

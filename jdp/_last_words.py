@@ -1,0 +1,97 @@
+"""A process that fails tells the others, and ends at once; one that hears of it ends as well."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+
+import jax
+
+from ._dispatch import wait_for_all
+from ._exchange import left_key, now
+from ._processes import client, own_process, process_count
+
+_FAILED = "jdp/failed"
+_GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
+
+
+def install() -> None:
+    """Hooks into the end of this process, of whatever kind."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # What JAX does at exit waits for the others, and they may be waiting for this process.
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        if interrupted:
+            print(f"jdp: process {own_process()} was interrupted", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+        _tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+        _end(130 if interrupted else 1)
+
+    sys.excepthook = hook
+    leaving = threading.Event()
+    listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
+    listener.start()
+    atexit.register(_leave, leaving, listener)
+
+
+def _tell(what: str) -> None:
+    """Leaves word of a failure, where none is yet: the first is the one that counts."""
+    try:
+        client().key_value_set(_FAILED, json.dumps([own_process(), what[:2000]]))
+    except Exception:  # somebody was first, or the coordination service is gone, and all hear of that
+        pass
+
+
+def _end(code: int) -> None:
+    if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
+        time.sleep(_GRACE + 2 * _pause())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
+    """The end of the program, in good order: who waits for this process in a later call need not wait on."""
+    wait_for_all()
+    try:
+        client().key_value_set(left_key(own_process()), "")
+    except Exception:
+        pass
+    leaving.set()
+    listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
+
+
+def _short(what: str) -> str:
+    line = what.splitlines()[0]
+    return line if len(line) <= 120 else line[:117] + "..."
+
+
+def _pause() -> float:
+    """Seconds between two looks: one process answers them all."""
+    return max(0.5, process_count() / 500)
+
+
+def _listen(leaving: threading.Event) -> None:
+    """Looks for word of a failure, and ends this process, too."""
+    while not leaving.wait(_pause()):
+        try:
+            word = now(_FAILED)
+        except jax.errors.JaxRuntimeError:
+            return  # the coordination service is gone, and JAX ends the process for it
+        if word is not None:
+            break
+    else:
+        return
+    process, what = json.loads(word)
+    if process == own_process():
+        return
+    time.sleep(_GRACE)
+    print(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends", file=sys.stderr)
+    _end(1)

@@ -1,0 +1,140 @@
+"""The output of several processes as one: whole lines, each behind the rank of its process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import select
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+_STDERR = 2
+_TAIL = 120  # lines of stderr kept of each process: more than a traceback through JAX and Flax has
+_SHORT_TAIL = 20  # shown of them when there is no traceback
+_LONGEST = 1 << 20  # bytes; what is longer is cut, so that no process fills the launcher's memory
+_ERASE = b"\x1b[K"  # the terminal's: to the end of the line
+# A line ends with \n or \r\n, a step of a progress bar with \r: what comes after tells which one it is.
+_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+
+class Lines:
+    """Cuts the bytes of one stream into lines: `feed` gives those that are complete, `end` what is left."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self.prefix = prefix
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL)
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        data = self._rest + data
+        pieces, start = [], 0
+        for found in _END.finditer(data):
+            pieces += self._piece(data[start : found.start()], found[0])
+            start = found.end()
+        self._rest = data[start:]
+        return pieces + (self.end() if len(self._rest) > _LONGEST else [])
+
+    def end(self) -> list[bytes]:
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return self._piece(rest, b"\n") if rest else []
+
+    def _piece(self, text: bytes, end: bytes) -> list[bytes]:
+        if end == b"\r":
+            return [self.prefix + text + end] if text else []
+        line = self.prefix + text + b"\n"
+        self.tail.append(line)
+        return [line]
+
+
+class Printer:
+    """Writes to the launcher's own stdout and stderr, never two lines into each other."""
+
+    def __init__(self, on_broken: Callable[[int], None]) -> None:
+        self._lock = threading.Lock()
+        self._on_broken = on_broken
+        self._broken: set[int] = set()
+        self._bar = False  # the cursor stands in a progress bar, on the terminal
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.write(_STDERR, [f"jdp launch: {text}\n".encode(errors="replace")])
+
+    def write(self, fd: int, pieces: list[bytes]) -> None:
+        """All pieces to a file descriptor, at once."""
+        with self._lock:
+            if fd in self._broken or not pieces:
+                return
+            try:
+                _write(fd, self._over_bars(pieces) if os.isatty(fd) else b"".join(pieces))
+            except OSError:  # nobody reads any more (`| head`), or the disk is full
+                self._broken.add(fd)  # the processes must not block on their pipes meanwhile
+                self._on_broken(signal.SIGPIPE)
+
+    def _over_bars(self, pieces: list[bytes]) -> bytes:
+        # a line that is shorter than the bar before it would leave the bar's end behind
+        text = b""
+        for piece in pieces:
+            text += (_ERASE if self._bar else b"") + piece
+            self._bar = piece.endswith(b"\r")
+        return text
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # another program has made the terminal non-blocking
+            select.select([], [fd], [])
+
+
+class Reader(threading.Thread):
+    """Prints what processes write, from pipes of theirs: `(pipe, rank, file descriptor to print to)`."""
+
+    def __init__(self, pipes: list[tuple[IO[bytes], int, int]], printer: Printer) -> None:
+        super().__init__(name="jdp launch: output", daemon=True)
+        self._pipes = pipes
+        self._printer = printer
+        self._lines = {(rank, fd): Lines(b"[%d] " % rank) for _, rank, fd in pipes}
+        self._until: float | None = None
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            for pipe, rank, fd in self._pipes:
+                selector.register(stack.enter_context(pipe), selectors.EVENT_READ, (rank, fd))
+            while selector.get_map() and not self._late():
+                ready = selector.select(timeout=0.5)
+                for key, _ in ready:
+                    if not self._read(key.fd, *key.data):
+                        selector.unregister(key.fileobj)
+                if not ready and self._until is not None:
+                    break  # what still holds a pipe is no process of ours
+        for (_, fd), lines in self._lines.items():
+            self._printer.write(fd, lines.end())
+
+    def _read(self, pipe: int, rank: int, fd: int) -> bool:
+        data = os.read(pipe, 1 << 16)
+        lines = self._lines[rank, fd]
+        self._printer.write(fd, lines.feed(data) if data else lines.end())
+        return bool(data)
+
+    def _late(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
+
+    def finish(self) -> None:
+        """Prints what is left in the pipes; call it when the processes have ended."""
+        self._until = time.monotonic() + 5  # a process that fled to a session of its own may go on writing
+        self.join()
+
+    def last_words(self, rank: int) -> list[bytes]:
+        """The last lines that the process wrote to stderr: from its traceback on, or the last few."""
+        tail = list(self._lines[rank, _STDERR].tail)
+        start = next((i for i, line in enumerate(tail) if b"Traceback (most recent call last)" in line), None)
+        return tail[-_SHORT_TAIL:] if start is None else tail[start:]

@@ -1,0 +1,58 @@
+"""Preemption: a SIGTERM is held back until the next save, at which all processes see it in the same step."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from typing import Any
+
+import jax
+
+# The service counts the calls of a process, and agrees on one that no process has made yet; a second Checkpointer of
+# the process must go on counting where the first stopped.
+_calls = itertools.count(1)
+
+
+class Preemption:
+    """Whether this job has been told to end: `reached()` is asked once per step, by every process.
+
+    Under `jax.distributed` SIGTERM goes to JAX's preemption service, which tells all processes to stop at the same
+    call. Elsewhere a handler is installed (in the main thread, the only one that may; not where SIGTERM is ignored),
+    which calls an earlier one of Python's too.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._service = jax.distributed.is_initialized()
+        self._handler: Any = None
+        self._before = signal.getsignal(signal.SIGTERM)
+        main = threading.current_thread() is threading.main_thread()
+        if main and not self._service and self._before not in (signal.SIG_IGN, None):
+            self._handler = self._note  # one object: each access to a method makes another
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def reached(self) -> bool:
+        """Whether this is the step after which to stop."""
+        if not self._service:
+            return self._told
+        if not jax.config.values["jax_enable_preemption_service"]:
+            return False
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.reached_preemption_sync_point(next(_calls))
+
+    def close(self, acted: bool = False) -> None:
+        """Puts the earlier handler back; a SIGTERM on which nobody has `acted` is delivered to it now."""
+        if self._handler is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, self._before)
+        self._handler = None
+        if self._told and not acted and not callable(self._before):
+            signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._told = True
+        if callable(self._before):
+            self._before(number, frame)

@@ -1,0 +1,375 @@
+"""One process of the job that test_processes.py starts: runs the cases, and leaves what each gave in a file.
+
+Usage: processes_worker.py FOLDER, under `jdp launch` or with its environment.
+"""
+
+import pathlib
+import pickle
+import sys
+import traceback
+
+import jdp
+
+jdp.distributed.initialize(timeout=60, quiet=True)
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+P, N = jax.process_index(), jax.process_count()
+ROWS = {2: (9, 5), 3: (5, 0, 4), 4: (3, 6, 1, 4)}[N]  # of each process
+START = sum(ROWS[:P])
+MINE = slice(START, START + ROWS[P])
+
+
+def data(features=5, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(sum(ROWS), features)).astype(np.float32)
+    return x, rng.normal(size=(sum(ROWS), 3)).astype(np.float32)
+
+
+X, Y = data()
+BATCH = {"x": X[MINE], "y": Y[MINE]}
+MLP = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])
+
+
+def variables():
+    return MLP.init(jax.random.key(0), X[:1])
+
+
+def mse(v, batch):
+    return jnp.mean((MLP.apply(v, batch["x"]) - batch["y"]) ** 2)
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(4, use_bias=False)(x)  # a bias before a BatchNorm gets noise for a gradient, and Adam enlarges it
+        return nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name, epsilon=1e-2)(x)
+
+
+def case_apply():
+    dp = jdp.DataParallel(MLP)
+    v = dp.init(jax.random.key(0), X[:1])
+    out = dp.apply(v, X[MINE])
+    host = jax.device_get(v)
+    places = {name: jdp.DataParallel(MLP, output_device=name) for name in (0, 1, -1, "cpu", "sharded")}
+    outs = {str(name): places[name].apply(host, X[MINE]) for name in places}
+    return {
+        "out": out,
+        "local": all(d.process_index == P for d in out.sharding.device_set),
+        "params_replicated": all(x.sharding.device_set == set(jax.devices()) for x in jax.tree.leaves(v)),
+        "host_params": {d == jax.local_devices()[0] for d in dp.apply(host, X[MINE]).devices()},
+        "outs": {name: np.asarray(x) for name, x in outs.items()},
+        "devices": {name: sorted(d.id for d in x.devices()) for name, x in outs.items()},
+        "own": sorted(d.id for d in jax.local_devices()),
+    }
+
+
+def case_other_output_device():
+    """A device of another process stands for its counterpart here."""
+    theirs = next(d for d in reversed(jax.devices()) if d.process_index != P)
+    dp = jdp.DataParallel(MLP, output_device=theirs)
+    return dp.apply(variables(), X[MINE]).devices() <= set(jax.local_devices())
+
+
+def case_no_rows_here():
+    rows = 6 if P == 0 else 0
+    return jdp.DataParallel(MLP).apply(variables(), X[:rows])
+
+
+def case_nothing_cut():
+    dp = jdp.DataParallel(lambda w, k: {"scaled": w * k, "vector": jnp.stack([w * k, w])})
+    return dp(np.float32(3), np.float32(P + 1))
+
+
+def case_whole_argument():
+    dp = jdp.DataParallel(lambda w, x, shift: x * w + shift, in_axes=(0, None))
+    return dp(2.0, X[MINE], np.arange(5.0, dtype=np.float32))
+
+
+def case_functional():
+    return jdp.data_parallel(MLP.apply, variables(), X[MINE])
+
+
+def case_global_arrays():
+    """A batch that is a global array already, cut over all devices."""
+    sharding = NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), PartitionSpec("data"))
+    local = X[: 2 * jax.local_device_count()] + P
+    x = jax.make_array_from_process_local_data(sharding, local)
+    return {"out": jdp.DataParallel(MLP).apply(variables(), x), "local": local}
+
+
+def case_batch_norm():
+    found = {}
+    for reduce_state in ("primary", "mean"):
+        dp = jdp.DataParallel(Normed(), reduce_state=reduce_state)
+        v = dp.init(jax.random.key(0), X[:2])
+        out, state = dp.apply(v, X[MINE], mutable=["batch_stats"])
+        found[reduce_state] = {"out": out, "state": state}
+    return found
+
+
+def case_dropout():
+    dp = jdp.DataParallel(nn.Dropout(0.5, deterministic=False))
+    return dp.apply({}, np.ones((4, 64), np.float32), rngs={"dropout": jax.random.key(1)})
+
+
+def case_value_and_grad():
+    dp = jdp.DataParallel(MLP)
+
+    def vector(v, batch):
+        return jnp.mean((MLP.apply(v, batch["x"]) - batch["y"]) ** 2, -1), {"rows": batch["x"][:, 0]}
+
+    def ratio(v, batch):
+        mask = batch["y"][:, 0] > 0
+        error = jnp.sum((MLP.apply(v, batch["x"]) - batch["y"]) ** 2, -1)
+        return jdp.Mean(jnp.sum(error * mask), jnp.sum(mask))
+
+    v = variables()
+    rows = dp.value_and_grad(lambda v, x, y: jnp.mean((MLP.apply(v, x) - y) ** 2), argnums=1)
+    return {
+        "scalar": dp.value_and_grad(mse)(v, BATCH),
+        "accumulated": dp.value_and_grad(mse, accumulate_steps=2)(v, BATCH),
+        "vector": dp.value_and_grad(vector, has_aux=True)(v, BATCH),
+        "ratio": dp.value_and_grad(ratio)(v, BATCH),
+        "rows": rows(v, BATCH["x"], BATCH["y"]),
+        "grad": dp.grad(mse)(v, BATCH),
+    }
+
+
+def train(dp, steps=4, loss=mse, batch=BATCH, start=None, **options):
+    step = dp.train_step(loss, optax.adam(1e-2), **options)
+    state, losses = step.init(start or variables()), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return {"losses": losses, "params": state.params, "step": int(state.step)}, step, state, metrics
+
+
+def case_train():
+    dp = jdp.DataParallel(MLP)
+    found = {
+        "plain": train(dp)[0],
+        "accumulated": train(dp, accumulate_steps=2)[0],
+        "checked": train(dp, check_replicas=2)[0],
+        "bfloat16": train(dp, reduce_dtype=jnp.bfloat16)[0]["losses"],
+    }
+    result, step, state, _ = train(dp, shard_optimizer=True)
+    moments = jax.tree.leaves(state.opt_state)
+    found["sharded"] = result
+    found["cut"] = sum(not x.is_fully_replicated for x in moments)
+    found["bytes"] = tuple(step.optimizer_bytes(state))
+    return found
+
+
+def case_train_rows():
+    def loss(v, batch):
+        error = (MLP.apply(v, batch["x"]) - batch["y"]) ** 2
+        return jnp.mean(error, -1), {"rows": jnp.sum(error, -1), "hits": jdp.Mean(jnp.sum(error > 1), error.size)}
+
+    return train(jdp.DataParallel(MLP), 1, loss)[3]
+
+
+def case_train_key():
+    """Dropout in training: one process has other masks than another, and all have the same state."""
+    model = nn.Sequential([nn.Dense(64), nn.Dropout(0.5, deterministic=False)])
+    dp = jdp.DataParallel(model)
+    v = dp.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X[:1])
+
+    def loss(v, x, key):
+        out = model.apply(v, x, rngs={"dropout": key})
+        return jnp.mean(out**2), {"kept": (out != 0).astype(jnp.float32)}
+
+    step = dp.train_step(loss, optax.sgd(0.1))
+    state, metrics = step(step.init(v, jax.random.key(5)), np.ones((2 * jax.local_device_count(), 5), np.float32))
+    dp.check_replicas(state)
+    return metrics["kept"]
+
+
+def case_nonfinite():
+    batch = {name: x.copy() for name, x in BATCH.items()}
+    if P == N - 1:
+        batch["x"][1] = np.nan
+    dp = jdp.DataParallel(MLP)
+    result, step, state, metrics = train(dp, 2, batch=batch, skip_nonfinite=True)
+    bad = step.find_nonfinite(state, batch)
+    names = [(b.replica, b.device.process_index, b.rows, len(b.paths)) for b in bad]
+    return {"step": result["step"], "skipped": bool(metrics["skipped"]), "bad": names, "params": state.params}
+
+
+def case_sync_batch_norm():
+    model = Normed()
+    dp = jdp.DataParallel(model)
+    v = jax.device_get(dp.init(jax.random.key(0), X[:2]))
+
+    def loss(v, batch):
+        out, updates = model.apply(v, batch["x"], mutable=["batch_stats"])
+        return jnp.mean((out - batch["x"][:, :4]) ** 2), {}, updates
+
+    result, _, state, _ = train(dp, 3, loss, start=v, sync_batch_norm=True)
+    return {**result, "state": state.state}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def case_nnx():
+    model = Net(nnx.Rngs(0))
+    dp = jdp.DataParallel(model)
+    before = dp(X[MINE])
+    step = dp.train_step(lambda m, batch: jnp.mean((m(batch["x"]) - batch["y"]) ** 2), optax.adam(1e-2))
+    losses = [float(step(BATCH)["loss"]) for _ in range(3)]
+    loss, grads = dp.value_and_grad(lambda m, batch: jnp.mean((m(batch["x"]) - batch["y"]) ** 2))(dp.module, BATCH)
+    dp.check_replicas()
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return {"before": before, "losses": losses, "params": params, "loss": loss, "after": dp(X[MINE])}
+
+
+def batches(count):
+    return [{"x": X[k : k + 2 + P], "y": Y[k : k + 2 + P]} for k in range(count)]
+
+
+def case_prefetch():
+    """Each process has another number of batches, of other sizes; process 0 has none."""
+    dp = jdp.DataParallel(MLP)
+    found = {}
+    for size in (0, 2):
+        step = dp.train_step(mse, optax.sgd(0.1))
+        state, losses, sizes = step.init(variables()), [], []
+        for batch in dp.prefetch(iter(batches(2 * P)), size):
+            sizes.append(batch.sizes)
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        found[f"size {size}"] = {"losses": losses, "params": state.params, "sizes": sizes}
+    outputs = [dp.apply(variables(), b) for b in dp.prefetch([b["x"] for b in batches(2 * P)])]
+    return {**found, "outputs": outputs}
+
+
+def case_verbs():
+    s = jdp.scatter({"x": X[MINE], "name": "a"})
+    own = [i for i, d in enumerate(s.devices) if d.process_index == P]
+    other = next(i for i in range(len(s)) if i not in own)
+    doubled = jdp.parallel_apply(lambda w, tree: {"x": tree["x"] * w, "sum": tree["x"].sum(0)}, 2.0, s)
+    try:
+        s[other]
+    except IndexError as error:
+        refused = str(error)
+    even = jdp.scatter(np.full((2 * jax.local_device_count(), 2), P + 1.0, np.float32))
+    return {
+        "sizes": s.sizes,
+        "own": [s[i]["x"] for i in own],
+        "refused": refused,
+        "gathered": jdp.gather(s)["x"],
+        "doubled": jdp.gather(doubled)["x"],
+        "added": jdp.reduce_add(even),
+        "added_everywhere": jdp.reduce_add(even, "all"),
+        "chunks": jdp.scatter(X[MINE], chunk_sizes=(ROWS[P], *[0] * (jax.local_device_count() - 1))).sizes,
+    }
+
+
+def case_parallel():
+    """A step written for pmap, with its own pmean."""
+
+    def step(w, x, y):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(w)
+        return w - 0.1 * jax.lax.pmean(grad, "batch"), loss
+
+    rows = 2 * jax.local_device_count()
+    dp = jdp.DataParallel(lambda w, x: x @ w)
+    w, losses = dp.parallel(step, axis_name="batch")(np.ones((5, 3), np.float32), X[:rows] + P, Y[:rows])
+    return {"w": w, "losses": losses}
+
+
+def one_ulp(value):
+    """A replicated array that is another on the last device of all."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    last = jax.devices()[-1]
+    copies = [
+        jax.device_put(np.nextafter(value, np.float32(9)) if d == last else value, d) for d in jax.local_devices()
+    ]
+    return jax.make_array_from_single_device_arrays(value.shape, NamedSharding(mesh, PartitionSpec()), copies)
+
+
+def text_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def case_check_replicas():
+    dp = jdp.DataParallel(MLP)
+    good = jdp.replicate(variables())
+    dp.check_replicas(good)
+    bad = {"params": {"w": one_ulp(np.ones(4, np.float32)), "b": jdp.replicate(np.ones(3, np.float32))}}
+    step = jdp.DataParallel(lambda v, x: x).train_step(lambda v, x: jnp.mean(x), optax.sgd(0.1))
+    return {"check": text_of(lambda: dp.check_replicas(bad)), "init": text_of(lambda: step.init(bad))}
+
+
+def case_other_parameters():
+    """Each process draws its own."""
+    dp = jdp.DataParallel(MLP)
+    return {
+        "init": text_of(lambda: dp.init(jax.random.key(P), X[:1])),
+        "nnx": text_of(lambda: jdp.DataParallel(Net(nnx.Rngs(P)))),
+    }
+
+
+def case_refused():
+    dp = jdp.DataParallel(MLP)
+    v = jdp.replicate(variables())
+    theirs = [d for d in jax.devices() if d.process_index != P][:1]
+    return {
+        "jit": text_of(lambda: jax.jit(dp.apply)(v, X[MINE])),
+        "grad": text_of(lambda: jax.grad(lambda v: dp.apply(v, X[MINE]).sum())(v)),
+        "devices": text_of(lambda: jdp.DataParallel(MLP, devices=theirs)),
+        "scatter": text_of(lambda: jdp.scatter(X, devices=theirs)),
+        "uneven_collectives": text_of(
+            lambda: jdp.DataParallel(Normed(axis_name="data")).apply(
+                Normed().init(jax.random.key(0), X[:2]), X[MINE], mutable=["batch_stats"]
+            )
+        ),
+        "rows": text_of(lambda: dp.value_and_grad(mse)(v, {"x": X[:0], "y": Y[:0]})),
+    }
+
+
+def case_local_devices():
+    """The wrapper of this process's devices alone waits for nobody: here only process 0 calls it."""
+    if P:
+        return None
+    dp = jdp.DataParallel(MLP, devices=jax.local_devices())
+    v = dp.init(jax.random.key(0), X[:1])
+    grad = jax.jit(jax.grad(lambda v: dp.apply(v, X).sum()))(v)
+    return {"out": dp.apply(v, X), "grad": grad}
+
+
+def host(x):
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
+def main():
+    found = {}
+    for name, case in list(globals().items()):
+        if name.startswith("case_"):
+            try:
+                found[name.removeprefix("case_")] = jax.tree.map(host, case())
+            except Exception:
+                found[name.removeprefix("case_")] = RuntimeError(traceback.format_exc())
+    pathlib.Path(sys.argv[1], f"{P}.pickle").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,502 @@
+"""What was saved comes back bit for bit, on any number of devices; and what is damaged never does."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import shutil
+import signal
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdp
+from jdp._devices import make_mesh, replicated
+
+KEY = jax.random.key(5)
+
+
+def state_of(seed, where=None, cut=None):
+    """A state with leaves of all kinds, as numpy knows it; on the devices if `where` is given."""
+    rng = np.random.default_rng(seed)
+    state = {
+        "w": rng.normal(size=(16, 3)).astype(np.float32),
+        "half": rng.normal(size=8).astype(ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 3), np.float32),
+        "count": np.int32(seed),
+        "flags": np.array([True, False]),
+        "complex": np.complex64([1 + 2j]),
+        "a/b.c['d']": [rng.integers(0, 9, 5).astype(np.int8), (np.float32(seed),)],
+    }
+    if where is not None:
+        state = {k: jax.device_put(v, cut if k == "w" and cut else where) for k, v in state.items()}
+        state["key"] = jax.device_put(jax.random.fold_in(KEY, seed), where)
+        state["host"] = np.arange(3) + 2**40
+        state["number"] = seed
+    return state
+
+
+@pytest.fixture
+def spread(devices):
+    """`spread(n)`: (replicated, cut) over n devices."""
+
+    def spread(n):
+        mesh = make_mesh(tuple(devices[:n]))
+        return replicated(mesh), NamedSharding(mesh, PartitionSpec("data"))
+
+    return spread
+
+
+def on_host(tree):
+    """A copy of the values as numpy has them."""
+
+    def leaf(x):
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.array(x)
+
+    return jax.tree.map(leaf, tree)
+
+
+def assert_equal(got, want):
+    """Equal structures, dtypes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == w.dtype and g.shape == w.shape
+        assert g.tobytes() == w.tobytes()
+
+
+@pytest.mark.parametrize("m", [1, 4, 8])
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_state_comes_back_on_any_number_of_devices(tmp_path, spread, n, m):
+    state = state_of(3, *spread(n))
+    want = on_host(state)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(3, state, {"position": 7, "seeds": [1, 2.5, None], "name": "é"})
+    like = state_of(9, *spread(m))
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step == 3
+        got, data = checkpointer.restore(like)
+    assert data == {"position": 7, "seeds": [1, 2.5, None], "name": "é"}
+    assert_equal(on_host(got), want)
+    for g, s in zip(jax.tree.leaves(got), jax.tree.leaves(like), strict=True):
+        assert type(g) is type(s)
+        if isinstance(g, jax.Array):
+            assert g.sharding == s.sharding and g.committed == s.committed
+
+
+def test_an_empty_directory_gives_the_state_itself(tmp_path):
+    state = {"w": np.ones(2)}
+    with jdp.Checkpointer(tmp_path / "new" / "one") as checkpointer:
+        got, data = checkpointer.restore(state)
+        assert got is state and data is None and checkpointer.latest_step is None
+
+
+def test_what_was_free_to_live_anywhere_is_free_again(tmp_path, devices):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, [jnp.arange(3), KEY, jax.device_put(1.5, devices[2])])
+        got, _ = checkpointer.restore([jnp.zeros(3, jnp.int32), jax.random.key(0), jax.device_put(0.0, devices[2])])
+    assert [x.committed for x in got] == [False, False, True] and got[2].devices() == {devices[2]}
+    assert jax.random.key_data(got[1]).tolist() == jax.random.key_data(KEY).tolist()
+
+
+@pytest.mark.parametrize("spell", [str, pathlib.Path, "relative", "home"])
+def test_the_directory_may_be_spelt_in_any_way(tmp_path, monkeypatch, spell):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    directory = {"relative": "a", "home": "~/a"}.get(spell) or spell(tmp_path / "a")
+    with jdp.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, np.ones(2))
+        assert os.fspath(checkpointer.directory) == str(tmp_path / "a")
+    assert (tmp_path / "a" / "1").is_dir()
+
+
+def test_it_saves_at_multiples_and_keeps_the_newest(tmp_path):
+    with jdp.Checkpointer(tmp_path, keep=2, every=5) as checkpointer:
+        saved = [step for step in range(1, 24) if checkpointer.save(step, np.full(2, step))]
+        assert saved == [5, 10, 15, 20] and not checkpointer.save(20, np.zeros(2))
+        checkpointer.wait()
+        assert sorted(os.listdir(tmp_path)) == ["15", "20"] and checkpointer.latest_step == 20
+        assert checkpointer.restore(np.zeros(2, int), step=15)[0].tolist() == [15, 15]
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(np.zeros(2, int))[0].tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_the_state_may_be_donated_right_after_save(tmp_path, spread, n):
+    step = jax.jit(lambda x: jax.tree.map(lambda a: a * -1 + 7, x), donate_argnums=0)
+    whole, cut = spread(n)
+    host = np.arange(10**6, dtype=np.float32)
+    for i in range(3):
+        state = {"a": jax.device_put(host, whole), "b": jax.device_put(host, cut), "c": host.copy()}
+        with jdp.Checkpointer(tmp_path / str(i)) as checkpointer:
+            checkpointer.save(1, state)
+            state["c"][:] = -1
+            jax.block_until_ready(step({"a": state["a"], "b": state["b"]}))
+            jax.block_until_ready([jax.device_put(np.full_like(host, -3), whole) for _ in range(3)])
+        with jdp.Checkpointer(tmp_path / str(i)) as checkpointer:
+            got, _ = checkpointer.restore({"a": host, "b": host, "c": host})
+        for x in got.values():
+            np.testing.assert_array_equal(x, host)
+
+
+def train(devices, zero):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices=devices)
+    loss = lambda v, batch, key: jnp.mean((dp(v, batch[0]) - batch[1]) ** 2)  # noqa: E731
+    step = dp.train_step(loss, optax.adam(0.1), shard_optimizer=zero)
+    params = {"w": np.full((16, 8), 0.5, np.float32), "b": np.zeros(8, np.float32)}
+    return step, step.init({"params": params}, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("zero_after", [True, False])
+def test_zero_from_8_devices_to_4(tmp_path, devices, zero_after):
+    rng = np.random.default_rng(0)
+    batch = rng.normal(size=(8, 16)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
+    step, state = train(devices, zero=True)
+    state, _ = step(state, batch)
+    want = on_host(state)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        step(state, batch)
+    step, like = train(devices[:4], zero=zero_after)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        state, _ = checkpointer.restore(like)
+    assert isinstance(state, jdp.TrainState)
+    assert_equal(on_host(state), want)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    state, metrics = step(state, batch)
+    assert int(state.step) == 2 and np.isfinite(metrics["loss"])
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.drop(self.linear(x)))
+
+
+def nnx_pair(seed):
+    model = Model(nnx.Rngs(seed))
+    return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param), "n": np.ones(1)}
+
+
+def test_nnx_objects_are_updated_in_place(tmp_path):
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    pair = nnx_pair(0)
+    grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(pair["model"])
+    pair["optimizer"].update(pair["model"], grads)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, pair)
+        checkpointer.save(2, pair["model"])
+    want = pair["model"](x)  # after the save: it takes the next of the Rngs' numbers
+    for step, passed in ((1, nnx_pair(1)), (2, nnx_pair(1)["model"])):
+        with jdp.Checkpointer(tmp_path) as checkpointer:
+            got, _ = checkpointer.restore(passed, step=step)
+        if step == 1:
+            assert got["model"] is passed["model"] and got["optimizer"] is passed["optimizer"]
+            state = nnx.state(got["optimizer"])
+            assert_equal(on_host(nnx.to_pure_dict(state)), on_host(nnx.to_pure_dict(nnx.state(pair["optimizer"]))))
+            model = got["model"]
+        else:
+            assert got is passed
+            model = got
+        np.testing.assert_array_equal(model(x), want)
+
+
+def test_nothing_is_printed_logged_or_warned(tmp_path, capfd, spread):
+    state = state_of(1, *spread(8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with jdp.Checkpointer(tmp_path, keep=1) as checkpointer:
+            for step in range(3):
+                checkpointer.save(step, state)
+            checkpointer.restore(state)
+        with jdp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore(state)
+    assert capfd.readouterr() == ("", "") and not caught
+
+
+# Damage.
+
+
+def damaged(tmp_path, harm, steps=(1, 2)):
+    """A directory whose newest checkpoint has come to harm; float leaves that zstd cannot compress away."""
+    rng = np.random.default_rng(0)
+    state = {"a": rng.normal(size=500).astype(np.float32), "b": rng.normal(size=400).astype(np.float32)}
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {k: v + step for k, v in state.items()}, data=step)
+    harm(tmp_path / str(steps[-1]))
+    return state
+
+
+def files(path, under="state"):
+    return sorted((p for p in (path / under).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(place):
+    def harm(path):
+        largest = files(path)[-1]
+        raw = bytearray(largest.read_bytes())
+        raw[int(place * (len(raw) - 1))] ^= 4
+        largest.write_bytes(raw)
+
+    return harm
+
+
+def truncate(path):
+    largest = files(path)[-1]
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def empty(name):
+    return lambda path: [p.write_bytes(b"") for p in path.rglob(name)]
+
+
+def wrong_cursor(path):
+    """One digit of the data cursor, which is still JSON."""
+    file = path / "jdp" / "metadata"
+    text = file.read_text()
+    assert text.count('"data": 2') == 1
+    file.write_text(text.replace('"data": 2', '"data": 3'))
+
+
+HARM = {
+    "flipped bit": flip(0.3),
+    "another": flip(0.7),
+    "truncated": truncate,
+    "missing file": lambda path: files(path)[-1].unlink(),
+    "no arrays": lambda path: shutil.rmtree(path / "state"),
+    "emptied metadata": empty("_METADATA"),
+    "emptied ocdbt manifest": empty("manifest.ocdbt"),
+    "missing manifest": lambda path: shutil.rmtree(path / "jdp"),
+    "emptied manifest": lambda path: (path / "jdp" / "metadata").write_text(""),
+    "other manifest": lambda path: (path / "jdp" / "metadata").write_text('{"content": {}}'),
+    "wrong cursor": wrong_cursor,
+    "empty directory": lambda path: [shutil.rmtree(p) for p in (path / "state", path / "jdp")],
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_the_newest_intact_one_is_restored_and_the_warning_names_the_other(tmp_path, harm):
+    state = damaged(tmp_path, harm)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.warns(UserWarning, match=r"step 2 is damaged \(.*\); step 1 is restored") as caught:
+            got, data = checkpointer.restore({k: np.zeros_like(v) for k, v in state.items()})
+        assert len(caught) == 1 and checkpointer.latest_step == 1
+        text = str(caught[0].message)
+        assert any(name in text for name in ("['a']", "['b']", "jdp/metadata"))
+        assert data == 1
+        for k, v in state.items():
+            np.testing.assert_array_equal(got[k], v + 1)
+        with pytest.raises(RuntimeError, match=r"step 2 is damaged \("):
+            checkpointer.restore(state, step=2)
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "_CHECKPOINT_METADATA"])
+def test_a_missing_file_that_says_nothing_about_values_does_no_harm(tmp_path, name):
+    missing = []
+    state = damaged(tmp_path, lambda path: missing.extend(p.unlink() for p in path.rglob(name)))
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        got, data = checkpointer.restore(state)
+    assert missing and data == 2
+    for k, v in state.items():
+        np.testing.assert_array_equal(got[k], v + 2)
+
+
+def test_saving_goes_on_after_damage_and_deletes_nothing_of_it(tmp_path, capsys):
+    state = damaged(tmp_path, truncate, steps=(1, 2, 4))
+    damage = {p.relative_to(tmp_path / "4"): p.read_bytes() for p in files(tmp_path / "4", ".")}
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.warns(UserWarning, match="step 4 is damaged"):
+            checkpointer.restore(state)
+        assert (tmp_path / "4").is_dir()  # one who only reads changes nothing
+        assert checkpointer.save(3, state, data=33) and checkpointer.save(4, state, data=44)
+    assert capsys.readouterr().out == f"jdp: step 4 in {tmp_path} is damaged; it is now called 4.set-aside\n"
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "4", "4.set-aside"]
+    assert {
+        p.relative_to(tmp_path / "4.set-aside"): p.read_bytes() for p in files(tmp_path / "4.set-aside", ".")
+    } == damage
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state)[1] == 44
+
+
+def test_going_back_on_purpose_sets_the_abandoned_future_aside(tmp_path, capsys):
+    state = damaged(tmp_path, lambda path: None, steps=(1, 2, 3))
+    for expected in ("3.set-aside", "3.set-aside-2"):
+        with jdp.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(state, step=2)[1] == 2
+            checkpointer.save(3, state, data="again")
+        assert f"step 3 in {tmp_path} is newer than step 2, where" in capsys.readouterr().out
+        assert (tmp_path / expected).is_dir()
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state)[1] == "again"
+
+
+def test_all_damaged_is_an_error_that_lists_them(tmp_path, refused):
+    state = damaged(tmp_path, truncate)
+    flip(0.5)(tmp_path / "1")
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with refused(
+            RuntimeError, "Checkpointer", match=r"step 2 is damaged \(.*\), and step 1 is damaged \(\['[ab]'\]"
+        ):
+            checkpointer.restore(state)
+
+
+def test_a_save_that_fails_is_one_error_and_no_noise(tmp_path, refused, capfd, caplog):
+    with jdp.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, np.ones(2))
+        checkpointer.wait()
+        shutil.move(tmp_path / "run", tmp_path / "away")
+        (tmp_path / "run").write_text("no directory any more")
+        with refused(RuntimeError, "Checkpointer", match="step 2 was not saved in .*Not a directory"):
+            checkpointer.save(2, np.ones(2))
+            checkpointer.wait()
+        (tmp_path / "run").unlink()
+        shutil.move(tmp_path / "away", tmp_path / "run")
+        assert checkpointer.save(2, np.full(2, 2.0))
+        checkpointer.wait()
+        truncate(tmp_path / "run" / "2")
+    with jdp.Checkpointer(tmp_path / "run") as checkpointer, pytest.warns(UserWarning, match="step 2 is damaged"):
+        assert checkpointer.restore(np.ones(2))[0].tolist() == [1, 1]
+    assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+# What is refused.
+
+
+def test_a_state_of_another_model_is_refused_and_named(tmp_path, refused):
+    state = damaged(tmp_path, lambda path: None)
+    a, b = state.values()
+    others = {
+        r"\['a'\] is float32\[500\] in it, float16\[500\] in the state": {"a": a.astype(np.float16), "b": b},
+        r"\['b'\] is float32\[400\] in it, float32\[20, 20\] in the state": {"a": a, "b": b.reshape(20, 20)},
+        r"\['c'\] is not in it": {"a": a, "b": b, "c": b},
+        r"it has \['b'\], which is not in the state": {"a": a},
+    }
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        for match, other in others.items():
+            with refused(ValueError, "Checkpointer", match=match):
+                checkpointer.restore(other)
+        with refused(ValueError, "Checkpointer", match=r"has no step 7; it has \[1, 2\]"):
+            checkpointer.restore(state, step=7)
+
+
+def test_a_newer_form_of_checkpoint_is_no_damage(tmp_path, refused):
+    import hashlib
+
+    state = damaged(tmp_path, lambda path: None)
+    file = tmp_path / "2" / "jdp" / "metadata"
+    content = json.loads(file.read_text())["content"]
+    content |= {"format": 99, "versions": {**content["versions"], "jdp": "9.9"}}
+    sha = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({"content": content, "sha256": sha}))
+    with jdp.Checkpointer(tmp_path) as checkpointer, refused(ValueError, "Checkpointer", match="written by jdp 9.9"):
+        checkpointer.restore(state)
+
+
+def test_a_run_that_did_not_look_does_not_save_over_another(tmp_path, refused):
+    state = damaged(tmp_path, lambda path: None)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with refused(ValueError, "Checkpointer", match="step 1 is to be saved .* holds step 2 already"):
+            checkpointer.save(1, state)
+        checkpointer.restore(state)
+        checkpointer.save(3, state)
+        with refused(ValueError, "Checkpointer", match="step 2 comes after step 3"):
+            checkpointer.save(2, state)
+
+
+@pytest.mark.parametrize("data", [{1: 2}, (1, 2), {"a": np.int64(3)}, {"a": {1, 2}}, float("nan"), b"x"], ids=repr)
+def test_data_that_is_no_json_is_refused(tmp_path, refused, data):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with refused(TypeError, "Checkpointer", match="data cannot be kept as JSON"):
+            checkpointer.save(1, np.ones(2), data)
+        assert checkpointer.save(1, np.ones(2), {"a": [1, None, "b", True, 1.5]})
+
+
+def test_leaves_that_are_no_arrays_are_refused(tmp_path, refused):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with refused(TypeError, "Checkpointer", match=r"\['name'\] is a str"):
+            checkpointer.save(1, {"name": "x"})
+        with refused(ValueError, "Checkpointer", match="the state has no leaves"):
+            checkpointer.save(1, {})
+
+
+@pytest.mark.parametrize("kwargs", [{"keep": 0}, {"every": 0}, {"keep": True}, {"every": 1.5}], ids=str)
+def test_numbers_below_one_are_refused(tmp_path, refused, kwargs):
+    with refused(ValueError, "Checkpointer", match=f"{next(iter(kwargs))} is"):
+        jdp.Checkpointer(tmp_path, **kwargs)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, refused):
+    # A path under a file: the tests may run as root, whom permissions do not stop.
+    (tmp_path / "file").write_text("")
+    with refused(OSError, "Checkpointer", match="file/a cannot be written"):
+        jdp.Checkpointer(tmp_path / "file" / "a")
+
+
+# Signals.
+
+
+def test_sigterm_saves_the_step_and_ends(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as info, jdp.Checkpointer(tmp_path, every=100) as checkpointer:
+        for step in range(1, 50):
+            if step == 13:
+                signal.raise_signal(signal.SIGTERM)
+            checkpointer.save(step, np.full(2, step), data=step)
+    assert info.value.code == 0
+    assert capsys.readouterr().out == f"jdp: SIGTERM: saved step 13 in {tmp_path}; ending\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        state, data = checkpointer.restore(np.zeros(2, int))
+        assert state.tolist() == [13, 13] and data == 13
+
+
+def test_handlers_of_others_are_called_and_come_back(tmp_path):
+    calls = []
+    ours = lambda number, frame: calls.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        with pytest.raises(SystemExit), jdp.Checkpointer(tmp_path) as checkpointer:
+            signal.raise_signal(signal.SIGTERM)
+            checkpointer.save(1, np.ones(2))
+        assert calls == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is ours
+        checkpointer = jdp.Checkpointer(tmp_path)
+        assert signal.getsignal(signal.SIGTERM) is not ours
+        del checkpointer  # dropped, not closed
+        assert signal.getsignal(signal.SIGTERM) is ours
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with jdp.Checkpointer(tmp_path):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_exception_in_the_loop_waits_for_the_save(tmp_path):
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyError):
+        with jdp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, np.ones(10**6))
+            raise KeyError("mine")
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_what_a_killed_save_left_is_cleaned_up(tmp_path):
+    (tmp_path / "7.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step is None
+        checkpointer.save(8, np.ones(2))
+    assert sorted(os.listdir(tmp_path)) == ["8", "notes.txt"]

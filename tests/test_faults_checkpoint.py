@@ -1,0 +1,319 @@
+"""Faults put into saves and restores: kills, bad bits, a full disk, signals, one of two processes that cannot read."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+import jdp
+
+pytestmark = pytest.mark.faults
+
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}
+ENV.pop("NPROC", None)  # conftest's, for 8 devices
+ROOT = str(pathlib.Path(jdp.__file__).parent.parent)
+
+
+class Workers:
+    """Python processes that run one script with a rank each; none of them outlives the test."""
+
+    def __init__(self, script, n, *args):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        command = [sys.executable, "-u", "-c", textwrap.dedent(script)]
+        self.all = [
+            subprocess.Popen(
+                [*command, str(i), f"127.0.0.1:{port}", *map(str, args)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=ENV,
+                cwd=ROOT,
+            )
+            for i in range(n)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for p in self.all:
+            p.kill()
+            p.communicate()
+
+    def wait_for(self, text, rank=0):
+        """Reads the lines of a rank until one begins so."""
+        for line in self.all[rank].stdout:
+            if line.startswith(text):
+                return line
+        raise AssertionError(f"{text!r} never came: {self.all[rank].stderr.read()}")
+
+    def end(self, seconds):
+        """Codes, outputs and errors of all, which have to end in so many seconds; Gloo's own lines left out."""
+        until = time.monotonic() + seconds
+        done = [p.communicate(timeout=max(0.1, until - time.monotonic())) for p in self.all]
+        outs = [[line for line in out.splitlines() if "[Gloo]" not in line] for out, _ in done]
+        return [p.returncode for p in self.all], outs, [err for _, err in done]
+
+
+def arrays(step):
+    """23 MB that do not compress, of two leaves."""
+    rng = np.random.default_rng(step)
+    return {"a": rng.normal(size=(1000, 3000)).astype(np.float32), "b": rng.integers(0, 2**62, 1_400_000)}
+
+
+SAVE = """
+    import sys
+    sys.path.insert(0, "tests")
+    import jdp, jax
+    from test_faults_checkpoint import arrays
+    put = lambda tree: {k: v if v.dtype == "int64" else jax.device_put(v) for k, v in tree.items()}
+    first, second = (put(arrays(i)) for i in (1, 2))
+    checkpointer = jdp.Checkpointer(sys.argv[3], keep=1)
+    checkpointer.save(1, first, data=1)
+    checkpointer.wait()
+    print("BEGIN")
+    checkpointer.save(2, second, data=2)
+    print("BACK")
+    checkpointer.wait()
+    print("DONE")
+    checkpointer.save(3, first, data=3)
+    sys.stdin.read()
+"""
+
+
+# Seconds from the beginning of the save, or the line after which to kill.
+@pytest.mark.parametrize("moment", [0.0, 0.02, "BACK", 0.06, 0.15, "DONE"])
+def test_kill_9_in_a_save_loses_nothing(tmp_path, moment):
+    with Workers(SAVE, 1, tmp_path) as workers:
+        workers.wait_for("BEGIN")
+        if isinstance(moment, str):
+            workers.wait_for(moment)
+        else:
+            time.sleep(moment)
+        workers.all[0].kill()
+        left = sorted(os.listdir(tmp_path))
+    began = time.monotonic()
+    with jdp.Checkpointer(tmp_path, keep=1) as checkpointer:
+        got, data = checkpointer.restore({k: np.zeros_like(v) for k, v in arrays(0).items()})
+        # What was complete is never lost: step 1 until 2 is complete, 2 until 3 is.
+        assert data in ((2, 3) if moment == "DONE" else (1, 2)), left
+        for k, v in arrays(1 if data == 3 else data).items():
+            np.testing.assert_array_equal(got[k], v)
+        checkpointer.save(data + 1, got, data=data + 1)
+    assert os.listdir(tmp_path) == [str(data + 1)], left
+    assert time.monotonic() - began < 20
+    print(f"killed at {moment}: {left}, restored {data}")
+
+
+@pytest.mark.parametrize("place", np.linspace(0.02, 0.98, 9).round(2))
+def test_a_flipped_bit_anywhere_in_the_arrays_is_found(tmp_path, place):
+    state = {"a": np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32), "b": np.arange(1000)}
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, {k: v * 2 for k, v in state.items()})
+    # All the files as one: every one of them is hit at some place.
+    files = sorted(p for p in (tmp_path / "2").rglob("*") if p.is_file() and "/d/" in str(p))
+    sizes = [p.stat().st_size for p in files]
+    at = int(place * sum(sizes))
+    for path, size in zip(files, sizes, strict=True):
+        if at < size:
+            raw = bytearray(path.read_bytes())
+            raw[at] ^= 1 << (at % 8)
+            path.write_bytes(raw)
+            break
+        at -= size
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        try:
+            with pytest.warns(UserWarning, match=r"step 2 is damaged \(\['[ab]'\]") as caught:
+                got, _ = checkpointer.restore(state)
+            factor = 1
+        except pytest.fail.Exception:  # it hit what nobody reads: then all is as it was saved
+            assert not caught
+            got, factor = checkpointer.restore(state)[0], 2
+    for k, v in state.items():
+        np.testing.assert_array_equal(got[k], v * factor)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 40 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "jdp-test", place], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(small_disk):
+    began = time.monotonic()
+    with jdp.Checkpointer(small_disk / "run") as checkpointer:
+        checkpointer.save(1, arrays(1), data=1)
+        checkpointer.save(2, arrays(2), data=2)
+        with pytest.raises(RuntimeError, match="step 2 was not saved in .*; step 1 is the newest complete"):
+            checkpointer.save(3, arrays(3), data=3)
+        assert os.listdir(small_disk / "run") == ["1"] and checkpointer.latest_step == 1
+        subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+        assert checkpointer.save(3, arrays(3), data=3)  # with room it goes on
+    with jdp.Checkpointer(small_disk / "run") as checkpointer:
+        got, data = checkpointer.restore(arrays(0))
+    assert data == 3 and time.monotonic() - began < 30
+    for k, v in arrays(3).items():
+        np.testing.assert_array_equal(got[k], v)
+
+
+def test_a_full_disk_at_the_end_is_an_error_of_with(small_disk, capfd, caplog):
+    with pytest.raises(RuntimeError, match="step 1 was not saved in .*; there is no checkpoint yet"):
+        with jdp.Checkpointer(small_disk / "run") as checkpointer:
+            checkpointer.save(1, {f"{k}{i}": v for i in range(3) for k, v in arrays(i).items()})
+    with pytest.raises(KeyError) as info, jdp.Checkpointer(small_disk / "run") as checkpointer:
+        checkpointer.save(1, {f"{k}{i}": v for i in range(3) for k, v in arrays(i).items()})
+        raise KeyError("mine")
+    assert any("step 1 was not saved" in note for note in info.value.__notes__)
+    assert capfd.readouterr() == ("", "") and not caplog.records  # of Orbax's own tracebacks
+
+
+def test_a_read_only_directory(small_disk):
+    (small_disk / "run").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="jdp.Checkpointer: .*run cannot be written: Read-only file system; "):
+        jdp.Checkpointer(small_disk / "run")
+
+
+LOOP = """
+    import sys, time
+    import jdp
+    jdp.virtual_cpu_devices(2)
+    import jax, numpy as np
+    rank, address, directory, n = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    if n > 1:
+        jax.distributed.initialize(address, n, rank)
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    make = jax.jit(lambda s: {"whole": s + np.arange(9.0), "cut": s * np.ones((8, 3)), "key": jax.random.key(s)},
+                   out_shardings={"whole": whole, "cut": cut, "key": whole})
+    step_fn = jax.jit(lambda t: {**t, "whole": t["whole"] + t["cut"].sum() / 24, "cut": t["cut"] + 1}, donate_argnums=0)
+    with jax.thread_guard(n > 1), jdp.Checkpointer(directory, every=1000) as checkpointer:
+        state, data = checkpointer.restore(make(0))
+        step = data or 0
+        print("FROM", step, flush=True)
+        while True:
+            step += 1
+            state = step_fn(state)
+            jax.block_until_ready(state)
+            checkpointer.save(step, state, data=step)
+            if step % 5 == 0:
+                print("STEP", step, flush=True)
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_sigterm_to_one_process_ends_all_after_the_same_step(tmp_path, n):
+    with Workers(LOOP, n, tmp_path, n) as workers:
+        for rank in range(n):
+            workers.wait_for("STEP", rank)
+        workers.all[-1].send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        codes, outs, errors = workers.end(20)
+        assert codes == [0] * n, errors
+        assert time.monotonic() - began < 12
+    (step,) = [int(p) for p in os.listdir(tmp_path)]
+    assert outs[0][-1] == f"jdp: SIGTERM: saved step {step} in {tmp_path}; ending"
+    assert not any("SIGTERM" in line for out in outs[1:] for line in out)
+    # What one number of processes saved another takes up.
+    with Workers(LOOP, 3 - n, tmp_path, 3 - n) as workers:
+        assert workers.wait_for("FROM") == f"FROM {step}\n"
+        for rank in range(3 - n):
+            workers.wait_for("STEP", rank)
+        workers.all[0].send_signal(signal.SIGTERM)
+        codes, _, errors = workers.end(20)
+        assert codes == [0] * (3 - n), errors
+    like = {"whole": np.zeros(9, np.float32), "cut": np.zeros((8, 3), np.float32), "key": jdp_key()}
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        got, data = checkpointer.restore(like)
+    assert data == max(int(p) for p in os.listdir(tmp_path)) and data > step
+    np.testing.assert_array_equal(got["cut"], np.full((8, 3), data, np.float32))
+    np.testing.assert_array_equal(got["whole"], np.arange(9) + np.float32(data * (data - 1) / 2))
+
+
+def jdp_key():
+    import jax
+
+    return jax.random.key(7)
+
+
+TWO = """
+    import sys
+    import jdp
+    jdp.virtual_cpu_devices(2)
+    import jax, numpy as np, warnings
+    rank, address, directory, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    jax.distributed.initialize(address, 2, rank)
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rng = np.random.default_rng(0)
+    put = lambda x, s: jax.make_array_from_callback(x.shape, NamedSharding(mesh, s), lambda i: x[i])
+    host = {"a": rng.normal(size=(8, 50)).astype(np.float32), "b": rng.normal(size=60).astype(np.float32)}
+    like = {"a": put(host["a"], P("data")), "b": put(host["b"], P()), "n": 3, "local": jax.numpy.ones(2)}
+    with jdp.Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, like, data=step)
+        checkpointer.wait()
+        if fault == "unreadable" and rank == 1:  # a file system that fails this process alone
+            import jdp._checkpoint_read as module
+            read = real = module._read_arrays
+            module._read_arrays = lambda path, leaves: ({}, "gone") if "/2/" in str(path) else read(path, leaves)
+        if fault == "flipped" and rank == 0:
+            import pathlib
+            files = [p for p in pathlib.Path(directory, "2").rglob("*") if p.is_file()]
+            file = max(files, key=lambda p: p.stat().st_size)
+            raw = bytearray(file.read_bytes())
+            raw[len(raw) // 2] ^= 1
+            file.write_bytes(raw)
+        jax.experimental.multihost_utils.sync_global_devices("harm is done")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got, data = checkpointer.restore(like)
+        if fault == "unreadable" and rank == 1:
+            module._read_arrays = real
+        print("GOT", data, [str(w.message)[:200] for w in caught if "jdp" in str(w.message)])
+        for name in host:
+            for shard in got[name].addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), host[name][shard.index])
+        assert got["n"] == 3 and got["local"].tolist() == [1, 1]
+        checkpointer.save(2, got, data="again")
+        checkpointer.wait()
+        print("THEN", checkpointer.restore(like)[1])
+        other = {**like, "b": like["b"].astype("float16")} if rank else like
+        try:
+            checkpointer.restore(other)
+        except ValueError as e:
+            print("OTHER", "float16" in str(e))
+"""
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "flipped"])
+def test_two_processes_take_the_same_step(tmp_path, fault):
+    began = time.monotonic()
+    with Workers(TWO, 2, tmp_path, fault) as workers:
+        codes, outs, errors = workers.end(60)
+        assert codes == [0, 0], errors
+    for out in outs:
+        assert any(line.startswith("GOT 1") for line in out) and "THEN again" in out and "OTHER True" in out
+    assert sum("step 2 is damaged" in line for out in outs for line in out if line.startswith("GOT")) == 1
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.set-aside"]
+    assert time.monotonic() - began < 40

@@ -1,0 +1,377 @@
+"""Data parallelism over processes: two processes with two CPU devices each, against one device and the whole batch."""
+
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+HERE = pathlib.Path(__file__).parent
+PROCESSES, LOCAL = 2, 2
+ROWS = (9, 5)
+PARTS = (slice(0, 9), slice(9, 14))
+CHUNKS = (5, 4, 3, 2)  # torch's rule, in each process
+MLP = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(14, 5)).astype(np.float32)
+Y = RNG.normal(size=(14, 3)).astype(np.float32)
+BATCH = {"x": X, "y": Y}
+
+
+def start(folder, process, port):
+    environ = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(LOCAL),
+        "NPROC": "8",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JDP_NUM_PROCESSES": str(PROCESSES),
+        "JDP_PROCESS_ID": str(process),
+        "PYTHONPATH": str(HERE.parent),
+    }
+    environ.pop("XLA_FLAGS", None)
+    command = [sys.executable, str(HERE / "processes_worker.py"), str(folder)]
+    with (folder / f"{process}.log").open("w") as log:
+        return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What each process found, by the name of the case."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = [start(folder, process, port) for process in range(PROCESSES)]
+    try:
+        codes = [worker.wait(timeout=240) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    logs = "\n".join((folder / f"{p}.log").read_text()[-2000:] for p in range(PROCESSES))
+    assert codes == [0] * PROCESSES, logs
+    return [pickle.loads((folder / f"{p}.pickle").read_bytes()) for p in range(PROCESSES)]
+
+
+@pytest.fixture
+def found(job, request):
+    """What each process found in the case that the test is named after."""
+    name = request.node.originalname.removeprefix("test_")
+    for result in job:
+        if isinstance(result[name], Exception):
+            raise result[name]
+    return [result[name] for result in job]
+
+
+def variables():
+    return MLP.init(jax.random.key(0), X[:1])
+
+
+def mse(v, batch):
+    return jnp.mean((MLP.apply(v, batch["x"]) - batch["y"]) ** 2)
+
+
+def close(found, expected, rtol=1e-5, atol=1e-6):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), found, expected)
+
+
+def equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_apply(found):
+    expected = MLP.apply(variables(), X)
+    for process, result in enumerate(found):
+        mine = expected[PARTS[process]]
+        close(result["out"], mine)
+        assert result["local"] and result["params_replicated"]
+        assert result["host_params"] == {True}
+        for out in result["outs"].values():
+            close(out, mine)
+        first, second = result["own"]
+        # -1 and "cpu" are the host's CPU, which here is the first device; five rows do not divide over two devices.
+        assert result["devices"] == {
+            "0": [first], "1": [second], "-1": [first], "cpu": [first], "sharded": [first, second],
+        }  # fmt: skip
+
+
+def test_other_output_device(found):
+    assert found == [True, True]
+
+
+def test_no_rows_here(found):
+    close(found[0], MLP.apply(variables(), X[:6]))
+    assert found[1].shape == (0, 3)
+
+
+def test_nothing_cut(found):
+    """Each process runs once, with its own arguments, and has its own output."""
+    for process, result in enumerate(found):
+        np.testing.assert_array_equal(result["scaled"], [3 * (process + 1)])
+        np.testing.assert_array_equal(result["vector"], [3 * (process + 1), 3])
+
+
+def test_whole_argument(found):
+    for process, out in enumerate(found):
+        close(out, X[PARTS[process]] * 2 + np.arange(5.0, dtype=np.float32))
+
+
+def test_functional(found):
+    for process, out in enumerate(found):
+        close(out, MLP.apply(variables(), X)[PARTS[process]])
+
+
+def test_global_arrays(found):
+    for result in found:
+        close(result["out"], MLP.apply(variables(), result["local"]))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.BatchNorm(use_running_average=not train, epsilon=1e-2)(nn.Dense(4, use_bias=False)(x))
+
+
+def chunks_of(x):
+    return np.split(x, np.cumsum(CHUNKS)[:-1])
+
+
+def test_batch_norm(found):
+    model = Normed()
+    v = model.init(jax.random.key(0), X[:2])
+    runs = [model.apply(v, chunk, mutable=["batch_stats"]) for chunk in chunks_of(X)]
+    out = np.concatenate([y for y, _ in runs])
+    weighted = jax.tree.map(lambda *s: sum(a * n for a, n in zip(s, CHUNKS, strict=True)) / 14, *[s for _, s in runs])
+    for process, result in enumerate(found):
+        for reduce_state, state in (("primary", runs[0][1]), ("mean", weighted)):
+            close(result[reduce_state]["out"], out[PARTS[process]])
+            close(result[reduce_state]["state"], state)
+
+
+def test_dropout(found):
+    """Every replica draws a mask of its own, those of other processes too."""
+    masks = [mask for out in found for mask in np.split(out > 0, LOCAL)]
+    assert len({mask.tobytes() for mask in masks}) == PROCESSES * LOCAL
+    primary = nn.Dropout(0.5, deterministic=False).apply(
+        {}, np.ones((2, 64), np.float32), rngs={"dropout": jax.random.key(1)}
+    )
+    np.testing.assert_array_equal(masks[0], primary > 0)
+
+
+def test_value_and_grad(found):
+    v = variables()
+    whole = jax.value_and_grad(mse)(v, BATCH)
+    mask = Y[:, 0] > 0
+
+    def ratio(v):
+        error = jnp.sum((MLP.apply(v, X) - Y) ** 2, -1)
+        return jnp.sum(error * mask) / jnp.sum(mask)
+
+    by_row = jax.grad(lambda x: jnp.mean((MLP.apply(v, x) - Y) ** 2))(X)
+    for process, result in enumerate(found):
+        close(result["scalar"], whole)
+        close(result["accumulated"], whole)
+        (loss, aux), grads = result["vector"]
+        close((loss, grads), whole)
+        np.testing.assert_array_equal(aux["rows"], X[PARTS[process], 0])
+        close(result["ratio"], jax.value_and_grad(ratio)(v))
+        close(result["rows"], (whole[0], by_row[PARTS[process]]))
+        close(result["grad"], whole[1])
+
+
+def train(tx, steps, batch_of=lambda k: BATCH, loss=mse, params=None):
+    """One device, the whole batch, optax."""
+    params = variables() if params is None else params
+    state, losses = tx.init(params), []
+    for k in range(steps):
+        value, grads = jax.value_and_grad(loss)(params, batch_of(k))
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, params["params"]
+
+
+def test_train(found):
+    losses, params = train(optax.adam(1e-2), 4)
+    for result in found:
+        for name in ("plain", "accumulated", "checked", "sharded"):
+            np.testing.assert_allclose(result[name]["losses"], losses, rtol=1e-5)
+            close(result[name]["params"], params, rtol=1e-4, atol=1e-5)
+            assert result[name]["step"] == 4
+        np.testing.assert_allclose(result["bfloat16"], losses, rtol=1e-2)
+        # Of each moment 5 x 8, 8, 8 x 3 divide by four devices; the bias of 3 does not.
+        assert result["cut"] == 2 * 3
+        assert result["bytes"] == (2 * 4 * (40 + 8 + 24) // 4, 2 * 4 * 3 + 4)
+    equal(found[0], found[1])  # to the last bit
+
+
+def test_train_rows(found):
+    error = (MLP.apply(variables(), X) - Y) ** 2
+    for process, metrics in enumerate(found):
+        np.testing.assert_allclose(metrics["loss"], error.mean(), rtol=1e-5)
+        np.testing.assert_allclose(metrics["rows"], error.sum(-1)[PARTS[process]], rtol=1e-5)
+        np.testing.assert_allclose(metrics["hits"], (error > 1).mean(), rtol=1e-6)
+
+
+def test_train_key(found):
+    masks = [mask for kept in found for mask in np.split(kept, LOCAL)]
+    assert masks[0].shape == (2, 64)
+    assert len({mask.tobytes() for mask in masks}) == PROCESSES * LOCAL
+
+
+def test_nonfinite(found):
+    row = {"x": np.full((1, 5), np.nan, np.float32), "y": Y[10:11]}
+    bad = sum(not np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(mse)(variables(), row)))
+    assert bad >= 3
+    for result in found:
+        assert result["skipped"] and result["step"] == 0
+        close(result["params"], variables()["params"], 0, 0)
+        # The row that has a NaN is the second of process 1, whose first replica is the third of all.
+        assert result["bad"] == [(2, 1, (1,), bad)]
+
+
+def test_sync_batch_norm(found):
+    """Uneven chunks in several processes: the statistics of the whole batch."""
+    model = Normed()
+    v = model.init(jax.random.key(0), X[:2])
+    params, stats, tx = v["params"], v["batch_stats"], optax.adam(1e-2)
+    state, losses = tx.init(params), []
+
+    def loss(params, stats):
+        out, updates = model.apply({"params": params, "batch_stats": stats}, X, mutable=["batch_stats"])
+        return jnp.mean((out - X[:, :4]) ** 2), updates["batch_stats"]
+
+    for _ in range(3):
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params, stats)
+        updates, state = tx.update(grads, state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    for result in found:
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-4)
+        close(result["state"]["batch_stats"], stats, rtol=1e-4, atol=1e-5)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def test_nnx(found):
+    """The numbers of the same module on one device."""
+    equal(found[0]["params"], found[1]["params"])
+    model = Net(nnx.Rngs(0))
+    close(np.concatenate([result["before"] for result in found]), model(X))
+    optimizer, losses = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), []
+    for _ in range(3):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(X) - Y) ** 2))(model)
+        optimizer.update(model, grads)
+        losses.append(float(value))
+    np.testing.assert_allclose(found[0]["losses"], losses, rtol=1e-5)
+    close(np.concatenate([result["after"] for result in found]), model(X), rtol=1e-4, atol=1e-4)
+    close(found[0]["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)), rtol=1e-4, atol=1e-5)
+
+
+def test_prefetch(found):
+    """Process 0 has no batches, process 1 two, of three rows: what counts is what there is."""
+    batches = [{"x": X[k : k + 3], "y": Y[k : k + 3]} for k in range(2)]
+    losses, params = train(optax.sgd(0.1), 2, batches.__getitem__)
+    for process, result in enumerate(found):
+        for size in ("size 0", "size 2"):
+            np.testing.assert_allclose(result[size]["losses"], losses, rtol=1e-5)
+            close(result[size]["params"], params)
+            assert result[size]["sizes"] == [(0, 0, 2, 1)] * 2
+        outputs = [np.asarray(MLP.apply(variables(), b["x"])) for b in batches]
+        close(result["outputs"], outputs if process else [x[:0] for x in outputs])
+
+
+def test_verbs(found):
+    for process, result in enumerate(found):
+        assert result["sizes"] == CHUNKS
+        own = chunks_of(X)[2 * process : 2 * process + 2]
+        equal(result["own"], own)
+        assert f"is on process {1 - process}, this is process {process}" in result["refused"]
+        np.testing.assert_array_equal(result["gathered"], X[PARTS[process]])
+        np.testing.assert_array_equal(result["doubled"], X[PARTS[process]] * 2)
+        np.testing.assert_array_equal(result["added"], np.full((2, 2), 2 * 1.0 + 2 * 2.0))
+        np.testing.assert_array_equal(result["added_everywhere"], result["added"])
+        assert result["chunks"] == (9, 0, 5, 0)
+
+
+def test_parallel(found):
+    """A step for pmap, of which every process has its own rows and its own losses."""
+    rows = [X[:4], X[:4] + 1]
+    w, grads, losses = np.ones((5, 3), np.float32), [], []
+    for x in (chunk for part in rows for chunk in np.split(part, 2)):
+        y = Y[:2] if len(losses) % 2 == 0 else Y[2:4]
+        loss, grad = jax.value_and_grad(lambda w, x=x, y=y: jnp.mean((x @ w - y) ** 2))(w)
+        losses.append(float(loss))
+        grads.append(grad)
+    for process, result in enumerate(found):
+        close(result["w"], w - 0.1 * sum(grads) / 4)
+        np.testing.assert_allclose(result["losses"], losses[2 * process : 2 * process + 2], rtol=1e-5)
+
+
+def test_check_replicas(found):
+    """One ulp on the last device of the other process is found by both, and named."""
+    for result in found:
+        for verb, text in result.items():
+            where = "['w']" if verb == "check" else "['params']['w']"
+            assert text.startswith("ValueError: jdp."), text
+            assert where in text and "process 1" in text and "['b']" not in text
+            assert "CpuDevice(id=2049)" in text
+    assert found[0] == found[1]
+
+
+def test_other_parameters(found):
+    for result in found:
+        assert "jdp.init: " in result["init"] and "['kernel']" in result["init"]
+        assert "jdp.check_replicas: " in result["nnx"] and "kernel" in result["nnx"]
+        assert "process 1" in result["init"] or "process 0" in result["init"]
+
+
+def test_refused(found):
+    for process, result in enumerate(found):
+        for name in ("jit", "grad"):
+            assert result[name].startswith("ValueError: jdp.") and "dp.value_and_grad" in result[name], result[name]
+        assert f"process {process} has none among them" in result["devices"]
+        assert f"process {process} has none among them" in result["scatter"]
+        assert "runs a collective" in result["uneven_collectives"] and "(5, 4, 3, 2)" in result["uneven_collectives"]
+        assert "the batch has 0 rows" in result["rows"]
+
+
+def test_local_devices(found):
+    v = variables()
+    close(found[0]["out"], MLP.apply(v, X))
+    close(found[0]["grad"], jax.grad(lambda v: MLP.apply(v, X).sum())(v), rtol=1e-4)
+    assert found[1] is None
+
+
+def test_initialize_is_nothing_for_one_process(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    before = sys.excepthook, os.environ.get("XLA_FLAGS")
+    jdp.distributed.initialize()  # JAX has started already, which its own initialize refuses
+    jdp.distributed.initialize("127.0.0.1:1", 1, 0)
+    assert (sys.excepthook, os.environ.get("XLA_FLAGS")) == before
+    assert jax.process_count() == 1
+
+
+def test_initialize_after_jax_has_started_is_an_error():
+    with pytest.raises(RuntimeError, match="must be called before any JAX calls"):
+        jdp.distributed.initialize("127.0.0.1:1", num_processes=2, process_id=0)
