@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ._check import is_key
@@ -58,7 +59,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     hash, once.
     """
     mesh = sharding.mesh
-    if not spans_processes(mesh) or isinstance(x, jax.core.Tracer):
+    if not spans_processes(mesh) or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding == sharding:
@@ -83,6 +84,6 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         trailing = data.shape[x.ndim :]
         return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
     by_device = {s.device: s.data for s in x.addressable_shards}
-    here = jax.process_index()
-    shards = [by_device[d] for d in sharding.mesh.devices.flat if d.process_index == here]
+    mesh: Any = sharding.mesh
+    shards = [by_device[d] for d in mesh.devices.flat if d.process_index == jax.process_index()]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)

@@ -97,9 +97,7 @@ def unpad(x: Any, leaf: Cut, n: int) -> Any:
     if len(runs) == 1 and runs[0][1] == 0:
         return x
     starts = itertools.accumulate((rows + blank for rows, blank in runs), initial=0)
-    pieces = [
-        _rows(x, start, start + rows, leaf.axis) for start, (rows, _) in zip(starts, runs, strict=False) if rows
-    ]
+    pieces = [_rows(x, start, start + rows, leaf.axis) for start, (rows, _) in zip(starts, runs, strict=False) if rows]
     if not pieces:
         return _rows(x, 0, 0, leaf.axis)
     return jnp.concatenate(pieces, axis=leaf.axis) if len(pieces) > 1 else pieces[0]

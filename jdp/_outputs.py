@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ._check import is_array, is_key
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
+from ._processes import spans_processes
 from ._scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum"]
@@ -210,8 +211,9 @@ def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
 
 def _psum_of_transposed(values: list[Any], mesh: Mesh) -> list[Any]:
     # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
-    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step.
-    if mesh.devices.flat[0].platform != "cpu":
+    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Between
+    # processes the sum is another operation, and the transposes would be a fifth of the step.
+    if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
         return _psum(values, mesh)
     turn = [jnp.matrix_transpose if x.ndim == 2 else (lambda y: y) for x in values]
     sums = _psum([f(x) for f, x in zip(turn, values, strict=True)], mesh)

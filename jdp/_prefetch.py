@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from ._agree import Pending, begin, described_by_others, finish
 from ._describe import without_rows
 from ._layout import Layout, Static, Tree
+from ._prepare import Prepared
 from ._processes import own_mesh
 from ._scattered import Scattered
-from ._split import Prepared, filled
+from ._split import filled
 
 
 def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Scattered], size: int) -> Iterator[Scattered]:

@@ -83,9 +83,7 @@ class Program:
         """The state, where it belongs; what is there already stays the same array."""
         prefix = self.shardings(state)
         where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
-        return jax.tree.map(
-            lambda x, to: x if getattr(x, "sharding", None) == to else put(x, to), state, where
-        )
+        return jax.tree.map(lambda x, to: x if getattr(x, "sharding", None) == to else put(x, to), state, where)
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""

@@ -1,0 +1,157 @@
+"""prepare looks at a batch: its leaves, the axes that they are cut along, and the rows of each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from ._agree import Described, own_sizes
+from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
+from ._chunk import chunk_sizes, given_sizes
+from ._describe import describe, own_rows
+from ._layout import Layout, Leaf, Stack, Static, Tree, Whole
+from ._processes import own_mesh, spans_processes
+from ._scattered import Scattered, is_scattered
+
+
+class Prepared(NamedTuple):
+    """A batch whose leaves are known, but not yet how many rows every replica has."""
+
+    leaves: list[Any]
+    specs: list[Any]
+    treedef: Any
+    sizes: tuple[int, ...]  # of this process's own replicas, where it is described
+    mesh: Mesh
+    dim: int
+    key: Any  # under which the layout is kept; None where it is not
+    described: Described | None  # for the other processes; None where there are none, or they know it
+
+
+def prepare(
+    inputs: Tree,
+    mesh: Mesh,
+    dim: int,
+    *,
+    verb: str,
+    root: str | tuple[str, ...],
+    axes: Tree = None,
+    sizes: Sequence[int] | None = None,
+    layouts: dict[Any, Layout] | None = None,
+    stacked: Callable[[Any], bool] | None = None,
+) -> Prepared | tuple[list[Any], Layout]:
+    """The batch, checked; or its leaves and their layout, where that is known."""
+    try:
+        leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
+    except ValueError as error:  # JAX's, for dict keys that do not compare
+        raise ValueError(
+            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
+            f"({error}); JAX sorts them. Pass keys of one type."
+        ) from None
+    key: Any = None
+    if layouts is not None:
+        key = (treedef, *[(x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x) for x in leaves])
+        if (layout := layouts.get(key)) is not None:
+            return leaves, layout
+    axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
+    given = leaves
+    if any(map(is_scattered, leaves)):
+        each = [len(x._layout.leaves) if is_scattered(x) else 1 for x in leaves]
+        axis_of = [axis for axis, count in zip(axis_of, each, strict=True) for _ in range(count)]
+        inputs = jax.tree.unflatten(treedef, [_expand(x, mesh, verb) if is_scattered(x) else x for x in leaves])
+        given, treedef = jax.tree.flatten(inputs)
+
+    def name(i: int) -> str:
+        return name_of(inputs, i, root)
+
+    leaves, specs = _specs(given, axis_of, verb, name)
+    if stacked is not None:
+        specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
+    if not all(x is y and type(x) is not Ready for x, y in zip(leaves, given, strict=True)):
+        key = None  # the layout does not hold for the next batch as it is: something was converted or scattered before
+    described = None
+    if spans_processes(mesh):
+        leaves = own_rows(leaves, specs, mesh, verb, name)
+        if not any(type(x) is Ready for x in leaves):
+            described = describe(leaves, specs, treedef, root)
+    chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
+    if verb != "scatter":
+        rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
+        refuse_rows_of_numbers(inputs, rows, verb, root)
+    return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+
+
+def _specs(
+    given: Sequence[Any], axis_of: Sequence[int | None], verb: str, name: Callable[[int], str]
+) -> tuple[list[Any], list[Any]]:
+    """The leaves, in forms that JAX takes, and for each the axis that it is cut along or what else it is."""
+    leaves, specs = [], []
+    for i, (leaf, axis) in enumerate(zip(given, axis_of, strict=True)):
+        if type(leaf) is Ready:
+            spec: Any = leaf.spec
+        else:
+            array, leaf = classify(leaf, verb, lambda i=i: name(i))
+            if not array:
+                spec = Static(leaf)
+            elif axis is None or not leaf.ndim:
+                spec = Whole()
+            else:
+                spec = normal_axis(axis, leaf.ndim, verb, lambda i=i: name(i))
+        leaves.append(leaf)
+        specs.append(spec)
+    return leaves, specs
+
+
+def _chunks(
+    leaves: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Mesh,
+    verb: str,
+    name: Callable[[int], str],
+    sizes: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The rows of each chunk: of what is scattered already, else `sizes`, else by torch's rule."""
+    ready = {x.sizes for x in leaves if type(x) is Ready and not isinstance(x.spec, Whole)}
+    if len(ready) > 1:
+        raise ValueError(
+            f"jdp.{verb}: inputs that are scattered already have chunks {' and '.join(map(str, sorted(ready)))}; all "
+            f"inputs are cut alike. Scatter them together."
+        )
+    n, several = own_mesh(mesh).size, spans_processes(mesh)
+    cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
+    if not cut:
+        alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1, *[0] * (n - 1)) if several else (1,)
+        return ready.pop() if ready else alone if sizes is None else given_sizes(sizes, 0, n)
+    rows = check_rows(cut, verb, name)
+    if not ready:
+        own = chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n)
+        return (*own, *[0] * (n - len(own))) if several else own
+    chunks = ready.pop()
+    if sum(own_sizes(mesh, chunks) if several else chunks) != rows:
+        raise ValueError(
+            f"jdp.{verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(chunks)}; all inputs "
+            f"are cut alike. Scatter them together."
+        )
+    return chunks
+
+
+class Ready:
+    """One array of an argument that came scattered already."""
+
+    __slots__ = ("array", "spec", "sizes")
+
+    def __init__(self, array: Any, spec: Leaf, sizes: tuple[int, ...]) -> None:
+        self.array, self.spec, self.sizes = array, spec, sizes
+
+
+def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
+    """The tree of `s`, with a `Ready` for each array."""
+    layout = s._layout
+    if layout.mesh != mesh:
+        raise ValueError(
+            f"jdp.{verb}: an input is scattered over ({', '.join(map(str, s.devices))}), the call runs on "
+            f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
+        )
+    return layout.fill([Ready(x, leaf, layout.sizes) for x, leaf in zip(s._arrays, layout.arrays, strict=True)])
