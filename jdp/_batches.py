@@ -32,6 +32,10 @@ class Batches:
         batches are copied, so that the iterable may use its buffers again. An exception of the iterable
         comes after the batches before it.
 
+        Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
+        out, with batches of no rows for those that have. The processes tell each other one batch ahead, so that no
+        step waits for it.
+
         Args:
             batches: any iterable of pytrees of arrays; with `in_axes` a tuple is the arguments, anything
                 else the first one.

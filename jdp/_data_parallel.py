@@ -42,6 +42,9 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
     * Flax NNX: `dp(x)`. The wrapper is an NNX module itself (`nnx.jit`, `nnx.value_and_grad`,
       `nnx.Optimizer(dp, tx, wrt=nnx.Param)`); `dp.module` is the model, updated in place.
 
+    Over several processes (`jdp.distributed.initialize`) each passes its own rows, any number of them, and gets its
+    own outputs; parameters, gradients, losses and state are those of all. All make the same calls in the same order.
+
     `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
     Inside another replica's program (a wrapper in a wrapper, `jax.pmap`, `jax.shard_map`) the module
     runs directly. Under `jax.jit` and the like, parameters should be replicated (as `dp.init` returns
@@ -53,7 +56,9 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
             is the primary device. `None` is all of `jax.devices()`.
         output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
             (one array over the replicas). `None` is where the parameters live: the primary device
-            for parameters there or on the host, over the replicas for replicated ones.
+            for parameters there or on the host, over the replicas for replicated ones. Of several processes
+            each has its outputs on devices of its own: a device of another stands for its counterpart here, and
+            the primary device is the first of its own.
         dim: the axis along which inputs are cut and outputs concatenated, negative allowed.
         in_axes: as in `jax.vmap`, for the positional arguments after the parameters: an int, or a
             tuple with an int or None (whole to every replica) for each. Default: `dim` for all.

@@ -83,7 +83,8 @@ def initialize(
     )
     install()
     if thread_guard:
-        jax.config.update("jax_thread_guard", True)
+        # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
+        jax.thread_guard(True).__enter__()
     if own_process() == 0 and not quiet:
         print(_found(), file=sys.stderr, flush=True)
 

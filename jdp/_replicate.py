@@ -21,7 +21,8 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 
     Leaves that are there already are neither moved nor copied; where that holds for all of them the
     very same tree comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes
-    back to where the leaf was. Under `jax.jit` the tree passes through, for the program replicates it.
+    back to where the leaf was. Under `jax.jit` the tree passes through, for the program replicates it. Of
+    several processes all pass the same values, which `dp.check_replicas` compares.
 
     Args:
         tree: a pytree of arrays: on the host, on the primary device, or replicated.

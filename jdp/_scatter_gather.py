@@ -30,7 +30,8 @@ def scatter(
     Arrays (jax or numpy) with `ndim >= 1` are cut by `torch.chunk`'s rule (`jdp.chunk_sizes`); any
     number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects go
     whole to every replica, and `None` stays `None`. Containers that JAX knows survive. With nothing
-    to cut there is one chunk, on the primary device. Differentiable.
+    to cut there is one chunk, on the primary device. Differentiable. Of several processes each passes
+    its own rows, which go to its own devices.
 
     Args:
         inputs: a pytree; all its cut arrays have the same number of rows along `dim`.
@@ -64,7 +65,8 @@ def gather(outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None
 
     True sizes only: padding never shows. 0-d arrays become a vector with one entry per replica
     used, in silence (torch warns). Leaves that are whole on every replica come back as they are.
-    Under `jax.jit` the values are the same, and stay on the replicas.
+    Under `jax.jit` the values are the same, and stay on the replicas. Of several processes each gets the
+    rows of its own devices.
 
     Args:
         outputs: a `jdp.Scattered`, or a list with one tree of arrays per device.

@@ -107,7 +107,8 @@ class Training:
 
         For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
         step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
-        The numbers are those of one device and the whole batch, for every batch size.
+        The numbers are those of one device and the whole batch, for every batch size; of several processes the
+        batch is the rows of them all, and a metric with an entry per row comes back for each one's own.
 
         Args:
             loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:

@@ -6,6 +6,7 @@ Usage: processes_worker.py FOLDER, under `jdp launch` or with its environment.
 import pathlib
 import pickle
 import sys
+import threading
 import traceback
 
 import jdp
@@ -343,6 +344,27 @@ def case_refused():
             )
         ),
         "rows": text_of(lambda: dp.value_and_grad(mse)(v, {"x": X[:0], "y": Y[:0]})),
+    }
+
+
+def in_thread(call):
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(text_of(call)), name="another")
+    thread.start()
+    thread.join()
+    return texts[0]
+
+
+def case_thread():
+    """From a second thread neither jdp nor JAX runs anything over several processes; alone it may compute."""
+    dp = jdp.DataParallel(lambda w, x: x * w)
+    total, x = jax.jit(jnp.sum), jdp.scatter(X[MINE])._arrays[0]
+    before = float(total(x))
+    return {
+        "jdp": in_thread(lambda: dp(2.0, X[MINE])),
+        "jax": in_thread(lambda: total(x)),
+        "local": in_thread(lambda: jnp.ones(3).sum().block_until_ready()),
+        "after": float(total(x)) == before and dp(2.0, X[MINE]).shape == X[MINE].shape,
     }
 
 

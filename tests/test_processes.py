@@ -355,6 +355,13 @@ def test_refused(found):
         assert "the batch has 0 rows" in result["rows"]
 
 
+def test_thread(found):
+    for result in found:
+        assert "RuntimeError: jdp.DataParallel: called from thread 'another'" in result["jdp"]
+        assert "thread guard" in result["jax"]
+        assert result["local"] == "nothing was raised" and result["after"]
+
+
 def test_local_devices(found):
     v = variables()
     close(found[0]["out"], MLP.apply(v, X))
