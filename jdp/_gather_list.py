@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ._check import is_array, normal_axis
 from ._devices import Device
 from ._layout import Tree
+from ._processes import own_mesh
 from ._scattered import Scattered, concrete, put_all
 from ._split import split
 
@@ -90,9 +91,10 @@ def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
 
 def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scattered:
     """A list with one tree per device, as a `scatter` of one's own may return it in torch, as a `Scattered`."""
-    if not isinstance(trees, list | tuple) or not 0 < len(trees) <= mesh.size:
+    n = own_mesh(mesh).size
+    if not isinstance(trees, list | tuple) or not 0 < len(trees) <= n:
         raise TypeError(
-            f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are {mesh.size} devices. "
+            f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are {n} devices. "
             f"Return what jdp.scatter returns, or a list with one tree for each device used."
         )
     flat = [jax.tree.flatten(tree) for tree in trees]
@@ -109,7 +111,7 @@ def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scat
             f"the same rows. Return chunks that agree."
         )
     whole = [gather_list(list(c), None, dim) if is_cut else c[0] for c, is_cut in zip(columns, cut, strict=True)]
-    sizes = (*rows.pop(), *[0] * (mesh.size - len(trees))) if rows else None
+    sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
     tree = jax.tree.unflatten(flat[0][1], whole)
     return split(tree, mesh, dim, verb="DataParallel", root=root, sizes=sizes)
 

@@ -14,6 +14,7 @@ import jax
 
 from ._dispatch import wait_for_all
 from ._exchange import left_key, now
+from ._launch_environment import FOR_ANOTHER
 from ._processes import client, own_process, process_count
 
 _FAILED = "jdp/failed"
@@ -50,10 +51,10 @@ def _tell(what: str) -> None:
 
 
 def _end(code: int) -> None:
-    if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
-        time.sleep(_GRACE + 2 * _pause())
     sys.stdout.flush()
     sys.stderr.flush()
+    if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
+        time.sleep(_GRACE + 2 * _pause())
     os._exit(code)
 
 
@@ -94,4 +95,4 @@ def _listen(leaving: threading.Event) -> None:
         return
     time.sleep(_GRACE)
     print(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends", file=sys.stderr)
-    _end(1)
+    _end(FOR_ANOTHER)

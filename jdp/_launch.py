@@ -144,6 +144,8 @@ def _exit_code(culprit: Worker) -> int:
 
 def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
     said = f"{_end(culprit)}, before any other"
+    # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
+    last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
     if last_words:
         printer.say(f"{said}. Its last lines on stderr:")
         printer.write(2, last_words)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from . import _launch_guard, _launch_watch
+from ._launch_environment import FOR_ANOTHER
 
 
 @dataclasses.dataclass
@@ -136,9 +137,14 @@ class Crew:
     def culprit(self) -> Worker | None:
         """The worker whose failure brought the others down, or `None` if none failed by itself."""
         failed = [worker for worker in self.workers if worker.code and worker.ended < self.killed]
+
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
-        return min(failed, key=lambda worker: (worker.code != -signal.SIGKILL, worker.ended), default=None)
+        # And process 0 stays until all have heard that it has failed, who then end before it does.
+        def blame(worker: Worker) -> tuple[bool, bool, float]:
+            return worker.code != -signal.SIGKILL, worker.code == FOR_ANOTHER, worker.ended
+
+        return min(failed, key=blame, default=None)
 
     def __enter__(self) -> Crew:
         return self
