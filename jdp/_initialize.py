@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -74,13 +77,14 @@ def initialize(
         return
     limits.step, limits.start = float(timeout), float(start_timeout)
     _limit_collectives(timeout)
-    jax.distributed.initialize(
-        **job,
-        initialization_timeout=int(start_timeout),
-        heartbeat_timeout_seconds=heartbeat_timeout,
-        shutdown_timeout_seconds=shutdown_timeout,
-        **options,
-    )
+    with _absent_are_named(int(start_timeout)):
+        jax.distributed.initialize(
+            **job,
+            initialization_timeout=int(start_timeout) + _LATER,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            shutdown_timeout_seconds=shutdown_timeout,
+            **options,
+        )
     install()
     if thread_guard:
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
@@ -105,6 +109,24 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
     if count == 1 or (address, count, here) == (None, None, None):
         return None
     return {"coordinator_address": address, "num_processes": count, "process_id": here}
+
+
+_LATER = 3  # seconds by which the coordination service gives up before those who wait for its answer
+
+
+@contextlib.contextmanager
+def _absent_are_named(seconds: int) -> Iterator[None]:
+    """The coordination service, which knows who has come, tells those that have; JAX would let it wait for an hour."""
+    from jax._src import distributed
+
+    module, name = distributed._jax, "get_distributed_runtime_service"
+    before = getattr(module, name)
+    # No argument of jax.distributed.initialize leads there.
+    setattr(module, name, functools.partial(before, cluster_register_timeout=seconds))
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _limit_collectives(timeout: float) -> None:

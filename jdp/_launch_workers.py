@@ -142,7 +142,7 @@ class Crew:
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
         # And process 0 stays until all have heard that it has failed, who then end before it does.
         def blame(worker: Worker) -> tuple[bool, bool, float]:
-            return worker.code != -signal.SIGKILL, worker.code == FOR_ANOTHER, worker.ended
+            return worker.code != -signal.SIGKILL, worker.code in (FOR_ANOTHER, -signal.SIGTERM), worker.ended
 
         return min(failed, key=blame, default=None)
 

@@ -359,6 +359,21 @@ def test_the_first_to_fail_is_named_although_others_fail_milliseconds_later():
     assert code == 7 and err.endswith("Its last lines on stderr:\n[2] first\n")
 
 
+def test_who_ends_for_anothers_sake_is_not_to_blame_although_it_ends_first():
+    """Process 0, through which the others hear of its failure, ends after them."""
+    script = f"""
+    if not rank: signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
+    ready(); until(*[f"ready-{{i}}-0" for i in range(3)])
+    if rank: os._exit({_launch_environment.FOR_ANOTHER})
+    sys.stderr.write("the cause\\nW1 preemption_notifier.cc:90] SIGTERM caught\\n"); until_ended(1); time.sleep(0.2)
+    os._exit(7)
+    """
+    code, _, err = launch("-n", "3", script=script)
+    assert code == 7 and err.endswith("Its last lines on stderr:\n[0] the cause\n")
+    alone = launch("-n", "1", script=f"os._exit({_launch_environment.FOR_ANOTHER})")
+    assert alone[0] == _launch_environment.FOR_ANOTHER and "rank 0 failed" in alone[2]
+
+
 @pytest.mark.parametrize("kernel", ["new", "old"])
 def test_ends_are_noted_with_their_codes_in_their_order(kernel, monkeypatch):
     if kernel == "old":
