@@ -99,7 +99,7 @@ def difference(trees: dict[int, dict[str, str]]) -> str | None:
 CONTAINERS = "containers"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _digest(described: Described) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:12]
 

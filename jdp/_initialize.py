@@ -51,7 +51,8 @@ def initialize(
         process_id: which this one is, from 0; likewise.
         timeout: seconds that a process waits for the others at a call of jdp, or in a collective on CPU. Longer,
             where one of them does long work alone between two steps (evaluates, or writes).
-        start_timeout: seconds that it waits for the others to start, and at the first call of each kind.
+        start_timeout: seconds that it waits for the others to start, and at the first call of each kind. Where one
+            does not start, JAX names it in the log, and ends the process with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead.
         shutdown_timeout: seconds that a process which has ended waits for the others to end.
         thread_guard: whether JAX refuses calls over several processes from any other thread than this one.
@@ -59,7 +60,7 @@ def initialize(
         **options: further arguments of `jax.distributed.initialize` (`local_device_ids`, ...).
 
     Raises:
-        RuntimeError: JAX has started already; or a process did not come in time.
+        RuntimeError: JAX has started already; or process 0 finds the port taken.
         ValueError: some of the three first arguments are given, and the others are not known.
 
     Example:
@@ -77,7 +78,7 @@ def initialize(
         return
     limits.step, limits.start = float(timeout), float(start_timeout)
     _limit_collectives(timeout)
-    with _absent_are_named(int(start_timeout)):
+    with _absent_are_named(int(start_timeout)), _taken_port_is_named(job["coordinator_address"]):
         jax.distributed.initialize(
             **job,
             initialization_timeout=int(start_timeout) + _LATER,
@@ -127,6 +128,20 @@ def _absent_are_named(seconds: int) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _taken_port_is_named(address: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "Failed to start RPC server" not in str(error):
+            raise
+        raise RuntimeError(
+            f"jdp.distributed.initialize: process 0 cannot listen on the port of {address}, which is in use, or is not "
+            f"this machine's to use; the processes meet at a port that is free. End what has it (an earlier job?), or "
+            f"give all processes another coordinator_address."
+        ) from error
 
 
 def _limit_collectives(timeout: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -39,51 +39,42 @@ def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Scattered], size
         raise failed
 
 
-class _Told(NamedTuple):
-    """A batch that the other processes are being told of; None when this one has run out."""
-
-    batch: Prepared | None
-    pending: Pending
-
-
 def prefetch_together(
     batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: dict[Any, Layout], size: int
 ) -> Iterator[Scattered]:
-    """`prefetch` over several processes: goes on until all have run out, with no rows of those that have.
+    """`prefetch` over several processes: goes on until all have run out, with no rows of those that have."""
+    agreed = _together(iter(batches), prepare, mesh, layouts, size > 0)
+    return prefetch(agreed, lambda s: s, max(0, size - 1))
 
-    The processes tell each other their rows one batch ahead of where they need them.
-    """
-    source = iter(batches)
-    told: collections.deque[_Told] = collections.deque()
-    ahead: collections.deque[Scattered] = collections.deque()
+
+def _together(
+    batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: dict[Any, Layout], early: bool
+) -> Iterator[Scattered]:
+    """Scatters the batches of all processes; `early`: which tell each other of one before they need the one before."""
     last: Prepared | None = None
+    told: collections.deque[tuple[Prepared | None, Pending]] = collections.deque()
     failed: Exception | None = None
-    over = False
-    while not over and failed is None or ahead:
-        while not over and failed is None and len(told) + len(ahead) <= size:
-            try:
-                batch = next((prepare(b) for b in source), None)
-            except Exception as error:  # it comes after the batches before it
-                failed = error
-                break
-            last = batch or last
-            rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
-            told.append(_Told(batch, begin(mesh, "prefetch", rows, None if batch is None else batch.described)))
-        # All but the newest, of which the others are just hearing.
-        while told and not over and (len(told) > 1 or not ahead):
-            batch, pending = told.popleft()
-            agreed = finish(pending)
-            if not agreed.digests:
-                over = True
-                break
-            if batch is None:
-                tree = without_rows(described_by_others(mesh, agreed), "prefetch") if last is None else _no_rows(last)
-                batch = last = prepare(tree)
-            ahead.append(filled(batch, agreed.rows, layouts, True))
-        if ahead:
-            yield ahead.popleft()
-    if failed is not None:
-        raise failed
+    while True:
+        try:
+            while failed is None and len(told) <= early:
+                batch = next(map(prepare, batches), None)  # None: this process has run out
+                rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
+                told.append((batch, begin(mesh, "prefetch", rows, None if batch is None else batch.described)))
+        except Exception as error:  # it comes after the batches before it
+            failed = error
+        if not told:
+            assert failed is not None
+            raise failed
+        batch, pending = told.popleft()
+        agreed = finish(pending)
+        if not agreed.digests:
+            return
+        if batch is None:
+            batch = prepare(
+                without_rows(described_by_others(mesh, agreed), "prefetch") if last is None else _no_rows(last)
+            )
+        last = batch
+        yield filled(batch, agreed.rows, layouts, True)
 
 
 def _no_rows(batch: Prepared) -> Tree:
