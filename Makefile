@@ -47,6 +47,7 @@ wheel: $(VENV)/bin/python  ## build the wheel into dist/
 bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-written programs
 	$(VENV)/bin/python benchmarks/overhead.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/train.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/processes.py --write $(ARGS)
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

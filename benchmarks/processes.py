@@ -9,7 +9,7 @@ have run; figures are medians over the turns, and ratios of medians.
     jdp            step(state, batch): the processes agree on the rows of every batch before they run it
     prefetch       for batch in dp.prefetch(...): step(state, batch), which agrees one batch ahead
     uneven         process 0 has a row fewer than the others
-    check          train_step(check_replicas=10), so that a turn has one comparison; what it adds is given for one in 100
+    check          train_step(check_replicas=10), so that a turn has one comparison; the figure is for one in 100 steps
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
     dp = jdp.DataParallel(model)
     step = dp.train_step(loss_fn, tx)
     checking = dp.train_step(loss_fn, tx, check_replicas=STEPS)
-    states = {"hand-written": to_all()} | {name: step.init(variables) for name in ("jdp", "prefetch", "uneven", "check")}
+    states = {"hand-written": to_all()} | {
+        name: step.init(variables) for name in ("jdp", "prefetch", "uneven", "check")
+    }
     losses: dict[str, Any] = {}
 
     def hand_written() -> None:
@@ -142,7 +144,15 @@ def measure(processes: int, devices: int, width: int, rows: int, seconds: float)
         return json.loads(out.read_text())
 
 
-COLUMNS = "processes x devices", "hand-written", "jdp / hand", "prefetch / hand", "uneven / even", "check, of 100", "rounds"
+COLUMNS = (
+    "processes x devices",
+    "hand-written",
+    "jdp / hand",
+    "prefetch / hand",
+    "uneven / even",
+    "check, of 100",
+    "rounds",
+)
 
 
 def cells(processes: int, devices: int, t: dict[str, float]) -> list[str]:

@@ -73,6 +73,10 @@ def initialize(
     Source: `initialize` in jax/_src/distributed.py; the time-outs' measure is torchrun's promise that any failure
     ends all workers.
     """
+    if num_processes is None and process_id is None and "JDP_NUM_PROCESSES" in os.environ:
+        num_processes, process_id = int(os.environ["JDP_NUM_PROCESSES"]), int(os.environ["JDP_PROCESS_ID"])
+        # In a step of Slurm JAX would give this process the one device that Slurm means for each task.
+        options = {"cluster_detection_method": "deactivate", **options}
     job = _job(coordinator_address, num_processes, process_id, int(start_timeout), options)
     if job is None:
         return
@@ -91,7 +95,7 @@ def initialize(
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()
     if own_process() == 0 and not quiet:
-        print(_found(), file=sys.stderr, flush=True)
+        print(_found(job["coordinator_address"]), file=sys.stderr, flush=True)
 
 
 def _job(address: str | None, count: int | None, here: int | None, timeout: int, options: Any) -> dict[str, Any] | None:
@@ -99,8 +103,6 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
     from jax._src import clusters
 
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if count is None and here is None and "JDP_NUM_PROCESSES" in os.environ:
-        count, here = int(os.environ["JDP_NUM_PROCESSES"]), int(os.environ["JDP_PROCESS_ID"])
     ids, method = options.get("local_device_ids"), options.get("cluster_detection_method")
     if None in (address, count, here) and method != "deactivate":
         # JAX's own detection, before JAX's initialize, which raises where there is no cluster, and in a job of one
@@ -152,7 +154,8 @@ def _limit_collectives(timeout: float) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={max(1, round(timeout))}".strip()
 
 
-def _found() -> str:
+def _found(address: str | None) -> str:
     # Not the devices: to ask for them starts JAX's backend, which waits for that of every other process.
     count, attempt = process_count(), int(os.environ.get("JDP_ATTEMPT", 0))
-    return f"jdp: {count} process{'es' * (count > 1)}{f', restart {attempt}' if attempt else ''}"
+    where = f", coordinator {address}" if address else ""
+    return f"jdp: {count} process{'es' * (count > 1)}{where}{f', restart {attempt}' if attempt else ''}"

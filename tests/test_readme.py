@@ -1,12 +1,15 @@
 """Every code block of the README runs, and its commands exist."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jdp import _launch_options
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -19,7 +22,8 @@ def test_blocks_are_of_known_languages():
 
 
 @pytest.mark.parametrize("code", [c for c in PYTHON if "virtual_cpu_devices" not in c])
-def test_python_block_runs(code):
+def test_python_block_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one makes checkpoints
     names = {}
     exec(compile(code, "README.md", "exec"), names)  # on the 8 devices of these tests
     if "logits" in names:
@@ -36,11 +40,26 @@ def test_block_that_starts_jax_runs_in_a_fresh_process(code):
     assert (done.returncode, done.stdout.strip()) == (0, "eight"), done.stderr
 
 
+COMMANDS = [shlex.split(line, comments=True) for lang, code in BLOCKS if lang == "sh" for line in code.splitlines()]
+
+
+def test_commands_are_of_known_programs():
+    assert {command[0] for command in COMMANDS} == {"make", "jdp", "srun", "mpirun", "gcloud"}
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
-def test_commands_are_targets_of_the_makefile():
-    commands = [line.split("#")[0].split() for lang, code in BLOCKS if lang == "sh" for line in code.splitlines()]
-    assert commands
-    for command in commands:
-        assert command[0] == "make"
+def test_make_commands_are_targets_of_the_makefile():
+    for command in (c for c in COMMANDS if c[0] == "make"):
         done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
+
+
+def test_jdp_commands_are_understood(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    commands = [command[1:] for command in COMMANDS if command[0] == "jdp"]
+    for command, *args in commands:
+        assert command in ("launch", "doctor")
+        if command == "launch":
+            assert _launch_options.parse(args).command[1:] == ("train.py",)
+    assert len(commands) > 4 and ["doctor"] in commands

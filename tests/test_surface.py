@@ -87,8 +87,7 @@ def test_the_names_of_distributed_are_pinned():
             "gather": "(outputs, output_device=None, dim=0)",
             "reduce_add": "(outputs, destination=None)",
             "chunk_sizes": "(size, n)",
-            "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, "
-            "kwargs=None)",
+            "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, kwargs=None)",
             "virtual_cpu_devices": "(n)",
         }.items()
     ),

@@ -75,6 +75,7 @@ def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.faults
 def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     # Four runs that compile the same programs: once is enough.
     cache = {
