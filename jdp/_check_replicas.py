@@ -34,10 +34,10 @@ def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
         ValueError: copies differ; it names the leaves, and for each the processes and devices that the majority of
             the copies contradicts.
     """
-    start(tree, mesh).result(verb)
+    start(tree, mesh, verb).result(verb)
 
 
-def start(tree: Tree, mesh: Mesh) -> Check:
+def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
     """Begins the comparison and does not wait for it: one program, with one collective, however many leaves.
 
     The tree may be donated to the next program right away.
@@ -49,7 +49,10 @@ def start(tree: Tree, mesh: Mesh) -> Check:
             copies.append(_over(x, mesh))
     if not copies:
         return Check(mesh, paths, None, None)
-    extremes, own = dispatch(_program(mesh), mesh, copies)
+    program = _program(mesh)
+    if spans_processes(mesh):
+        program = functools.partial(program, label=verb, names=paths)
+    extremes, own = dispatch(program, mesh, copies)
     return Check(mesh, paths, extremes, own)
 
 
@@ -106,7 +109,7 @@ def _program(mesh: Mesh) -> Any:
     # Not checked: that the copies are equal is what is to be found out.
     program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False))
     # Trees that differ in their leaves would wait for each other, each in a collective of its own.
-    return same_program(program, mesh) if spans_processes(mesh) else program
+    return same_program(program, mesh, ("tree",)) if spans_processes(mesh) else program
 
 
 def _is_replicated(x: Any, mesh: Mesh) -> bool:

@@ -35,6 +35,8 @@ _BLOCK = 64  # calls whose keys are deleted together
 class Exchange:
     """The calls of the processes that share a mesh, numbered; the first of them collects what each has posted."""
 
+    calls = 0  # of all exchanges
+
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes, self.here = processes, jax.process_index()
         self._group = "jdp/" + "-".join(map(str, processes)) if len(processes) < jax.process_count() else "jdp/all"
@@ -49,6 +51,7 @@ class Exchange:
                 f"from one thread."
             )
         number, self._number = self._number, self._number + 1
+        Exchange.calls += 1
         if number % _BLOCK == 0 and number >= 2 * _BLOCK and self.here == self.processes[0]:
             client().key_value_delete(f"{self._group}/{number // _BLOCK - 2}/")  # read by all, for they went on
         path = f"{self._group}/{number // _BLOCK}/{number % _BLOCK}"
@@ -99,7 +102,8 @@ class Ticket:
             calls = by_value({process: what for process, (what, _) in entries.items()})
             raise DesyncError(
                 f"jdp.{self._what}: the processes make different calls: {calls}; all make the same calls in the same "
-                f"order. Look for a branch on jax.process_index(), or a loop of another length."
+                f"order. Look for a branch on jax.process_index(), or a loop that is shorter on one: "
+                f"dp.prefetch(batches) goes on until all have run out."
             )
         return {process: entry for process, (_, entry) in entries.items()}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -82,7 +84,10 @@ def initialize(
         return
     limits.step, limits.start = float(timeout), float(start_timeout)
     _limit_collectives(timeout)
-    with _absent_are_named(int(start_timeout)), _taken_port_is_named(job["coordinator_address"]):
+    if job["process_id"] == 0:
+        bind = options.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+        _refuse_taken_port(bind or job["coordinator_address"])
+    with _absent_are_named(int(start_timeout)):
         jax.distributed.initialize(
             **job,
             initialization_timeout=int(start_timeout) + _LATER,
@@ -120,9 +125,9 @@ _LATER = 3  # seconds by which the coordination service gives up before those wh
 @contextlib.contextmanager
 def _absent_are_named(seconds: int) -> Iterator[None]:
     """The coordination service, which knows who has come, tells those that have; JAX would let it wait for an hour."""
-    from jax._src import distributed
+    from jax._src.lib import _jax as module  # pyright: ignore[reportPrivateImportUsage]
 
-    module, name = distributed._jax, "get_distributed_runtime_service"
+    name = "get_distributed_runtime_service"
     before = getattr(module, name)
     # No argument of jax.distributed.initialize leads there.
     setattr(module, name, functools.partial(before, cluster_register_timeout=seconds))
@@ -132,18 +137,23 @@ def _absent_are_named(seconds: int) -> Iterator[None]:
         setattr(module, name, before)
 
 
-@contextlib.contextmanager
-def _taken_port_is_named(address: str) -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "Failed to start RPC server" not in str(error):
-            raise
-        raise RuntimeError(
-            f"jdp.distributed.initialize: process 0 cannot listen on the port of {address}, which is in use, or is not "
-            f"this machine's to use; the processes meet at a port that is free. End what has it (an earlier job?), or "
-            f"give all processes another coordinator_address."
-        ) from error
+def _refuse_taken_port(bind: str) -> None:
+    """JAX says "Failed to start RPC server" (0.10), or crashes (0.12)."""
+    port = int(bind.rsplit(":", 1)[1])
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended are fine
+                probe.bind((host, port))
+            return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RuntimeError(
+                    f"jdp.distributed.initialize: process 0 cannot listen on port {port}, which is in use; the "
+                    f"processes meet at a port that is free. End what has it (an earlier job?), or give all processes "
+                    f"another coordinator_address."
+                ) from error
+            # else there is no IPv6 here, or JAX says what is wrong
 
 
 def _limit_collectives(timeout: float) -> None:

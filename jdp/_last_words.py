@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any, NoReturn
 
 import jax
 
 from ._dispatch import wait_for_all
-from ._exchange import left_key, now
+from ._exchange import Exchange, left_key, now
 from ._launch_environment import FOR_ANOTHER
 from ._processes import client, own_process, process_count
 
@@ -36,10 +38,31 @@ def install() -> None:
         _end(130 if interrupted else 1)
 
     sys.excepthook = hook
+    _note_exits()
     leaving = threading.Event()
     listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
     atexit.register(_leave, leaving, listener)
+
+
+class _Exit:
+    """The last call of `sys.exit`: its code, and how many calls were made over the processes before it."""
+
+    code, calls = 0, -1
+
+
+def _note_exits() -> None:
+    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there."""
+    exit_ = sys.exit
+
+    @functools.wraps(exit_)
+    def noted(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _Exit.code = status if isinstance(status, int) else int(status is not None)
+            _Exit.calls = Exchange.calls
+        exit_(status)
+
+    sys.exit = noted
 
 
 def _tell(what: str) -> None:
@@ -60,6 +83,9 @@ def _end(code: int) -> None:
 
 def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
     """The end of the program, in good order: who waits for this process in a later call need not wait on."""
+    if _Exit.code and _Exit.calls == Exchange.calls:  # else it was caught, and the program went on
+        _tell(f"SystemExit: {_Exit.code}")
+        _end(_Exit.code)
     wait_for_all()
     try:
         client().key_value_set(left_key(own_process()), "")

@@ -71,6 +71,7 @@ def parallel_apply(
     return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
+ROOTS = ("params", "args", "kwargs")
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
 """What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
 
@@ -93,7 +94,7 @@ def compiled(run: Callable[..., Scattered]) -> Callable[..., Scattered]:
             where = [None if layout is None else Scattered(layout.shardings, layout) for layout in key]
             program = jax.jit(run, in_shardings=(None, *where))
             mesh = inputs._layout.mesh
-            programs[key] = program = same_program(program, mesh) if spans_processes(mesh) else program
+            programs[key] = program = same_program(program, mesh, ROOTS) if spans_processes(mesh) else program
         return program(replicas, inputs, kwargs)
 
     return call

@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,22 +20,22 @@ from ._exchange import DesyncError, Exchange, by_value, exchange_of, limits
 from ._processes import processes_of
 
 
-def same_program(program: Any, mesh: Mesh) -> Callable[..., Any]:
+def same_program(program: Any, mesh: Mesh, roots: tuple[str, ...]) -> Callable[..., Any]:
     """The jitted function, compared with that of the other processes once for each shapes of its arguments.
 
-    Compared are the label, the versions, the order of the devices, the shapes and dtypes of the operands and the
-    StableHLO. Compiled before it runs, for the others wait in its first collective no longer than a time-out.
+    Compared are the label, the versions, the order of the devices, the shapes and dtypes of the operands (`roots`
+    names the arguments) and the StableHLO. Compiled before it runs, for the others wait in its first collective no
+    longer than a time-out.
     """
     seen: set[Any] = set()
-    label = program.__name__
 
     @functools.wraps(program)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, label: str = program.__name__, names: Sequence[str] | None = None) -> Any:
         leaves, treedef = jax.tree.flatten(args)
         key = (treedef, *[getattr(x, "aval", type(x)) for x in leaves])
         if key not in seen:
             lowered = program.lower(*args)
-            _compare(lowered.as_text(), args, mesh, label)
+            _compare(lowered.as_text(), _operands(args, roots, names), mesh, label)
             lowered.compile()
             exchange_of(processes_of(mesh)).post(f"{label} (compiled)", None).result(limits.compile)
             seen.add(key)
@@ -45,13 +45,15 @@ def same_program(program: Any, mesh: Mesh) -> Callable[..., Any]:
     return call
 
 
-def _compare(text: str, args: Any, mesh: Mesh, label: str) -> None:
+def _operands(args: Any, roots: tuple[str, ...], names: Sequence[str] | None) -> dict[str, str]:
+    """The dtype and shape of each operand, by its path or by the name given."""
+    leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if hasattr(x, "dtype")]
+    paths = names or [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in leaves]
+    return {path: f"{x.dtype}{list(x.shape)}" for path, (_, x) in zip(paths, leaves, strict=True)}
+
+
+def _compare(text: str, operands: dict[str, str], mesh: Mesh, label: str) -> None:
     exchange = exchange_of(processes_of(mesh))
-    operands = {
-        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-        for path, x in jax.tree_util.tree_leaves_with_path(args)
-        if hasattr(x, "dtype")
-    }
     mine = {
         "versions": _versions(),
         "device order": " ".join(f"{d.platform}:{d.id}" for d in mesh.devices.flat),

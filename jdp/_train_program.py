@@ -101,7 +101,7 @@ class Program:
                 in_shardings=(None, layout.shardings),
                 out_shardings=(self.shardings(state), None),
             )
-            found = same_program(found, layout.mesh) if spans_processes(layout.mesh) else found
+            found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found
             self.compiled[layout] = found
         return found
 

@@ -1,0 +1,670 @@
+"""Faults put into jobs of four processes: what is killed, raises, sleeps, leaves or differs ends the job, or is named.
+
+Seconds are counted from the fault, by the time that the processes note themselves. JDP_FAULTS_TABLE=FILE collects a
+row for each fault: what it was, how the job was started, seconds, what the processes printed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import faults_worker as worker
+import jax
+import numpy as np
+import optax
+import pytest
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for what is left behind"),
+]
+
+HERE = pathlib.Path(__file__).parent
+N = 4
+RAISED, STUCK = 12, 30  # seconds until all have ended
+START = 90  # seconds in which four processes come to a step, on a busy machine
+EITHER = pytest.mark.parametrize("how", ["launch", "plain"])
+# What the libraries say on their own account, or by the way.
+NOISE = re.compile(r"\[Gloo\]|^[WEF]\d{4} |^\*\*\* |^ +@ |^For simplicity|^-+$|^The stack trace|^$")
+NEWS = re.compile(r"jdp: (?!\d+ processes)|[\w.]+(Error|Exception|Interrupt|Exit)\b|F\d{4} |Fatal Python error")
+
+
+class Job:
+    """Four processes of one case, under `jdp launch` or each on its own; what they print, and what they note."""
+
+    def __init__(self, folder, case, rank, how, options, absent, port, environ):
+        self.folder, self.how, self.mark = folder, how, environ["JDP_FAULTS_MARK"]
+        self.logs, self.processes, self.watchers, self.ends = {}, {}, {}, {}
+        self.began = time.monotonic()
+        script = [str(HERE / "faults_worker.py"), str(folder), case, str(rank)]
+        if how == "launch":
+            head = ["-m", "jdp", "launch", "-n", str(N), "--devices-per-process", "2", *options]
+            self._start("launcher", [*head, *script], environ)
+            return
+        port = port or free_port()
+        for r in range(N):
+            if r != absent:
+                self._start(r, script, environ | plain(r, port))
+
+    def _start(self, name, arguments, environ):
+        self.logs[name] = self.folder / f"{name}.log"
+        with self.logs[name].open("a") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *arguments], env=environ, stdout=log, stderr=log, cwd=HERE.parent, process_group=0
+            )
+        self.watchers[name] = threading.Thread(target=self._watch, args=(name,), daemon=True)
+        self.watchers[name].start()
+
+    def _watch(self, name):
+        self.processes[name].wait()
+        self.ends[name] = time.monotonic()
+
+    def notes(self, what=None, **where):
+        """What the processes have noted, in the order of time."""
+        found = []
+        for path in self.folder.glob("notes-*"):
+            lines = path.read_text().split("\n")[:-1]  # the last may be half written
+            found += [json.loads(line) for line in lines]
+        wanted = where if what is None else {"what": what, **where}
+        found = [note for note in found if wanted.items() <= note.items()]
+        return sorted(found, key=lambda note: note["time"])
+
+    def wait(self, what, seconds=START, count=1, **where):
+        """The first of so many notes, once they are there."""
+        end = time.monotonic() + seconds
+        while len(found := self.notes(what, **where)) < count:
+            running = [p for p in self.processes.values() if p.poll() is None]
+            assert running and time.monotonic() < end, f"{what!r} was not noted {count} times: {self}"
+            time.sleep(0.02)
+        return found[0]
+
+    def ended(self, bound, since=None, besides=()):
+        """Seconds from the fault until nothing of the job runs any more: no process, and no child of one."""
+        since = self.wait("fault")["time"] if since is None else since
+        for name in set(self.processes) - set(besides):
+            self.watchers[name].join(max(0.01, since + bound - time.monotonic()))
+        running = [name for name in self.processes if name not in self.ends]
+        assert running == list(besides), f"{bound} s after the fault runs {running}: {self}"
+        seconds = max(self.ends.values()) - since
+        spared = {self.processes[name].pid for name in besides}
+        while (left := marked(self.mark) - spared) and time.monotonic() < since + bound:
+            time.sleep(0.02)  # what the launcher has killed takes a moment
+        assert not left, f"{left} are left: {self}"
+        assert seconds < bound, f"it took {seconds:.1f} s: {self}"
+        return seconds
+
+    def code(self, name="launcher"):
+        return self.processes[name].returncode
+
+    def printed(self, rank):
+        """The lines of a process."""
+        if self.how == "plain":
+            return self.logs[rank].read_text(errors="replace").splitlines()
+        head = f"[{rank}] "
+        lines, _ = self._split()
+        return [line.removeprefix(head) for line in lines if line.startswith(head)]
+
+    def said(self):
+        """What the launcher said itself, and the last words that it repeats at the end."""
+        lines, report = self._split()
+        return "\n".join([line for line in lines if line.startswith("jdp launch: ")] + report)
+
+    def report(self):
+        """The launcher's last words: who failed first, and how."""
+        return "\n".join(self._split()[1])
+
+    def _split(self):
+        lines = self.logs["launcher"].read_text(errors="replace").splitlines()
+        at = next((i for i, line in enumerate(lines) if ", before any other" in line), len(lines))
+        return lines[:at], lines[at:]
+
+    def news(self, rank):
+        """The first line of a process that tells of the fault."""
+        lines = self.printed(rank)
+        own_end = re.search(r"absl::Status: (.*(?:\n.*){3})", "\n".join(lines))
+        if own_end:  # JAX's way to end a process; it names the culprit in one of the lines after
+            return "JAX: " + re.sub(r"This usually.*further\.|\s+", " ", own_end[1])
+        found = [line for line in lines if NEWS.match(line) and not NOISE.match(line)]
+        found = found or [line for line in lines if NEWS.match(line)]
+        return found[0] if found else "nothing"
+
+    def __str__(self):
+        text = []
+        for name, log in self.logs.items():
+            lines = [
+                line for line in log.read_text(errors="replace").splitlines() if not re.search(r"\[Gloo\]| +@ ", line)
+            ]
+            text += [f"----- {name}: {self.processes[name].poll()}", *lines[-40:]]
+        return "\n".join(["", *text, "----- notes", *[str(note)[:200] for note in self.notes()[-12:]]])
+
+
+def plain(rank, port):
+    """The environment of a process that no launcher starts."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JDP_NUM_PROCESSES": str(N),
+        "JDP_PROCESS_ID": str(rank),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "NPROC": "8",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def marked(mark):
+    """The processes that have a mark in their environment: those that were started with it, and their children."""
+    found = set()
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"JDP_FAULTS_MARK={mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.add(int(path.name))
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(case, ...)`: a job, of which nothing outlives the test."""
+    jobs = []
+
+    def start(case, rank=2, how="launch", options=(), absent=None, port=None, folder=tmp_path):
+        environ = {**os.environ, "PYTHONPATH": str(HERE.parent), "JDP_FAULTS_MARK": str(uuid.uuid4())}
+        for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
+            environ.pop(name, None)  # conftest's, for 8 devices
+        folder.mkdir(exist_ok=True)
+        jobs.append(Job(folder, case, rank, how, options, absent, port, environ))
+        return jobs[-1]
+
+    yield start
+    while left := set().union(*[marked(job.mark) for job in jobs]):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    for watcher in (w for job in jobs for w in job.watchers.values()):
+        watcher.join()
+
+
+@pytest.fixture
+def row(request):
+    """`row(fault, job, seconds, lost)`: a line of the table."""
+
+    def row(fault, job, seconds, lost="nothing", said=None):
+        print(f"{fault}, {job.how}: {seconds:.1f} s")
+        path = os.environ.get("JDP_FAULTS_TABLE")
+        if not path:
+            return
+        texts = {}
+        if said is None:
+            for rank in range(N):
+                if job.how == "launch" or rank in job.processes:
+                    texts.setdefault(short(job.news(rank)), []).append(rank)
+            words = [f"{','.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
+            if job.how == "launch" and job.report():
+                words.append(f"launcher, last: {short(job.report().splitlines()[0].removeprefix('jdp launch: '))}")
+        else:
+            words = [said]
+        with open(path, "a") as table:
+            table.write(f"| {fault} | {job.how} | {' · '.join(words)} | {seconds:.1f} | {lost} |\n")
+
+    return row
+
+
+def short(text, length=170):
+    text = text.replace("|", "/")
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def names(text, rank):
+    """Whether a text names a process: in jdp's words, or in those of JAX's coordination service."""
+    text = re.sub(r"^\[\d+\] ", "", text, flags=re.MULTILINE)  # the launcher's prefix
+    if rank == 0 and "the leader task was preempted/died" in text:
+        return True  # all hear of a failure through process 0, and of its own by its silence alone
+    jdp = rf"(process|processes [\d, ]*|rank) ?{rank}\b"
+    return bool(re.search(rf"{jdp}|(heartbeats\)|timed out task names):\n{rank}$", text, re.MULTILINE))
+
+
+def assert_named(job, rank):
+    """The launcher's last report names the culprit; without a launcher every process that lived does."""
+    if job.how == "launch":
+        assert names(job.report(), rank), str(job)
+        return
+    for other in set(job.processes) - {rank}:
+        assert names("\n".join(job.printed(other)), rank), f"process {other} does not name {rank}: {job}"
+
+
+def assert_codes(job, code, rank=2):
+    """The launcher gives the culprit's code; without one the culprit has it, and no other ends as if all were well."""
+    if job.how == "launch":
+        assert job.code() == code, str(job)
+        return
+    codes = {r: job.code(r) for r in job.processes}
+    assert codes[rank] in (code, 128 - code) and 0 not in codes.values(), f"{codes}: {job}"
+
+
+# ---- killed, raising, asleep, absent, of other shapes: with and without the launcher
+
+
+@EITHER
+@pytest.mark.parametrize("rank", [0, 2])
+def test_killed_in_the_middle_of_a_step(start, row, rank, how):
+    job = start("killed", rank, how)
+    assert job.wait("fault")["in_the_step"]
+    seconds = job.ended(RAISED)
+    assert_codes(job, 128 + signal.SIGKILL, rank)
+    assert_named(job, rank)
+    if how == "launch":
+        assert job.report().startswith(f"jdp launch: rank {rank} was ended by SIGKILL after "), str(job)
+    row(f"kill -9 of rank {rank} in a step", job, seconds)
+
+
+@EITHER
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_an_exception(start, row, when, how):
+    job = start(f"raises_{when}", how=how)
+    seconds = job.ended(RAISED)
+    assert_codes(job, 1)
+    assert_named(job, 2)
+    assert sum(line.startswith("ValueError: row 17 is no good") for line in job.printed(2)) == 1, str(job)
+    if how == "launch":  # the culprit's own traceback comes last
+        assert job.report().startswith("jdp launch: rank 2 failed with exit code 1 after "), str(job)
+        assert "[2] Traceback (most recent call last):" in job.report(), str(job)
+        assert "[2] ValueError: row 17 is no good" in job.report(), str(job)
+    else:
+        for other in (0, 1, 3):
+            said = "jdp: process 2 has failed (ValueError: row 17 is no good"
+            assert any(said in line for line in job.printed(other)), str(job)
+    row(f"ValueError on rank 2 {when} a step", job, seconds)
+
+
+@pytest.fixture
+def both(start, tmp_path):
+    """`both(case)`: a job under the launcher and one without, at once, for they sleep most of the time."""
+    return lambda case, **options: [
+        start(case, how=how, folder=tmp_path / how, **options) for how in ("launch", "plain")
+    ]
+
+
+def test_asleep(both, row):
+    """Its heartbeats go on: only the others, who wait for it, can know."""
+    for job in both("asleep"):
+        seconds = job.ended(STUCK)
+        assert_named(job, 2)
+        assert 0 not in [p.returncode for p in job.processes.values()]
+        row("rank 2 sleeps for ever (time.sleep)", job, seconds)
+
+
+def test_stopped(both, row):
+    """Without a launcher nobody can end a process that is stopped; once it goes on, it ends, and makes no step."""
+    lost = {"launch": "nothing", "plain": "nothing (the stopped one ends once it is continued)"}
+    for job in both("stopped"):
+        seconds = job.ended(STUCK, besides=[2] if job.how == "plain" else [])
+        assert_named(job, 2)
+        if job.how == "plain":
+            began = time.monotonic()
+            job.processes[2].send_signal(signal.SIGCONT)
+            job.ended(RAISED, since=began)
+            assert not [note for note in job.notes("step", rank=2) if note["time"] > began], str(job)
+        assert 0 not in [p.returncode for p in job.processes.values()]
+        row("rank 2 stopped (SIGSTOP)", job, seconds, lost[job.how])
+
+
+def test_never_starts(both, row):
+    """`initialize(start_timeout=10)`, and one does not come: under the launcher it hangs before `initialize`."""
+    for job in both("absent", absent=2):
+        job.wait("begin", count=N if job.how == "launch" else N - 1)
+        since = max(note["time"] for note in job.notes("begin"))
+        seconds = job.ended(STUCK, since)
+        assert_named(job, 2)
+        assert 0 not in [p.returncode for p in job.processes.values()]
+        row("rank 2 never starts (start_timeout=10)", job, seconds)
+
+
+@EITHER
+def test_other_shapes(start, row, how):
+    job = start("shapes", how=how)
+    seconds = job.ended(RAISED)
+    assert_named(job, 2)
+    expected = "['x']: processes 0, 1, 3 have float32[*, 4]; process 2 has float32[*, 5]"
+    said = [job.report()] if how == "launch" else ["\n".join(job.printed(r)) for r in range(N)]
+    for text in said:
+        assert "jdp.train_step: the processes' batches differ: " in text and expected in text, str(job)
+    assert 0 not in [p.returncode for p in job.processes.values()]
+    row("another batch shape on rank 2", job, seconds)
+
+
+# ---- under the launcher only: what differs, who leaves, what is late
+
+
+def caught(job, name, culprit=2):
+    """What each process raised in a call that they survived, and the seconds it took; all have to raise."""
+    found, seconds = {}, 0.0
+    for rank in range(N):
+        found[rank] = job.wait(name, rank=rank)
+        seconds = max(seconds, found[rank]["time"] - job.wait(f"{name} begins", rank=rank)["time"])
+    texts = {rank: note["text"] for rank, note in found.items()}
+    assert seconds < RAISED, f"{name}: {seconds:.1f} s"
+    for rank, text in texts.items():
+        assert names(text, culprit), f"{name}: process {rank} does not name {culprit}: {text}"
+    return texts, seconds
+
+
+def said(texts):
+    """Who said what, for the table."""
+    by_text = {}
+    for rank, text in texts.items():
+        by_text.setdefault(short(text, 230), []).append(rank)
+    return " · ".join(f"{','.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())
+
+
+def well(job, *after):
+    """The processes go on together after what they survived, and end as they should."""
+    for name in after:
+        job.wait(name, count=N)
+        assert len({json.dumps([n["loss"], n["params"]]) for n in job.notes(name)}) == 1, str(job)
+    ended_well(job)
+
+
+def ended_well(job):
+    assert job.processes["launcher"].wait(timeout=START) == 0, str(job)
+    assert not job.report() and not marked(job.mark), str(job)
+
+
+def test_other_programs(start, row):
+    """Each is an error on every process, in the same call; all could go on."""
+    job = start("programs")
+    different = "the processes are about to run different things, which differ in the"
+    for name, what, expected in (
+        ("rate", "another learning rate", rf"train_step.mse: {different} program: .*process 2 has .*2\.0+e-01"),
+        ("verb", "another verb", "processes 0, 1, 3 have train_step; process 2 has value_and_grad"),
+        (
+            "size",
+            "another model size",
+            r"\['params'\]\['bias'\]: processes 0, 1, 3 have .*\[8\]; process 2 has .*\[9\]",
+        ),
+        ("loop", "a plain loop ends early, then evaluates,", "0, 1, 3 have train_step; process 2 has DataParallel.*prefetch"),
+    ):
+        texts, seconds = caught(job, name)
+        for text in texts.values():
+            assert text.startswith("DesyncError: jdp.") and re.search(expected, text), text
+        row(f"{what} on rank 2", job, seconds, said=said(texts))
+    well(job, "after rate", "after verb", "after loop")
+
+
+def test_other_parameters(start, row):
+    job = start("parameters")
+    for name, beginning, leaf in (
+        ("init", "jdp.init: of 2 replicated leaves 1 differ: ", r"\['params'\]\['kernel'\]"),
+        ("step.init", "jdp.train_step: of 2 replicated leaves 1 differ: ", r"\['params'\]\['b'\]"),
+        ("nnx", "jdp.check_replicas: ", "kernel"),
+        ("ulp", "jdp.train_step: ", r"\['w'\]"),
+    ):
+        texts, seconds = caught(job, name)
+        device = r"CpuDevice\(id=4097\)"  # the second of process 2, and for one ulp that alone
+        own = (
+            rf"on process 2, {device} is not"
+            if name == "ulp"
+            else rf"on process 2, CpuDevice\(id=4096\), {device} is not"
+        )
+        for text in texts.values():
+            assert text.startswith(f"ValueError: {beginning}"), text
+            assert re.search(rf"{leaf}[^,]* {own} what it is on {7 if name == 'ulp' else 6} of 8 devices", text), text
+        what = {"init": "own seed, dp.init", "step.init": "another bias, step.init", "nnx": "own seed, NNX"}
+        row(f"{what.get(name, 'one ulp at step 7, check_replicas=5')} (rank 2)", job, seconds, said=said(texts))
+    # Begun after step 10, and read some steps later, but on all processes in the same one.
+    assert {max(note["k"] for note in job.notes("drift", rank=rank)) for rank in range(N)} == {14}
+    well(job, "after ulp")
+
+
+def test_uneven_numbers_of_batches(start, row):
+    """Three, five, none and two batches: all go on to the end, and it is as with one process that has all rows."""
+    job = start("uneven")
+    job.wait("end", count=N)
+    tx, params, losses = optax.sgd(0.1), worker.variables()["params"], []
+    state = tx.init(params)
+    for k in range(max(worker.COUNTS)):
+        own = [worker.batch_of(r, k, rows=3 + r) for r in range(N) if k < worker.COUNTS[r]]
+        batch = {name: np.concatenate([b[name] for b in own]) for name in ("x", "y")}
+        loss, grads = jax.value_and_grad(lambda p, b=batch: worker.mse({"params": p}, b))(params)
+        updates, state = tx.update(grads, state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    for note in job.notes("end"):
+        np.testing.assert_allclose(note["losses"], losses, rtol=1e-5)
+        for found, expected in zip(note["params"], jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert len({json.dumps(note["params"]) for note in job.notes("end")}) == 1
+    ended_well(job)
+    row("3, 5, 0 and 2 batches, dp.prefetch", job, 0.0, said="nothing; losses and parameters are those of one process")
+
+
+def test_leaves_the_loop_early(start, row):
+    """A plain loop, one process has fewer batches and ends: the others say so, and what to use."""
+    job = start("leaves")
+    seconds = job.ended(RAISED)
+    assert job.code() == 1
+    assert_named(job, 2)
+    for rank in (0, 1, 3):
+        text = "\n".join(job.printed(rank))
+        assert "jdp.train_step: process 2 has ended its program" in text and "dp.prefetch" in text, str(job)
+    row("rank 2 leaves a plain loop early", job, seconds)
+
+
+def test_sys_exit_on_one_rank(start, row):
+    job = start("exits")
+    seconds = job.ended(RAISED)
+    row("sys.exit(3) on rank 2", job, seconds)
+    assert_named(job, 2)
+    assert job.code() == 3, str(job)
+
+
+def test_late_is_no_fault(start, row):
+    """A process that is 15 s late, and then compiles for longer than the time-out."""
+    job = start("late")
+    job.wait("step", rank=0, k=6, seconds=START + 60)
+    times = {note["k"]: note["time"] for note in job.notes("step", rank=0)}
+    assert times[3] - times[2] > 14 and times[5] - times[4] > 21
+    ended_well(job)
+    assert not any(job.news(rank) != "nothing" for rank in range(N)), str(job)
+    row("rank 2 is 15 s late", job, times[3] - times[2], said="nothing, the job goes on")
+    row("rank 2 compiles for 22 s", job, times[5] - times[4], said="nothing, the job goes on")
+
+
+def test_what_a_job_survives(start, row):
+    """A second thread, and a row of NaN on one process."""
+    job = start("alive")
+    job.wait("end", count=N)
+    thread = job.wait("thread", rank=2)
+    assert thread["text"].startswith("RuntimeError: jdp.train_step: called from thread 'second'"), thread
+    seconds = thread["time"] - job.wait("thread begins")["time"]
+    assert seconds < 1
+    row("a second thread of rank 2 calls a step", job, seconds, said=said({2: thread["text"]}))
+    for note in job.notes("nan"):
+        # Row 2 of process 2, which its second replica has: the sixth of all.
+        assert note["skipped"] and note["same"], note
+        assert note["found"] == [[5, 2, [2], ["['b']", "['w']"]]], note
+    assert len(job.notes("nan")) == N
+    took = max(n["time"] for n in job.notes("nan")) - thread["time"]
+    row(
+        "a NaN in a row of rank 2",
+        job,
+        took,
+        "the step",
+        said="all: skipped; find_nonfinite: replica 5, process 2, row 2",
+    )
+    ends = job.notes("end")
+    assert len({note["loss"] for note in ends}) == 1 and np.isfinite(ends[0]["loss"])
+    assert [(note["skipped"], note["step"]) for note in ends] == [(False, 2)] * N
+    ended_well(job)
+
+
+# ---- signals
+
+
+def save_and_end(job, sender, row, fault):
+    """All processes stop after the same step, save, and end well, within the time; the step and the state."""
+    seconds = job.ended(RAISED, since=sender())
+    assert job.code() == 0, str(job)
+    last = [job.notes("step", rank=rank)[-1] for rank in range(N)]
+    assert len({json.dumps([note["k"], note["state"]]) for note in last}) == 1, str(job)
+    k = last[0]["k"]
+    assert max(map(int, os.listdir(job.folder / "run"))) == k
+    text = f"jdp: SIGTERM: saved step {k} in {job.folder / 'run'}; ending"
+    assert [sum(text in line for line in job.printed(rank)) for rank in range(N)] == [1, 0, 0, 0], str(job)
+    row(fault, job, seconds, said=f"0: {short(text.replace(str(job.folder), ''))}; all: exit 0 after the same step")
+    return last[0]
+
+
+def test_sigterm_saves_and_the_run_goes_on(start, row, tmp_path):
+    job = start("preempted")
+
+    def to_a_rank():
+        job.wait("step", rank=0, k=5)
+        os.kill(job.wait("begin", rank=2)["pid"], signal.SIGTERM)
+        return time.monotonic()
+
+    last = save_and_end(job, to_a_rank, row, "SIGTERM to rank 2, with a Checkpointer")
+    for notes in tmp_path.glob("notes-*"):
+        notes.unlink()
+    again = start("preempted")
+
+    def to_the_launcher():
+        again.wait("step", rank=0, k=last["k"] + 5)
+        again.processes["launcher"].send_signal(signal.SIGTERM)
+        return time.monotonic()
+
+    end = save_and_end(again, to_the_launcher, row, "SIGTERM to the launcher, with a Checkpointer")
+    for note in again.notes("from"):
+        assert (note["k"], note["state"]) == (last["k"], last["state"])
+    assert end["k"] > last["k"] + 4
+    assert [note["k"] for note in again.notes("step", rank=3)] == list(range(last["k"] + 1, end["k"] + 1))
+
+
+def test_ctrl_c_at_the_launcher(start, row):
+    job = start("run")
+    job.wait("step", rank=0, k=5)
+    began = time.monotonic()
+    job.processes["launcher"].send_signal(signal.SIGINT)
+    seconds = job.ended(RAISED, since=began)
+    assert job.code() == 130, str(job)
+    assert "jdp launch: SIGINT is handed on to the processes" in job.said(), str(job)
+    assert not any("Traceback" in line for rank in range(N) for line in job.printed(rank)), str(job)
+    row("Ctrl-C at the launcher", job, seconds)
+
+
+def test_sigterm_to_a_job_that_does_not_heed_it(start, row):
+    """Without a Checkpointer JAX swallows it; the launcher waits, and kills."""
+    job = start("run", options=["--preemption-grace", "2"])
+    job.wait("step", rank=0, k=5)
+    began = time.monotonic()
+    job.processes["launcher"].send_signal(signal.SIGTERM)
+    seconds = job.ended(RAISED, since=began)
+    assert job.code() == 143 and "ranks 0, 1, 2, 3 did not end in time; killed" in job.said(), str(job)
+    assert seconds > 2
+    row(
+        "SIGTERM to the launcher, no rank heeds it (--preemption-grace 2)",
+        job,
+        seconds,
+        said=job.said().splitlines()[-1],
+    )
+
+
+def test_a_failure_beside_a_rank_that_ignores_sigterm(start, row):
+    """Before `initialize`, when nobody but the launcher can end it."""
+    job = start("deaf")
+    job.wait("deaf")
+    seconds = job.ended(RAISED)
+    assert job.code() == 1, str(job)
+    assert job.report().startswith("jdp launch: rank 2 failed with exit code 1"), str(job)
+    assert "[2] ValueError: row 17 is no good" in job.report()
+    row("rank 2 raises, rank 1 ignores SIGTERM and sleeps", job, seconds)
+
+
+def test_the_launcher_is_killed(start, row):
+    job = start("run")
+    job.wait("step", count=N, k=5)
+    began = time.monotonic()
+    job.processes["launcher"].kill()
+    seconds = job.ended(3, since=began)
+    row("kill -9 of the launcher", job, seconds, said="nothing; no process is left")
+
+
+# ---- the port
+
+
+def test_the_port_is_taken(start, row):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        job = start("port_taken", how="plain", port=port)
+        job.wait("begin", count=N)
+        since = max(note["time"] for note in job.notes("begin"))
+        seconds = job.ended(STUCK, since)
+    assert 0 not in [p.returncode for p in job.processes.values()]
+    text = "\n".join(job.printed(0))
+    assert re.search(rf"(?i)jdp\.\S*initialize.*{port}.*in use", text), str(job)
+    row("the port is taken", job, seconds)
+
+
+def test_the_launcher_takes_another_port(start, row):
+    job = start("port_taken", options=["--max-restarts", "1"])
+    job.wait("end", count=N, attempt=1)
+    seconds = job.wait("end", attempt=1)["time"] - job.wait("fault")["time"]
+    assert seconds < STUCK
+    ended_well(job)
+    assert len(re.findall(r"jdp launch: rank \d .*; all 4 processes start again \(restart 1 of 1\)", job.said())) == 1
+    row("the port is taken in the first attempt (--max-restarts 1)", job, seconds)
+
+
+# ---- restart is exact
+
+
+@pytest.mark.parametrize(("case", "count"), [("restart", 2), ("restart_nnx", 1)])
+def test_restart_is_exact(start, row, tmp_path, case, count):
+    """Random ranks are killed at random steps: every loss, and the parameters, are those of the run without."""
+    rng = random.Random(case)
+    bounds = np.linspace(5, worker.TOTAL - 2, count + 1).astype(int)
+    kills = [[rng.randrange(N), rng.randrange(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    runs = {}
+    for name, plan in (("undisturbed", []), ("killed", kills)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "kills.json").write_text(json.dumps(plan))
+        runs[name] = job = start(case, folder=folder, options=["--max-restarts", "3"])
+        job.wait("end", count=N, seconds=START * (1 + len(plan)))
+        ended_well(job)
+    good, bad = runs["undisturbed"], runs["killed"]
+    states = {json.dumps(note["state"]) for job in runs.values() for note in job.notes("end")}
+    assert len(states) == 1, str(bad)  # parameters, moments and keys, of all processes
+    expected = {note["k"]: note["loss"] for note in good.notes("step", rank=0)}
+    assert list(expected) == list(range(worker.TOTAL)) and len(set(expected.values())) == worker.TOTAL
+    found = bad.notes("step", rank=0)
+    assert {note["k"] for note in found} == set(expected)
+    for note in found:  # those that were computed again, too
+        assert note["loss"] == expected[note["k"]], note
+    for attempt, (rank, k) in enumerate(kills):
+        fault = bad.wait("fault", attempt=attempt)
+        assert (fault["rank"], fault["k"]) == (rank, k)
+        first = bad.notes("step", rank=0, attempt=attempt + 1)[0]
+        # It went on from a checkpoint, not from the beginning, and did what was lost again.
+        assert 0 < first["k"] <= k and first["k"] % 3 == 0, first
+        start_up = good.notes("step", rank=0)[0]["time"] - good.began
+        seconds = first["time"] - fault["time"]
+        assert seconds < 15 + start_up, f"{seconds:.1f} s, of which {start_up:.1f} are the start"
+        print(f"killed {rank} at {k}: next good step after {seconds:.1f} s; a start takes {start_up:.1f} s")
+        lost = f"steps {first['k']} to {k} are made again, to the last bit"
+        row(f"kill -9 of rank {rank} at step {k}, {case}", bad, seconds, lost, said=bad.said().splitlines()[attempt])
