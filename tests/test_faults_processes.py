@@ -397,7 +397,11 @@ def test_other_programs(start, row):
             "another model size",
             r"\['params'\]\['bias'\]: processes 0, 1, 3 have .*\[8\]; process 2 has .*\[9\]",
         ),
-        ("loop", "a plain loop ends early, then evaluates,", "0, 1, 3 have train_step; process 2 has DataParallel.*prefetch"),
+        (
+            "loop",
+            "a plain loop ends early, then evaluates,",
+            "0, 1, 3 have train_step; process 2 has DataParallel.*prefetch",
+        ),
     ):
         texts, seconds = caught(job, name)
         for text in texts.values():
