@@ -73,6 +73,16 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
+    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise ValueError(
+            f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
+            f"alone; a gradient through them would miss the rows of the other processes. Take it with "
+            f"dp.value_and_grad or dp.train_step, which see all."
+        )
+
+
 def _same(x: Any) -> Any:
     return x
 

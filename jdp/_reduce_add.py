@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ._assemble import refuse_traced
 from ._check import is_key, name_of
 from ._devices import DeviceLike, make_mesh, replicated, resolve_output
 from ._dispatch import dispatch
 from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
-from ._scatter_gather import refuse_traced
 from ._scattered import Scattered, concrete, placed, put_all
 
 
@@ -68,7 +68,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             if other is not None:
                 raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
     if spans_processes(layout.mesh):
-        refuse_traced(s._arrays)
+        refuse_traced(s._arrays, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
     sums = dispatch(_sum_everywhere, layout.mesh, s)

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ._assemble import put
+from ._assemble import put, refuse_traced
 from ._check import classify
 from ._devices import Devices, mesh_of, replicated
 from ._layout import Tree
@@ -68,6 +68,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], own_mesh(mesh).devices.flat[0])
     if spans_processes(mesh):
+        refuse_traced([leaves[i] for i in away], verb)
         moved = [put(leaves[i], target) for i in away]
     else:
         moved = put_all([leaves[i] for i in away], [target] * len(away))

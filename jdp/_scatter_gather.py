@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._assemble import own_part
+from ._assemble import own_part, refuse_traced
 from ._check import check_dim, name_of, normal_axis
 from ._chunk import pad, unpad
 from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
@@ -105,7 +105,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     layout = outputs._layout
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
-        refuse_traced(outputs._arrays)
+        refuse_traced(outputs._arrays, "gather")
         outputs, layout = Scattered(own_part(values, layout), layout.own), layout.own
     elif any(value is None for value in values):
         return layout.fill(_trim(outputs))
@@ -117,16 +117,6 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         arrays = put_all(arrays, [target] * len(arrays))
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
-
-
-def refuse_traced(arrays: Sequence[Any]) -> None:
-    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
-    if any(isinstance(x, Tracer) for x in arrays):
-        raise ValueError(
-            "jdp.gather: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows; "
-            "a gradient through them would miss the rows of the other processes. Take it with dp.value_and_grad or "
-            "dp.train_step, which see all."
-        )
 
 
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:

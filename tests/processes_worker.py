@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import traceback
+from typing import Any, NamedTuple
 
 import jdp
 
@@ -88,6 +89,21 @@ def case_no_rows_here():
 def case_nothing_cut():
     dp = jdp.DataParallel(lambda w, k: {"scaled": w * k, "vector": jnp.stack([w * k, w])})
     return dp(np.float32(3), np.float32(P + 1))
+
+
+def case_nothing_cut_gradient():
+    """The mean over the processes, each of which runs once."""
+    dp = jdp.DataParallel(lambda w, k: w * k)
+    return dp.value_and_grad(lambda w, k: w * k)(np.float32(2), np.float32(P + 1))
+
+
+def case_committed_parameters():
+    """Each process takes them from the first device of its own."""
+    dp = jdp.DataParallel(MLP)
+    first, second = (jax.device_put(variables(), d) for d in jax.local_devices()[:2])
+    out = dp.apply(first, X[MINE])
+    refused = text_of(lambda: dp.apply(second, X))
+    return {"out": out, "home": out.devices() == {jax.local_devices()[0]}, "second": refused}
 
 
 def case_whole_argument():
@@ -258,6 +274,18 @@ def case_prefetch():
     return {**found, "outputs": outputs}
 
 
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def case_prefetch_own_type():
+    """A process that has run out goes on with batches of the type that it had."""
+    dp = jdp.DataParallel(lambda w, pair: pair.x * w + pair.y)
+    ones = np.ones((2, 3), np.float32)
+    return [dp(2.0, pair) for pair in dp.prefetch([Pair(ones * k, ones) for k in range(1 + 2 * P)])]
+
+
 def case_verbs():
     s = jdp.scatter({"x": X[MINE], "name": "a"})
     own = [i for i, d in enumerate(s.devices) if d.process_index == P]
@@ -336,6 +364,13 @@ def case_refused():
     return {
         "jit": text_of(lambda: jax.jit(dp.apply)(v, X[MINE])),
         "grad": text_of(lambda: jax.grad(lambda v: dp.apply(v, X[MINE]).sum())(v)),
+        "reduce_add": text_of(
+            lambda: jax.grad(
+                lambda w: jdp.reduce_add(
+                    jdp.parallel_apply(lambda w, x: (x * w).sum(), w, jdp.scatter(np.ones((4, 2), np.float32)))
+                )
+            )(1.0)
+        ),
         "devices": text_of(lambda: jdp.DataParallel(MLP, devices=theirs)),
         "scatter": text_of(lambda: jdp.scatter(X, devices=theirs)),
         "uneven_collectives": text_of(

@@ -124,6 +124,19 @@ def test_nothing_cut(found):
         np.testing.assert_array_equal(result["vector"], [3 * (process + 1), 3])
 
 
+def test_nothing_cut_gradient(found):
+    """2 * 1 and 2 * 2, and their slopes."""
+    for loss, grad in found:
+        assert (float(loss), float(grad)) == (3.0, 1.5)
+
+
+def test_committed_parameters(found):
+    for process, result in enumerate(found):
+        close(result["out"], MLP.apply(variables(), X[PARTS[process]]))
+        assert result["home"]
+        assert "RuntimeError" in result["second"] and f"CpuDevice(id={2048 * process})" in result["second"]
+
+
 def test_whole_argument(found):
     for process, out in enumerate(found):
         close(out, X[PARTS[process]] * 2 + np.arange(5.0, dtype=np.float32))
@@ -300,6 +313,12 @@ def test_prefetch(found):
         close(result["outputs"], outputs if process else [x[:0] for x in outputs])
 
 
+def test_prefetch_own_type(found):
+    ones = np.ones((2, 3), np.float32)
+    equal(found[0], [ones, *[ones[:0]] * 2])
+    equal(found[1], [ones * (2 * k + 1) for k in range(3)])
+
+
 def test_verbs(found):
     for process, result in enumerate(found):
         assert result["sizes"] == CHUNKS
@@ -349,6 +368,7 @@ def test_refused(found):
     for process, result in enumerate(found):
         for name in ("jit", "grad"):
             assert result[name].startswith("ValueError: jdp.") and "dp.value_and_grad" in result[name], result[name]
+        assert result["reduce_add"].startswith("ValueError: jdp."), result["reduce_add"]
         assert f"process {process} has none among them" in result["devices"]
         assert f"process {process} has none among them" in result["scatter"]
         assert "runs a collective" in result["uneven_collectives"] and "(5, 4, 3, 2)" in result["uneven_collectives"]
