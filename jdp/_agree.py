@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
 from ._exchange import DesyncError, Ticket, by_value, exchange_of, limits
@@ -27,15 +28,21 @@ class Pending(NamedTuple):
     first: bool
 
 
-def begin(mesh: Mesh, verb: str, sizes: Sequence[int], described: Described | None) -> Pending:
-    """Tells the others the rows of this process's own replicas; `described` is None when it has run out of data."""
+def begin(
+    mesh: Mesh, verb: str, sizes: Sequence[int], described: Described | None, failure: Exception | None = None
+) -> Pending:
+    """Tells the others the rows of this process's own replicas; `described` is None when it has run out of data.
+
+    `failure` is what came instead of a batch: the others are not to wait for one.
+    """
     exchange = exchange_of(processes_of(mesh))
     digest = None
     if described is not None:
         digest = _digest(described)
         if _is_new((exchange, digest)):
             exchange.publish(f"batch/{exchange.here}/{digest}", json.dumps(described))
-    return Pending(mesh, verb, described, exchange.post(verb, [list(sizes), digest]), _is_new((exchange, verb, "call")))
+    ticket = exchange.post(verb, [list(sizes), digest, _text(failure)])
+    return Pending(mesh, verb, described, ticket, _is_new((exchange, verb, "call")))
 
 
 class Agreed(NamedTuple):
@@ -55,14 +62,35 @@ def finish(pending: Pending) -> Agreed:
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     entries = pending.ticket.result(limits.start if pending.first else limits.step)
-    digests = {process: digest for process, (_, digest) in entries.items() if digest is not None}
+    failures = {process: failure for process, (_, _, failure) in entries.items() if failure}
+    if failures:
+        process, failure = next(iter(failures.items()))
+        raise DesyncError(
+            f"jdp.{verb}: process {process} has no batch, but an error ({failure}); all processes make the same calls. "
+            f"Its own output says more."
+        )
+    digests = {process: digest for process, (_, digest, _) in entries.items() if digest is not None}
     if len({*digests.values()}) > 1:
         raise DesyncError(_differing(verb, mesh, digests))
     rows = [0] * mesh.size
-    for process, (sizes, _) in entries.items():
+    for process, (sizes, _, _) in entries.items():
         for replica, size in zip(_replicas_of(mesh, process), sizes, strict=True):
             rows[replica] = size
     return Agreed(tuple(rows), digests)
+
+
+def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
+    """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
+    if not trace_state_clean():
+        return
+    try:
+        finish(begin(mesh, verb, (), None, failure))
+    except (DesyncError, RuntimeError):  # its own is the one to raise
+        pass
+
+
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"[:500]
 
 
 def described_by_others(mesh: Mesh, agreed: Agreed) -> Described:
@@ -108,6 +136,8 @@ _seen: set[Any] = set()
 
 
 def _is_new(key: Any) -> bool:
+    if len(_seen) > 10_000:  # Python values that change with every batch; what is told twice does no harm
+        _seen.clear()
     new = key not in _seen
     _seen.add(key)
     return new

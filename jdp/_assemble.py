@@ -73,6 +73,14 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def own_copies(x: Any, sharding: NamedSharding) -> Any:
+    """An array that is whole on all processes, as one of these devices of this process; anything else as it is."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
+        return x
+    here = sharding.is_fully_addressable and sharding.device_set <= x.sharding.device_set
+    return _of_shards(x, x.shape, sharding) if here else x
+
+
 def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
     """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
     if any(isinstance(x, Tracer) for x in arrays):
@@ -93,7 +101,11 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         data = jax.random.key_data(x)
         trailing = data.shape[x.ndim :]
         return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
-    by_device = {s.device: s.data for s in x.addressable_shards}
     mesh: Any = sharding.mesh
-    shards = [by_device[d] for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if x.size:
+        by_device = {s.device: s.data for s in x.addressable_shards}
+        shards = [by_device[d] for d in own]
+    else:  # of an array without elements JAX keeps no shape of the parts
+        shards = [jax.device_put(np.zeros(sharding.shard_shape(shape), x.dtype), d) for d in own]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)

@@ -81,8 +81,13 @@ def describe(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {path: [_dtype(x), list(np.shape(x))] for path, x in leaves.items()}
 
 
-def manifest(step: int, leaves: Mapping[str, Any], encoded: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that."""
+def manifest(
+    step: int, leaves: Mapping[str, Any], encoded: Mapping[str, Any], data: Any, apart: bool
+) -> dict[str, Any]:
+    """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that.
+
+    `apart`: whether the data is a list with each process's own.
+    """
     from orbax.checkpoint import __version__ as orbax
 
     import jdp
@@ -94,6 +99,7 @@ def manifest(step: int, leaves: Mapping[str, Any], encoded: Mapping[str, Any], d
         "leaves": describe(leaves),
         "fingerprints": fingerprints(encoded),
         "data": data,
+        "apart": apart,
     }
     return {"content": content, "sha256": digest(content)}
 

@@ -41,7 +41,9 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     wrong = [name for name in found if found[name] != expected.get(name)]
     more = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
     _agree(path, f"{wrong[0]}{more}: not the values that were saved" if wrong else "")
-    return arrays, content["data"]
+    data = content["data"]
+    own = content.get("apart") and len(data) == jax.process_count()
+    return arrays, data[jax.process_index()] if own else data
 
 
 def tell_all(text: str) -> list[str]:
@@ -50,8 +52,9 @@ def tell_all(text: str) -> list[str]:
         return [text]
     from jax.experimental import multihost_utils
 
-    message = np.zeros(_TEXT, np.uint8)
-    raw = text.encode()[:_TEXT]
+    raw = text.encode()
+    longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
+    message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # of few lengths, for each is compiled
     message[: len(raw)] = np.frombuffer(raw, np.uint8)
     every = np.asarray(multihost_utils.process_allgather(message))
     return [bytes(m).rstrip(b"\0").decode(errors="replace") for m in every]

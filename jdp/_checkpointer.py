@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from ._checkpoint_agree import agree
 from ._checkpoint_directory import Quiet, absolute, free_name, make_writable, manager, remove_unfinished
-from ._checkpoint_items import VERB, check_data, decode, encode, leaves_of, manifest
+from ._checkpoint_items import VERB, decode, encode, leaves_of, manifest
 from ._checkpoint_read import ARRAYS, MANIFEST, Damaged, read, tell_all
 from ._layout import Tree
 from ._preemption import Preemption
@@ -96,7 +97,9 @@ class Checkpointer:
         Args:
             step: the number of the step that has just been made; it grows from save to save.
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
-            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys.
+            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys. It may
+                differ between processes, and each gets its own back; in a job of another number of processes `restore`
+                gives the list of them all.
 
         Returns:
             Whether it has saved; False also if this step is saved already.
@@ -107,7 +110,7 @@ class Checkpointer:
                 complete are untouched.
             TypeError: `data` is no JSON, or a leaf is no array.
             ValueError: `step` is less than one that was saved, or the directory holds a newer checkpoint, and nothing
-                was restored.
+                was restored; or a leaf that each process holds for itself is not the same in all.
         """
         step = operator.index(step)
         ending = self._preemption.reached()
@@ -203,13 +206,12 @@ class Checkpointer:
                 f"jdp.{VERB}: step {step} comes after step {self._newest}; steps grow from save to save. To go back, "
                 f"restore(state, step=...) first."
             )
-        check_data(data)
-        leaves = leaves_of(state)
         self.wait()
-        self._agree_to_write()
+        leaves, data, apart = agree(self.directory, state, data)
         self._set_aside(step)
         arrays = encode(leaves)
-        items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: ocp.args.JsonSave(manifest(step, leaves, arrays, data))}
+        content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
+        items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
         self._before, self._newest, self._running = self._newest, step, step
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -238,18 +240,6 @@ class Checkpointer:
                 f"The first save gives what is damaged another name.",
                 stacklevel=3,
             )
-
-    def _agree_to_write(self) -> None:
-        """Raises in every process if any of several cannot write: half of a save would wait for the other."""
-        if jax.process_count() == 1:
-            return
-        problem = ""
-        try:
-            make_writable(self.directory)
-        except OSError as e:
-            problem = str(e)
-        if problems := dict.fromkeys(text for text in tell_all(problem) if text):
-            raise RuntimeError("; ".join(problems))
 
     def _set_aside(self, step: int) -> None:
         """Renames what is damaged or of a future that this run has left, so that Orbax saves this step and finds it."""

@@ -19,7 +19,7 @@ from ._assemble import own_part
 from ._check import name_of
 from ._devices import cut_along
 from ._exchange import DesyncError
-from ._layout import Cut, Layout, Static, Tree
+from ._layout import Cut, Layout, Stack, Static, Tree, Whole
 
 
 def describe(leaves: Sequence[Any], specs: Sequence[Any], treedef: Any, root: str | tuple[str, ...]) -> Described:
@@ -34,8 +34,9 @@ def _of(x: Any, spec: Any) -> str:
         return (
             f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float | str) else type(value).__name__
         )
-    shape = ["*" if axis == spec else str(size) for axis, size in enumerate(x.shape)]
-    return f"{x.dtype}[{', '.join(shape)}]{'' if isinstance(spec, int) else ' (whole)'}"
+    rows = 0 if isinstance(spec, Stack) else spec
+    shape = ["*" if axis == rows else str(size) for axis, size in enumerate(x.shape)]
+    return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -114,7 +115,8 @@ def _empty(what: str, verb: str) -> Any:
     if bracket:
         shape = tuple(0 if size == "*" else int(size) for size in rest.partition("]")[0].split(", ") if size)
         if dtype.startswith("key<"):
-            return jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
+            key = jax.random.key(0, impl=dtype[len("key<") : -1])
+            return jax.random.split(key, shape) if shape else key
         return np.zeros(shape, jnp.dtype(dtype))
     kind, _, value = what.partition(" ")
     if kind not in ("bool", "int", "float", "str"):
@@ -122,4 +124,4 @@ def _empty(what: str, verb: str) -> Any:
             f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others hold a {kind}; it "
             f"cannot make one. Yield one batch of no rows there."
         )
-    return ast.literal_eval(value)
+    return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan

@@ -6,6 +6,7 @@ import functools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,8 @@ class Exchange:
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes, self.here = processes, jax.process_index()
         self._group = "jdp/" + "-".join(map(str, processes)) if len(processes) < jax.process_count() else "jdp/all"
-        self._number, self._thread = 0, threading.get_ident()
+        self._number, self._deleted, self._thread = 0, 0, threading.get_ident()
+        self.unread: weakref.WeakSet[Ticket] = weakref.WeakSet()  # of an iterator that was dropped, none
 
     def post(self, what: str, entry: Any) -> Ticket:
         """Posts this process's entry for the next call, `what`; the ticket's `result` waits for the others'."""
@@ -52,13 +54,22 @@ class Exchange:
             )
         number, self._number = self._number, self._number + 1
         Exchange.calls += 1
-        if number % _BLOCK == 0 and number >= 2 * _BLOCK and self.here == self.processes[0]:
-            client().key_value_delete(f"{self._group}/{number // _BLOCK - 2}/")  # read by all, for they went on
+        if number % _BLOCK == 0 and self.here == self.processes[0]:
+            self._delete_read(number)
         path = f"{self._group}/{number // _BLOCK}/{number % _BLOCK}"
         text = json.dumps([what, entry], separators=(",", ":"))
         if self.here != self.processes[0]:
             client().key_value_set(f"{path}/{self.here}", text)
-        return Ticket(self, what, path, text)
+        ticket = Ticket(self, what, path, text, number)
+        self.unread.add(ticket)
+        return ticket
+
+    def _delete_read(self, number: int) -> None:
+        """Deletes what all have read: they have, one block later, but for what waits in an iterator."""
+        oldest = min([ticket.number for ticket in self.unread], default=number)
+        while (self._deleted + 1) * _BLOCK <= min(oldest, number - _BLOCK):
+            client().key_value_delete(f"{self._group}/{self._deleted}/")
+            self._deleted += 1
 
     def publish(self, key: str, text: str) -> None:
         """Leaves a text that any process of the group can `read`."""
@@ -71,8 +82,8 @@ class Exchange:
 class Ticket:
     """One call's exchange, under way."""
 
-    def __init__(self, exchange: Exchange, what: str, path: str, text: str) -> None:
-        self._exchange, self._what, self._path, self._text = exchange, what, path, text
+    def __init__(self, exchange: Exchange, what: str, path: str, text: str, number: int) -> None:
+        self._exchange, self._what, self._path, self._text, self.number = exchange, what, path, text, number
 
     def result(self, seconds: float) -> dict[int, Any]:
         """Each process's entry.
@@ -89,12 +100,16 @@ class Ticket:
                 merged.setdefault(text, []).append(process)
             client().key_value_set(f"{self._path}/all", json.dumps([list(merged.items()), absent]))
         else:
-            # A little more, for the one who collects is to say who is absent.
-            text = _wait(f"{self._path}/all", end + 2 * _SLICE, lambda: _has_left(group.processes[0]))
+            # A little more, for the one who collects is to say who is absent; as long again, where it came late.
+            first, key = group.processes[0], f"{self._path}/all"
+            text = _wait(key, end + 2 * _SLICE, lambda: _has_left(first))
+            if text is None and now(f"{self._path}/here") is not None:
+                text = _wait(key, time.monotonic() + seconds + 2 * _SLICE, lambda: _has_left(first))
             if text is None:
                 raise DesyncError(self._absent([group.processes[0]], seconds))
             merged_items, absent = json.loads(text)
             merged = dict(merged_items)
+        group.unread.discard(self)
         if absent:
             raise DesyncError(self._absent(absent, seconds))
         entries = {process: json.loads(text) for text, processes in merged.items() for process in processes}
@@ -108,10 +123,9 @@ class Ticket:
         return {process: entry for process, (_, entry) in entries.items()}
 
     def _collected(self, end: float) -> tuple[dict[int, str], list[int]]:
-        group = self._exchange
-        found = {group.here: self._text}
+        group, found = self._exchange, {self._exchange.here: self._text}
         while missing := [p for p in group.processes if p not in found]:
-            text = _wait(f"{self._path}/{missing[0]}", end, lambda p=missing[0]: _has_left(p))
+            text = _wait(f"{self._path}/{missing[0]}", end, lambda p=missing[0]: self._say_here() or _has_left(p))
             if text is None:
                 late = self._posted()
                 return {**found, **late}, [p for p in missing if p not in late]
@@ -120,9 +134,13 @@ class Ticket:
                 found |= self._posted()
         return found, []
 
+    def _say_here(self) -> None:
+        """That the collector waits as well; said only where it does for long."""
+        client().key_value_set(f"{self._path}/here", "", allow_overwrite=True)
+
     def _posted(self) -> dict[int, str]:
-        entries = client().key_value_dir_get(self._path + "/")
-        return {int(key.rsplit("/", 1)[1]): text for key, text in entries}
+        entries = [(key.rsplit("/", 1)[1], text) for key, text in client().key_value_dir_get(self._path + "/")]
+        return {int(name): text for name, text in entries if name.isdecimal()}
 
     def _absent(self, absent: list[int], seconds: float) -> str:
         several = len(absent) > 1

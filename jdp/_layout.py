@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, cut_along, replicated
-from ._processes import own_mesh, own_replicas, processes_of, spans_processes
+from ._processes import own_mesh, own_replicas
 
 Tree = Any
 """Any pytree of arrays."""
@@ -107,12 +107,10 @@ class Layout:
     @functools.cached_property
     def used(self) -> tuple[int, ...]:
         """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
-        if self.is_cut:
+        # Of several processes each has its first there, but for those that have run out of data.
+        if self.is_cut or jax.process_count() > 1:
             return tuple(i for i, size in enumerate(self.sizes) if size)
-        if not spans_processes(self.mesh):
-            return (0,)
-        holders = [d.process_index for d in self.devices]
-        return tuple(sorted(holders.index(p) for p in processes_of(self.mesh)))
+        return (0,)
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ._agree import Pending, begin, described_by_others, finish
 from ._describe import without_rows
+from ._exchange import DesyncError
 from ._layout import Layout, Static, Tree
 from ._prepare import Prepared
 from ._processes import own_mesh
@@ -52,21 +53,25 @@ def _together(
 ) -> Iterator[Scattered]:
     """Scatters the batches of all processes; `early`: which tell each other of one before they need the one before."""
     last: Prepared | None = None
-    told: collections.deque[tuple[Prepared | None, Pending]] = collections.deque()
+    told: collections.deque[tuple[Prepared | None, Pending, Exception | None]] = collections.deque()
     failed: Exception | None = None
     while True:
+        while len(told) <= early:  # also after a failure, for the others still do
+            batch = None  # this process has run out
+            try:
+                batch = None if failed is not None else next(map(prepare, batches), None)
+            except Exception as error:  # it comes after the batches before it, and in all processes then
+                failed = error
+            rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
+            pending = begin(mesh, "prefetch", rows, None if batch is None else batch.described, failed)
+            told.append((batch, pending, failed))
+        batch, pending, mine = told.popleft()
         try:
-            while failed is None and len(told) <= early:
-                batch = next(map(prepare, batches), None)  # None: this process has run out
-                rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
-                told.append((batch, begin(mesh, "prefetch", rows, None if batch is None else batch.described)))
-        except Exception as error:  # it comes after the batches before it
-            failed = error
-        if not told:
-            assert failed is not None
-            raise failed
-        batch, pending = told.popleft()
-        agreed = finish(pending)
+            agreed = finish(pending)
+        except DesyncError:
+            if mine is not None:
+                raise mine from None
+            raise
         if not agreed.digests:
             return
         if batch is None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.core import trace_state_clean  # not public; nothing else tells what a closure over a batch does
 from jax.sharding import Mesh
 
 from ._agree import Described, own_sizes
 from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
 from ._chunk import chunk_sizes, given_sizes
 from ._describe import describe, own_rows
-from ._layout import Layout, Leaf, Stack, Static, Tree, Whole
+from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
 from ._scattered import Scattered, is_scattered
 
@@ -43,6 +44,7 @@ def prepare(
     stacked: Callable[[Any], bool] | None = None,
 ) -> Prepared | tuple[list[Any], Layout]:
     """The batch, checked; or its leaves and their layout, where that is known."""
+    _refuse_trace(mesh, verb)
     try:
         leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
     except ValueError as error:  # JAX's, for dict keys that do not compare
@@ -74,13 +76,30 @@ def prepare(
     described = None
     if spans_processes(mesh):
         leaves = own_rows(leaves, specs, mesh, verb, name)
-        if not any(type(x) is Ready for x in leaves):
-            described = describe(leaves, specs, treedef, root)
+        if not _agreed(leaves, specs):
+            described = describe([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
     chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
     if verb != "scatter":
         rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
         refuse_rows_of_numbers(inputs, rows, verb, root)
     return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+
+
+def _refuse_trace(mesh: Mesh, verb: str) -> None:
+    """A `ValueError` inside of a transformation that would see one process's rows."""
+    if spans_processes(mesh) and not trace_state_clean():
+        raise ValueError(
+            f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
+            f"transformations see one process's program, not the rows of the others. Call it outside of them: "
+            f"dp.value_and_grad and dp.train_step give gradients over all processes."
+        )
+
+
+def _agreed(leaves: Sequence[Any], specs: Sequence[Any]) -> bool:
+    """Whether all processes know the rows already, from what came scattered: its own, or of nothing that is cut."""
+    ready = [type(x) is Ready for x in leaves]
+    rows = [isinstance(s, int | Cut | Stack) for s in specs]
+    return any(r and cut for r, cut in zip(ready, rows, strict=True)) or any(ready) and not any(rows)
 
 
 def _specs(
@@ -121,6 +140,8 @@ def _chunks(
         )
     n, several = own_mesh(mesh).size, spans_processes(mesh)
     cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
+    if not cut and several and _agreed(leaves, specs) and not ready:
+        return next(x.sizes for x in leaves if type(x) is Ready)
     if not cut:
         alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1, *[0] * (n - 1)) if several else (1,)
         return ready.pop() if ready else alone if sizes is None else given_sizes(sizes, 0, n)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from ._assemble import refuse_traced
 from ._check import is_key, name_of
@@ -19,6 +20,7 @@ from ._dispatch import dispatch
 from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
+from ._same_program import same_program
 from ._scattered import Scattered, concrete, placed, put_all
 
 
@@ -71,7 +73,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
         refuse_traced(s._arrays, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
-    sums = dispatch(_sum_everywhere, layout.mesh, s)
+    sums = dispatch(_summing(layout.mesh), layout.mesh, s)
     if not everywhere and sums:
         whole = own_mesh(layout.mesh).devices.flat[0] if target is None else target
         sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
@@ -105,6 +107,11 @@ def _sum(s: Scattered) -> list[Any]:
 @jax.jit
 def _sum_everywhere(s: Scattered) -> list[Any]:
     return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sum(s)]
+
+
+@functools.cache
+def _summing(mesh: Mesh) -> Any:
+    return same_program(_sum_everywhere, mesh, ("outputs",)) if spans_processes(mesh) else _sum_everywhere
 
 
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ._assemble import put, refuse_traced
+from ._assemble import own_copies, put, refuse_traced
 from ._check import classify
 from ._devices import Devices, mesh_of, replicated
 from ._layout import Tree
@@ -63,6 +63,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     if not away:
         return tree
     for i in away:
+        leaves[i] = own_copies(leaves[i], target)
         _check(leaves[i], mesh, verb, tree, i)
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.

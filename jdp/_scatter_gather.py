@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from ._assemble import own_part, refuse_traced
 from ._check import check_dim, name_of, normal_axis
@@ -18,6 +19,7 @@ from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicate
 from ._dispatch import dispatch
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import spans_processes
+from ._same_program import same_program
 from ._scattered import Scattered, concrete, placed, put_all, reshard
 from ._split import split
 
@@ -106,8 +108,8 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
-        outputs, layout = Scattered(own_part(values, layout), layout.own), layout.own
-    elif any(value is None for value in values):
+        return _join_own(own_part(values, layout), layout.own, device)
+    if any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":
         return layout.fill(outputs._arrays if layout.is_even else dispatch(_trim_sharded, layout.mesh, outputs))
@@ -117,6 +119,23 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         arrays = put_all(arrays, [target] * len(arrays))
     return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
+
+
+def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
+    """`join` of this process's own chunks; what is whole on all processes stays so, or comes here as one copy."""
+    cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole)]
+    if cut:
+        leaves = tuple(own.arrays[i] for i in cut)
+        layout = Layout(jax.tree.structure([0] * len(cut)), leaves, own.sizes, own.mesh, own.dim)
+        for i, x in zip(cut, join(Scattered([arrays[i] for i in cut], layout), device), strict=True):
+            arrays[i] = x
+    if device != "sharded":
+        target = own.devices[0] if device is None else device
+        whole = [i for i in range(len(arrays)) if i not in cut]
+        copies = put_all([arrays[i].addressable_data(0) for i in whole], [target] * len(whole))
+        for i, x in zip(whole, copies, strict=True):
+            arrays[i] = x
+    return own.fill(arrays)
 
 
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
@@ -175,7 +194,12 @@ def _along(s: Scattered, dim: int) -> Scattered:
     ]
     if all(not isinstance(leaf, Cut) or leaf.axis == axis for leaf, axis in zip(layout.arrays, axes, strict=True)):
         return s
-    return dispatch(_realign, layout.mesh, s, tuple(axes))
+    return dispatch(_realigning(layout.mesh), layout.mesh, s, tuple(axes))
+
+
+@functools.cache
+def _realigning(mesh: Mesh) -> Any:
+    return same_program(_realign, mesh, ("outputs", "axes")) if spans_processes(mesh) else _realign
 
 
 @functools.partial(jax.jit, static_argnums=1)

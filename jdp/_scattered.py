@@ -168,7 +168,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
         if local is not None:
             return own(local, leaf, i)
         if spans_processes(layout.mesh):
-            raise IndexError(
+            raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
                 f"{jax.process_index()}; each sees its own. Pass one of {list(own_replicas(layout.mesh))}."
             )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._agree import begin, finish
+from ._agree import begin, fail, finish
 from ._assemble import assemble
 from ._chunk import pad
 from ._layout import Cut, Layout, Static, Tree
@@ -37,7 +37,13 @@ def split(
     shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
     to move. `stacked` tells which arrays hold one entry for each replica.
     """
-    batch = prepare(inputs, mesh, dim, verb=verb, root=root, axes=axes, sizes=sizes, layouts=layouts, stacked=stacked)
+    options: Any = {"root": root, "axes": axes, "sizes": sizes, "layouts": layouts, "stacked": stacked}
+    try:
+        batch = prepare(inputs, mesh, dim, verb=verb, **options)
+    except Exception as error:
+        if spans_processes(mesh):
+            fail(mesh, verb, error)
+        raise
     if isinstance(batch, Prepared):
         chunks = batch.sizes
         if batch.described is not None:

@@ -175,7 +175,8 @@ class Training:
         arguments are cut along `dim`, the other results gathered, scalars to a vector with one entry per
         replica. The step's own `lax.pmean(..., axis_name)` makes replicas agree; of state in which they
         still differ, `reduce_state` says which value is kept. One key per replica (`jax.random.split(key, n)`)
-        is given out as pmap does; a single key is folded with the replica's index. NNX objects among the
+        is given out as pmap does (of several processes each passes one for each device of its own: fold in
+        `jax.process_index()` first); a single key is folded with the replica's index. NNX objects among the
         arguments (a model, an `nnx.Optimizer`) are replicated and updated in place.
 
         Args:

@@ -286,6 +286,75 @@ def case_prefetch_own_type():
     return [dp(2.0, pair) for pair in dp.prefetch([Pair(ones * k, ones) for k in range(1 + 2 * P)])]
 
 
+def case_mixed():
+    """Results that are whole beside such that are cut: uneven here, parameters everywhere; and one device a process."""
+    w = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
+
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), {"rows": x[:, 0]}
+
+    first = [next(d for d in jax.devices() if d.process_index == p) for p in range(N)]
+    found = {}
+    for name, devices in (("all", None), ("one each", first)):
+        both = jdp.DataParallel(lambda w, x: (x @ w, w.sum()), devices, out_axes=(0, None))
+        dp = jdp.DataParallel(lambda w, x: x @ w, devices)
+        for where, params in (("replicated", jdp.replicate(w, devices)), ("host", w)):
+            value = dp.value_and_grad(loss, has_aux=True)(params, X[MINE])
+            home = {d.process_index for d in value[1].devices()}
+            found[f"{name}, {where}"] = {"value": value, "both": both(params, X[MINE]), "home": home}
+    return found
+
+
+def case_two_iterators():
+    """One is asked for a batch now and then, as an evaluation is, the other two hundred times between."""
+    dp = jdp.DataParallel(MLP)
+    rare, often = (dp.prefetch((X[MINE] + k for k in range(300)), 1) for _ in range(2))
+    gathered = [jdp.gather(next(rare))]
+    for _ in range(200):
+        next(often)
+    return {"rare": [*gathered, jdp.gather(next(rare))], "often": jdp.gather(next(often))}
+
+
+def case_scattered_whole():
+    """What is scattered, but whole, knows nothing of the rows."""
+    dp = jdp.DataParallel(lambda w, x: x * w)
+    dp3 = jdp.DataParallel(lambda w, x, k: x * w * k)
+    turns = dp.prefetch([np.float32(7 + P)] * (1 + P))
+    return {
+        "alone": dp(2.0, jdp.scatter(np.float32(P + 1))),
+        "beside": dp3(2.0, X[MINE], jdp.scatter(np.float32(2))),
+        "turns": [dp(np.float32(1), batch) for batch in turns],
+    }
+
+
+def case_iterator_fails():
+    """On one process only: it says why, and the others whose it was, all at the same batch."""
+    dp, seen = jdp.DataParallel(lambda w, x: x * w), []
+
+    def source():
+        yield X[MINE]
+        if P == 1:
+            raise OSError("the disk is gone")
+        yield from [X[MINE]] * 5
+
+    def loop():
+        for batch in dp.prefetch(source()):
+            seen.append(dp(1.0, batch).shape[0])
+
+    return {"text": text_of(loop), "seen": seen, "call": text_of(lambda: dp(1.0, X[MINE] if P else np.array(["a"])))}
+
+
+def case_checkpoint_data():
+    """The cursor is each process's own; arrays that a process holds for itself are equal in all, or refused."""
+    state = {"w": jdp.replicate(np.arange(3.0, dtype=np.float32)), "n": 5}
+    with jdp.Checkpointer(pathlib.Path(sys.argv[1], "own")) as checkpointer:
+        checkpointer.save(1, state, data={"position": 100 * P, "losses": [0.5] * 2000})
+        found, data = checkpointer.restore(state)
+        differs = text_of(lambda: checkpointer.save(2, {**state, "n": P}))
+        one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
+    return {"w": found["w"], "data": data, "differs": differs, "one": one, "latest": checkpointer.latest_step}
+
+
 def case_verbs():
     s = jdp.scatter({"x": X[MINE], "name": "a"})
     own = [i for i, d in enumerate(s.devices) if d.process_index == P]
@@ -293,7 +362,7 @@ def case_verbs():
     doubled = jdp.parallel_apply(lambda w, tree: {"x": tree["x"] * w, "sum": tree["x"].sum(0)}, 2.0, s)
     try:
         s[other]
-    except IndexError as error:
+    except ValueError as error:
         refused = str(error)
     even = jdp.scatter(np.full((2 * jax.local_device_count(), 2), P + 1.0, np.float32))
     return {
@@ -363,6 +432,9 @@ def case_refused():
     theirs = [d for d in jax.devices() if d.process_index != P][:1]
     return {
         "jit": text_of(lambda: jax.jit(dp.apply)(v, X[MINE])),
+        "closure": text_of(lambda: jax.jit(lambda v: dp.apply(v, X[MINE]))(v)),
+        "list": text_of(lambda: list(jdp.scatter(X[MINE]))),
+        "no_features": text_of(lambda: jdp.DataParallel(lambda w, x: x * w)(1.0, np.zeros((4, 0), np.float32))),
         "grad": text_of(lambda: jax.grad(lambda v: dp.apply(v, X[MINE]).sum())(v)),
         "reduce_add": text_of(
             lambda: jax.grad(
@@ -413,6 +485,12 @@ def case_local_devices():
     return {"out": dp.apply(v, X), "grad": grad}
 
 
+def case_global_parameters_here():
+    """Parameters that are whole on all processes, in a wrapper of this process's devices."""
+    everywhere = jdp.replicate(variables())
+    return jdp.DataParallel(MLP, devices=jax.local_devices()).apply(everywhere, X)
+
+
 def host(x):
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
@@ -421,6 +499,7 @@ def main():
     found = {}
     for name, case in list(globals().items()):
         if name.startswith("case_"):
+            print(name, flush=True)
             try:
                 found[name.removeprefix("case_")] = jax.tree.map(host, case())
             except Exception:

@@ -319,6 +319,58 @@ def test_prefetch_own_type(found):
     equal(found[1], [ones * (2 * k + 1) for k in range(3)])
 
 
+def test_mixed(found):
+    w = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((X @ w) ** 2))(w)
+    for process, result in enumerate(found):
+        for name, one in result.items():
+            (value, aux), grads = one["value"]
+            close((value, grads), (loss, grad), rtol=1e-4)
+            np.testing.assert_array_equal(aux["rows"], X[PARTS[process], 0])
+            close(one["both"], (X[PARTS[process]] @ w, np.float32(15)), rtol=1e-4)
+            assert one["home"] == ({0, 1} if "replicated" in name else {process}), name
+
+
+def test_two_iterators(found):
+    for process, result in enumerate(found):
+        for k, batch in enumerate(result["rare"]):
+            np.testing.assert_allclose(batch, X[PARTS[process]] + k, rtol=1e-6)
+        np.testing.assert_allclose(result["often"], X[PARTS[process]] + 200, rtol=1e-6)
+
+
+def test_scattered_whole(found):
+    for process, result in enumerate(found):
+        np.testing.assert_array_equal(result["alone"], [2 * (process + 1)])
+        close(result["beside"], X[PARTS[process]] * 4)
+    # Process 0 has one turn and process 1 two; who has run out has no output.
+    equal(found[0]["turns"], [np.float32([7]), np.zeros(0, np.float32)])
+    equal(found[1]["turns"], [np.float32([8]), np.float32([8])])
+
+
+def test_iterator_fails(found):
+    assert found[1]["text"] == "OSError: the disk is gone"
+    text = "DesyncError: jdp.prefetch: process 1 has no batch, but an error (OSError: the disk is gone)"
+    assert text in found[0]["text"]
+    assert [result["seen"] for result in found] == [[9], [5]]
+    assert "TypeError" in found[0]["call"]
+    assert "DesyncError: jdp.DataParallel: process 0 has no batch, but an error (TypeError" in found[1]["call"]
+
+
+def test_checkpoint_data(found):
+    for process, result in enumerate(found):
+        np.testing.assert_array_equal(result["w"], np.arange(3))
+        assert result["data"] == {"position": 100 * process, "losses": [0.5] * 2000}
+        assert "ValueError" in result["differs"] and "['n'] is not the same in all processes" in result["differs"]
+        assert result["latest"] == 1
+    assert "RuntimeError" in found[0]["one"] and "process 1: " in found[0]["one"]
+    assert "TypeError" in found[1]["one"] and "JSON" in found[1]["one"]
+
+
+def test_global_parameters_here(found):
+    for out in found:
+        close(out, MLP.apply(variables(), X))
+
+
 def test_verbs(found):
     for process, result in enumerate(found):
         assert result["sizes"] == CHUNKS
@@ -368,6 +420,9 @@ def test_refused(found):
     for process, result in enumerate(found):
         for name in ("jit", "grad"):
             assert result[name].startswith("ValueError: jdp.") and "dp.value_and_grad" in result[name], result[name]
+        assert "inside of jax.jit" in result["closure"]
+        assert f"is on process {1 - process}" in result["list"]
+        assert result["no_features"] == "nothing was raised"
         assert result["reduce_add"].startswith("ValueError: jdp."), result["reduce_add"]
         assert f"process {process} has none among them" in result["devices"]
         assert f"process {process} has none among them" in result["scatter"]
