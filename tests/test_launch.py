@@ -27,8 +27,11 @@ from jdp import _launch_environment, _launch_options, _launch_output, _launch_wa
 ROOT = Path(__file__).parents[1]
 # The commands use nothing but the standard library: run without the package's __init__, which takes
 # seconds to import JAX and Flax, they start in a tenth of a second.
+# And as at a terminal: who runs the tests with nohup, or behind a `&`, has them ignore signals from their start on.
 RUNNER = """
-import sys, types
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 package = types.ModuleType("jdp")
 package.__path__ = [sys.argv.pop(1)]
 sys.modules["jdp"] = package
