@@ -72,6 +72,7 @@ class Quiet(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         logging.getLogger("absl").addFilter(self)
+        self.abandoned = False  # whether some are; they may report at any time from then on
         self._before, self._hook = sys.unraisablehook, self._unraisable  # one object: each access makes another
         sys.unraisablehook = self._hook
 
@@ -81,7 +82,7 @@ class Quiet(logging.Filter):
     def close(self) -> None:
         """Ends it."""
         logging.getLogger("absl").removeFilter(self)
-        if sys.unraisablehook is self._hook:
+        if sys.unraisablehook is self._hook and not self.abandoned:
             sys.unraisablehook = self._before
 
     def _unraisable(self, report: Any) -> None:

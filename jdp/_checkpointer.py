@@ -160,6 +160,7 @@ class Checkpointer:
                 arrays, data = read(self.directory / str(candidate), leaves)
             except Damaged as e:
                 damaged[candidate] = str(e)
+                self._quiet.abandoned = True
                 continue
             self._went_back(candidate, damaged)
             return decode(arrays, state), data
@@ -220,6 +221,7 @@ class Checkpointer:
 
     def _failed(self, error: Exception) -> None:
         step, self._running = self._running, None
+        self._quiet.abandoned = True
         if step is not None:
             self._newest = self._before
         if jax.process_index() == 0:
