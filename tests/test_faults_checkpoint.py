@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -144,21 +145,25 @@ def test_a_flipped_bit_anywhere_in_the_arrays_is_found(tmp_path, place):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk():
     """A file system of 40 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "jdp-test", place], capture_output=True, text=True
-    )
+    # Not below tmp_path: what a killed test leaves mounted there would disturb pytest's own cleaning, later too.
+    place = pathlib.Path(tempfile.mkdtemp(prefix="jdp-disk-"))
+    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "jdp-test", place]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
+        place.rmdir()
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     yield place
     # A write that was abandoned when the disk was full may hold it a moment longer.
     end = time.monotonic() + 20
     while subprocess.run(["umount", place], capture_output=True).returncode and time.monotonic() < end:
         time.sleep(0.1)
-    assert not os.path.ismount(place)
+    held = os.path.ismount(place)
+    if held:
+        subprocess.run(["umount", "--lazy", place], check=True)
+    place.rmdir()
+    assert not held
 
 
 def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(small_disk):
