@@ -120,13 +120,13 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
     return turns
 
 
-def worker(out: str, width: int, rows: int, seconds: float) -> None:
+def worker(out: str, width: int, rows: int, seconds: float, only: list[str] | None) -> None:
     import jdp
 
     jdp.distributed.initialize(timeout=120, start_timeout=120, quiet=True)
     import jax
 
-    turns = contenders(width, rows)
+    turns = {name: turn for name, turn in contenders(width, rows).items() if only is None or name in only}
     times: dict[str, list[float]] = {name: [] for name in turns}
     order, shuffle = list(turns), random.Random(0)
     one = {}
@@ -148,11 +148,14 @@ def worker(out: str, width: int, rows: int, seconds: float) -> None:
         Path(out).write_text(json.dumps({name: statistics.median(t) for name, t in times.items()} | {"rounds": rounds}))
 
 
-def measure(processes: int, devices: int, width: int, rows: int, seconds: float) -> dict[str, float]:
+def measure(
+    processes: int, devices: int, width: int, rows: int, seconds: float, only: list[str] | None
+) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "times.json")
         launch = ["-m", "jdp", "launch", "-n", str(processes), "--devices-per-process", str(devices)]
         task = ["--worker", str(out), str(width), str(rows), "--seconds", str(seconds)]
+        task += ["--only", *only] if only else []
         subprocess.run([sys.executable, *launch, __file__, *task], check=True, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())
 
@@ -207,15 +210,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=896, help="of the layers (896)")
     parser.add_argument("--rows", type=int, default=384, help="of each process's batch (384)")
     parser.add_argument("--jobs", nargs="+", default=["2x1", "4x1"], help="processes x devices of each (2x1 4x1)")
+    parser.add_argument("--only", nargs="+", help="these contenders: more rounds, and no table")
     parser.add_argument("--write", action="store_true", help="the table into RESULTS.md")
     args = parser.parse_args()
+    if args.only and args.write:
+        parser.error("--write wants all contenders, not --only some")
     if args.worker:
         out, width, rows = args.worker
-        return worker(out, int(width), int(rows), args.seconds)
+        return worker(out, int(width), int(rows), args.seconds, args.only)
     rows = []
     for job in args.jobs:
         processes, devices = map(int, job.split("x"))
-        rows.append(cells(processes, devices, measure(processes, devices, args.width, args.rows, args.seconds)))
+        times = measure(processes, devices, args.width, args.rows, args.seconds, args.only)
+        if args.only:
+            print(job, times, flush=True)
+            continue
+        rows.append(cells(processes, devices, times))
         print(dict(zip(COLUMNS, rows[-1], strict=True)), flush=True)
     if args.write:
         write(rows, args.seconds)

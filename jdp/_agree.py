@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
-from ._exchange import DesyncError, Ticket, by_value, exchange_of, limits
+from ._coordination import DesyncError
+from ._exchange import Ticket, by_value, exchange_of, limits
 from ._processes import own_replicas, processes_of
 
 Described = tuple[tuple[str, str], ...]

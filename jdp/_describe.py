@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from ._agree import CONTAINERS, Described
 from ._assemble import own_part
 from ._check import name_of
+from ._coordination import DesyncError
 from ._devices import cut_along
-from ._exchange import DesyncError
 from ._layout import Cut, Layout, Stack, Static, Tree, Whole
 
 

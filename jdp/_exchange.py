@@ -7,18 +7,13 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from ._processes import client
-
-
-class DesyncError(RuntimeError):
-    """The processes of a job do not do the same: a call, a shape, a program or a value differs, or one is absent."""
-
-    __module__ = "jdp.distributed"
+from ._connections import Connections
+from ._coordination import DesyncError, client, has_left
 
 
 class Limits:
@@ -30,7 +25,7 @@ class Limits:
 
 limits = Limits()
 _SLICE = 1.0  # seconds after which a waiting process looks whether the one it waits for has ended
-_BLOCK = 64  # calls whose keys are deleted together
+_MANY = 64  # calls that have gone on without what came for them, before that is dropped
 
 
 class Exchange:
@@ -41,8 +36,10 @@ class Exchange:
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes, self.here = processes, jax.process_index()
         self._group = "jdp/" + "-".join(map(str, processes)) if len(processes) < jax.process_count() else "jdp/all"
-        self._number, self._deleted, self._thread = 0, 0, threading.get_ident()
-        self.unread: weakref.WeakSet[Ticket] = weakref.WeakSet()  # of an iterator that was dropped, none
+        self.connections = Connections(self._group, processes, self.here)
+        self._number, self._thread = 0, threading.get_ident()
+        self._came: dict[int, dict[int, str]] = {}  # for each call, from each process
+        self._unread: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
 
     def post(self, what: str, entry: Any) -> Ticket:
         """Posts this process's entry for the next call, `what`; the ticket's `result` waits for the others'."""
@@ -54,22 +51,42 @@ class Exchange:
             )
         number, self._number = self._number, self._number + 1
         Exchange.calls += 1
-        if number % _BLOCK == 0 and self.here == self.processes[0]:
-            self._delete_read(number)
-        path = f"{self._group}/{number // _BLOCK}/{number % _BLOCK}"
         text = json.dumps([what, entry], separators=(",", ":"))
         if self.here != self.processes[0]:
-            client().key_value_set(f"{path}/{self.here}", text)
-        ticket = Ticket(self, what, path, text, number)
-        self.unread.add(ticket)
+            self.send(number, text, self.processes[0])
+        self._unread[number] = ticket = Ticket(self, what, text, number)
+        if len(self._came) > _MANY:  # of iterators that were dropped
+            for old in [n for n in self._came if n < number and n not in self._unread]:
+                del self._came[old]
         return ticket
 
-    def _delete_read(self, number: int) -> None:
-        """Deletes what all have read: they have, one block later, but for what waits in an iterator."""
-        oldest = min([ticket.number for ticket in self.unread], default=number)
-        while (self._deleted + 1) * _BLOCK <= min(oldest, number - _BLOCK):
-            client().key_value_delete(f"{self._group}/{self._deleted}/")
-            self._deleted += 1
+    def send(self, number: int, text: str, to: int) -> None:
+        self.connections.send(f"{number} {text}".encode(), to)
+
+    def came(self, number: int) -> dict[int, str]:
+        """What has come for a call, and from whom."""
+        return self._came.setdefault(number, {})
+
+    def wait(self, number: int, processes: Iterable[int], end: float, meanwhile: Callable[[], None]) -> list[int]:
+        """Waits until these processes have sent for a call; who has not, when the time is over or one has ended."""
+        came, one_left = self.came(number), False
+        while missing := [p for p in processes if not came.get(p)]:
+            left = end - time.monotonic()
+            if left <= 0 or one_left:
+                return missing
+            found = self.connections.receive(min(left, _SLICE))
+            for process, message in found:
+                name, text = message.decode().split(" ", 1)
+                self.came(int(name))[process] = text
+            if not found:
+                meanwhile()
+                # What it has sent before it ended comes in another round.
+                one_left = has_left(missing[0]) and not self.connections.pending(missing[0])
+        return []
+
+    def done(self, number: int) -> None:
+        self._came.pop(number, None)
+        self._unread.pop(number, None)
 
     def publish(self, key: str, text: str) -> None:
         """Leaves a text that any process of the group can `read`."""
@@ -82,8 +99,8 @@ class Exchange:
 class Ticket:
     """One call's exchange, under way."""
 
-    def __init__(self, exchange: Exchange, what: str, path: str, text: str, number: int) -> None:
-        self._exchange, self._what, self._path, self._text, self.number = exchange, what, path, text, number
+    def __init__(self, exchange: Exchange, what: str, text: str, number: int) -> None:
+        self._exchange, self._what, self._text, self.number = exchange, what, text, number
 
     def result(self, seconds: float) -> dict[int, Any]:
         """Each process's entry.
@@ -92,24 +109,27 @@ class Ticket:
             DesyncError: a process did not come within so many seconds, has ended, or makes another call.
         """
         group, end = self._exchange, time.monotonic() + seconds
-        if group.here == group.processes[0]:
-            found, absent = self._collected(end)
+        first, *others = group.processes
+        if group.here == first:
+            absent = group.wait(self.number, others, end, self._say_here)
             # Equal entries once, for most are: a thousand processes then read a line, not a thousand.
-            merged: dict[str, list[int]] = {}
-            for process, text in sorted(found.items()):
+            merged: dict[str, list[int]] = {self._text: [first]}
+            for process, text in sorted(group.came(self.number).items()):
                 merged.setdefault(text, []).append(process)
-            client().key_value_set(f"{self._path}/all", json.dumps([list(merged.items()), absent]))
+            answer = json.dumps([list(merged.items()), absent])
+            for process in others:
+                group.send(self.number, answer, process)
         else:
             # A little more, for the one who collects is to say who is absent; as long again, where it came late.
-            first, key = group.processes[0], f"{self._path}/all"
-            text = _wait(key, end + 2 * _SLICE, lambda: _has_left(first))
-            if text is None and now(f"{self._path}/here") is not None:
-                text = _wait(key, time.monotonic() + seconds + 2 * _SLICE, lambda: _has_left(first))
-            if text is None:
-                raise DesyncError(self._absent([group.processes[0]], seconds))
-            merged_items, absent = json.loads(text)
+            came = group.came(self.number)
+            absent = group.wait(self.number, [first], end + 2 * _SLICE, _nothing)
+            if absent and first in came:
+                absent = group.wait(self.number, [first], time.monotonic() + seconds + 2 * _SLICE, _nothing)
+            if absent:
+                raise DesyncError(self._absent(absent, seconds))
+            merged_items, absent = json.loads(came[first])
             merged = dict(merged_items)
-        group.unread.discard(self)
+        group.done(self.number)
         if absent:
             raise DesyncError(self._absent(absent, seconds))
         entries = {process: json.loads(text) for text, processes in merged.items() for process in processes}
@@ -122,30 +142,15 @@ class Ticket:
             )
         return {process: entry for process, (_, entry) in entries.items()}
 
-    def _collected(self, end: float) -> tuple[dict[int, str], list[int]]:
-        group, found = self._exchange, {self._exchange.here: self._text}
-        while missing := [p for p in group.processes if p not in found]:
-            text = _wait(f"{self._path}/{missing[0]}", end, lambda p=missing[0]: self._say_here() or _has_left(p))
-            if text is None:
-                late = self._posted()
-                return {**found, **late}, [p for p in missing if p not in late]
-            found[missing[0]] = text
-            if len(missing) > 2:
-                found |= self._posted()
-        return found, []
-
     def _say_here(self) -> None:
-        """That the collector waits as well; said only where it does for long."""
-        client().key_value_set(f"{self._path}/here", "", allow_overwrite=True)
-
-    def _posted(self) -> dict[int, str]:
-        entries = [(key.rsplit("/", 1)[1], text) for key, text in client().key_value_dir_get(self._path + "/")]
-        return {int(name): text for name, text in entries if name.isdecimal()}
+        """That the collector waits as well, in an empty message; said only where it does for long."""
+        for process in self._exchange.came(self.number):
+            self._exchange.send(self.number, "", process)
 
     def _absent(self, absent: list[int], seconds: float) -> str:
         several = len(absent) > 1
         how = f"process{'es' * several} {', '.join(map(str, absent))}"
-        if all(map(_has_left, absent)):
+        if all(map(has_left, absent)):
             how += " have ended their programs" if several else " has ended its program"
         else:
             how += f" did not come to this call within {seconds:.0f} s"
@@ -156,40 +161,8 @@ class Ticket:
         )
 
 
-def _wait(key: str, end: float, stop: Callable[[], bool]) -> str | None:
-    """The value of a key, once it is there; None when the time is over, or there is nothing to wait for."""
-    while (left := end - time.monotonic()) > 0:
-        try:
-            return client().blocking_key_value_get(key, max(1, int(min(left, _SLICE) * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise DesyncError(
-                    f"jdp: process 0, through which the processes tell each other, has ended "
-                    f"({str(error).splitlines()[0]}). Its own output says why."
-                ) from error
-        if stop():
-            # It may have posted this and ended since.
-            return now(key)
-    return None
-
-
-def now(key: str) -> str | None:
-    """The value of a key, or None."""
-    try:
-        return client().key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-        return None
-
-
-def _has_left(process: int) -> bool:
-    return now(left_key(process)) is not None
-
-
-def left_key(process: int) -> str:
-    """What a process sets that ends its program in good order."""
-    return f"jdp/left/{process}"
+def _nothing() -> None:
+    pass
 
 
 @functools.cache

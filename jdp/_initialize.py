@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from ._coordination import own_process, process_count
 from ._exchange import limits
 from ._last_words import install
-from ._processes import own_process, process_count
 
 
 def initialize(

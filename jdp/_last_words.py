@@ -12,12 +12,10 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-import jax
-
+from ._coordination import DesyncError, client, left_key, now, own_process, process_count
 from ._dispatch import wait_for_all
-from ._exchange import Exchange, left_key, now
+from ._exchange import Exchange
 from ._launch_environment import FOR_ANOTHER
-from ._processes import client, own_process, process_count
 
 _FAILED = "jdp/failed"
 _GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
@@ -110,7 +108,7 @@ def _listen(leaving: threading.Event) -> None:
     while not leaving.wait(_pause()):
         try:
             word = now(_FAILED)
-        except jax.errors.JaxRuntimeError:
+        except DesyncError:
             return  # the coordination service is gone, and JAX ends the process for it
         if word is not None:
             break

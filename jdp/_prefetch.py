@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from ._agree import Pending, begin, described_by_others, finish
+from ._coordination import DesyncError
 from ._describe import without_rows
-from ._exchange import DesyncError
 from ._layout import Layout, Static, Tree
 from ._prepare import Prepared
 from ._processes import own_mesh

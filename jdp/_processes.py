@@ -1,9 +1,8 @@
-"""Which of a mesh's devices are this process's own, and the way to the other processes."""
+"""Which of a mesh's devices are this process's own."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -37,25 +36,3 @@ def own_mesh(mesh: Mesh) -> Mesh:
     if not spans_processes(mesh):
         return mesh
     return make_mesh(tuple(mesh.devices.flat[i] for i in own_replicas(mesh)), mesh.axis_names[0])
-
-
-def client() -> Any:
-    """The client of JAX's coordination service; None where JAX runs as one process."""
-    # Not public, and what jax.experimental.multihost_utils uses as well.
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
-def own_process() -> int:
-    """`jax.process_index()`, without starting JAX's backend, which would wait for that of every other process."""
-    from jax._src import distributed
-
-    return distributed.global_state.process_id
-
-
-def process_count() -> int:
-    """`jax.process_count()`, likewise."""
-    from jax._src import distributed
-
-    return distributed.global_state.num_processes

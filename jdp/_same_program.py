@@ -16,7 +16,8 @@ import jax
 from jax.sharding import Mesh
 
 from ._agree import difference
-from ._exchange import DesyncError, Exchange, by_value, exchange_of, limits
+from ._coordination import DesyncError
+from ._exchange import Exchange, by_value, exchange_of, limits
 from ._processes import processes_of
 
 
