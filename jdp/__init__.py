@@ -14,6 +14,7 @@ from . import distributed as distributed
 from ._checkpointer import Checkpointer as Checkpointer
 from ._chunk import chunk_sizes as chunk_sizes
 from ._data_parallel import DataParallel as DataParallel
+from ._explain import explain as explain
 from ._functional import data_parallel as data_parallel
 from ._mean import Mean as Mean
 from ._parallel_apply import parallel_apply as parallel_apply
@@ -22,6 +23,7 @@ from ._replicate import replicate as replicate
 from ._scatter_gather import gather as gather
 from ._scatter_gather import scatter as scatter
 from ._scattered import Scattered as Scattered
+from ._topology import topology as topology
 from ._train_state import TrainState as TrainState
 from ._virtual import virtual_cpu_devices as virtual_cpu_devices
 

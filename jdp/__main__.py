@@ -12,6 +12,7 @@ torch.nn.DataParallel for JAX and Flax: the commands that go with the package.
 
   launch   run a script as several processes, on this machine or as one node of many
   doctor   say what this machine has, and whether its devices and their links work
+  plan     compile a script's training step for machines that are not here, and estimate its speed
 
 `jdp COMMAND --help` says more. `jdp --version` prints the version."""
 
@@ -27,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         from . import _doctor
 
         return _doctor.main(rest)
+    if command == "plan":
+        from . import _plan
+
+        return _plan.main(rest)
     if command in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -34,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_version())
         return 0
     what = f"{command!r} is no command of jdp" if command else "no command was given"
-    print(f"jdp: {what}; the commands are launch and doctor. See jdp --help.", file=sys.stderr)
+    print(f"jdp: {what}; the commands are launch, doctor and plan. See jdp --help.", file=sys.stderr)
     return 2
 
 

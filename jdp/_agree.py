@@ -149,6 +149,15 @@ def _replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
 
 
+def alike(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The rows of every replica if all processes have as many as this one."""
+    rows = [0] * mesh.size
+    for process in processes_of(mesh):
+        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=False):
+            rows[replica] = size
+    return tuple(rows)
+
+
 def own_sizes(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
     """Of the rows of every replica those of this process's own."""
     return tuple(sizes[i] for i in own_replicas(mesh))

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ._check import is_key
-from ._devices import replicated
+from ._devices import are_described, replicated
 from ._layout import Cut, Layout, Whole
 from ._processes import own_mesh, spans_processes
 
@@ -20,7 +20,6 @@ from ._processes import own_mesh, spans_processes
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
     """The layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
     own = layout.own
-    n, mine = layout.mesh.size, own.mesh.size
     # What is global already came out of an earlier scatter, or is whole on all processes.
     arrays = [
         put(x, to) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
@@ -29,12 +28,21 @@ def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
     here = [i for i, x in enumerate(arrays) if not isinstance(x, jax.Array) or x.is_fully_addressable]
     local = jax.device_put([arrays[i] for i in here], [own.shardings[i] for i in here])
     for i, x in zip(here, local, strict=True):
-        leaf, shape = layout.arrays[i], list(x.shape)
-        if not isinstance(leaf, Whole):
-            axis = leaf.axis if isinstance(leaf, Cut) else 0
-            shape[axis] = shape[axis] // mine * n
-        arrays[i] = _of_shards(x, tuple(shape), layout.shardings[i])
+        arrays[i] = _of_shards(x, _global_shape(x, layout, i), layout.shardings[i])
     return arrays
+
+
+def global_shapes(values: Sequence[Any], layout: Layout) -> list[Any]:
+    """What `assemble` would make, as `jax.ShapeDtypeStruct`s."""
+    return [jax.ShapeDtypeStruct(_global_shape(x, layout, i), x.dtype) for i, x in enumerate(values)]
+
+
+def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
+    leaf, shape = layout.arrays[i], list(x.shape)
+    if not isinstance(leaf, Whole):
+        axis = leaf.axis if isinstance(leaf, Cut) else 0
+        shape[axis] = shape[axis] // layout.own.mesh.size * layout.mesh.size
+    return tuple(shape)
 
 
 def own_part(arrays: Sequence[Any], layout: Layout) -> list[Any]:
@@ -58,7 +66,9 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     JAX's own compares the values between the processes first, and so sends them all: `check_replicas` sends a
     hash, once.
     """
-    mesh = sharding.mesh
+    mesh: Any = sharding.mesh
+    if are_described(mesh):  # nothing can be put there, and explain needs nothing there
+        return x
     if not spans_processes(mesh) or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -9,8 +9,18 @@ import jax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
+from ._capturing import capturing
 from ._check import check_dim
-from ._devices import Device, DeviceLike, Devices, make_mesh, resolve_devices, resolve_output, warn_imbalance
+from ._devices import (
+    Device,
+    DeviceLike,
+    Devices,
+    are_described,
+    make_mesh,
+    resolve_devices,
+    resolve_output,
+    warn_imbalance,
+)
 from ._kept import kept
 from ._layout import Layout, Tree
 from ._linen import linen_function, mark_outputs
@@ -66,6 +76,7 @@ class Config:
         self.reduce_state: Reduce = reduce_state
         self.state_axes = dict(state_axes or {})
         self.mesh = make_mesh(self.devices, axis_name)
+        self.is_described = are_described(self.mesh)
         self._programs: dict[int, tuple[Any, Callable[..., Scattered]]] = {}
         self.layouts: dict[Any, Layout] = {}
         self.batch_layouts: dict[Any, Layout] = {}
@@ -78,6 +89,12 @@ class Config:
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
 
     def refuse_other_mesh(self) -> None:
+        if self.is_described and not capturing():
+            raise RuntimeError(
+                f"jdp.DataParallel: called on {self.devices[0].device_kind} devices of a topology, which are only "
+                f"described; programs are compiled for them, and nothing runs there. Pass the call to jdp.explain, or "
+                f"make the wrapper over jax.devices()."
+            )
         around = jax.sharding.get_abstract_mesh()
         if not around.empty and around != self.mesh.abstract_mesh:
             raise ValueError(
@@ -107,6 +124,13 @@ class Config:
             return mark_outputs(module(params, *args, **kwargs), out_axes)
 
         return function
+
+    def on(self, mesh: Mesh) -> Config:
+        """The same arguments, on other devices."""
+        other = object.__new__(Config)  # not copy.copy, which names devices that may be absent
+        own = {"mesh": mesh, "devices": tuple(mesh.devices.flat), "_programs": {}, "layouts": {}, "batch_layouts": {}}
+        vars(other).update(vars(self) | own)
+        return other
 
     def __deepcopy__(self, memo: Any) -> Config:
         return self  # nothing in it changes

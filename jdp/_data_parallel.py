@@ -18,7 +18,7 @@ from ._dispatch import dispatch
 from ._gather_list import scatter_list
 from ._layout import Tree
 from ._processes import spans_processes
-from ._replicate import broadcast, lives_replicated
+from ._replicate import broadcast, has_leaves, lives_replicated
 from ._scatter_gather import gather, join
 from ._scattered import Scattered, on_mesh, parts
 from ._split import split
@@ -106,7 +106,7 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
             mesh, state = self._config.mesh, nnx.state(module)
             nnx.update(module, broadcast(state, mesh, "DataParallel"))
             # What was copied from one device just now is one value, unless each process copied its own.
-            if spans_processes(mesh) or any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(state)):
+            if spans_processes(mesh) or any(_devices_of(x) > 1 for x in jax.tree.leaves(state)):
                 self.check_replicas()
 
     @property
@@ -269,7 +269,7 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
         device, home = config.output_device, None
         if device is None or stateful:
             # Results come back where the parameters live. (The next line's first test is the fast one.)
-            stay = jax.tree.leaves(params) if replicas is params else lives_replicated(params, config.mesh)
+            stay = has_leaves(params) if replicas is params else lives_replicated(params, config.mesh)
             home = "sharded" if stay else None
             device = home if device is None else device
         if not stateful:
@@ -319,6 +319,11 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
         return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
 
     __str__ = __repr__
+
+
+def _devices_of(x: Any) -> int:
+    """How many devices hold an array; none where only its shape is known."""
+    return len(x.sharding.device_set) if getattr(x, "sharding", None) is not None else 0
 
 
 def _in_replica() -> bool:

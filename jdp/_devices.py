@@ -70,10 +70,11 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     found = tuple(resolve_device(verb, d, f"devices[{i}]") for i, d in enumerate(devices))
     if not found:
         raise ValueError(f"jdp.{verb}: devices is empty; at least one is needed. Pass None for all devices.")
+    first: dict[Device, int] = {}
     for i, device in enumerate(found):
-        if device in found[:i]:
+        if first.setdefault(device, i) != i:
             raise ValueError(
-                f"jdp.{verb}: device {device} is given twice, at devices[{found.index(device)}] and "
+                f"jdp.{verb}: device {device} is given twice, at devices[{first[device]}] and "
                 f"devices[{i}]; every device holds one replica. Remove the duplicate."
             )
     platforms = sorted({d.platform for d in found})
@@ -91,6 +92,12 @@ def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
     """The one-axis mesh of the replicas, in the order of the devices."""
     # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
     return Mesh(np.array(devices, dtype=object), (axis_name,))
+
+
+@functools.cache
+def are_described(mesh: Mesh) -> bool:
+    """Whether the devices are those of a topology, for which programs are compiled and on which nothing runs."""
+    return getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime"
 
 
 @functools.cache

@@ -13,10 +13,15 @@ from ._doctor_report import Block, Table, Text, Title, blocks
 
 def show(report: Mapping[str, Any], out: TextIO) -> None:
     """Prints the report, as wide as the terminal; 80 columns where there is none."""
+    show_blocks(list(blocks(report)), out)
+
+
+def show_blocks(found: Sequence[Block], out: TextIO) -> None:
+    """Prints titles, tables and text."""
     width = max(40, min(120, shutil.get_terminal_size((80, 24)).columns if out.isatty() else 80))
     if importlib.util.find_spec("rich") is not None:
-        return _rich(list(blocks(report)), width, out)
-    for block in blocks(report):
+        return _rich(found, width, out)
+    for block in found:
         if isinstance(block, Title):
             print(f"\n{block.text}", file=out)
         else:

@@ -154,10 +154,18 @@ class Outputs(NamedTuple):
         # What travels in a narrow type is divided before, for a sum of many may leave its range; the rest after, as
         # pmean does.
         sent = [values[i] if rule.wire is None else values[i].astype(rule.wire) for i, rule in sums.items()]
-        for x, (i, rule) in zip(_sum_over(sent, list(sums.values()), mesh), sums.items(), strict=True):
+        names = self._names() if sums else []
+        summed = _sum_over(sent, list(sums.values()), [names[i] for i in sums], mesh)
+        for x, (i, rule) in zip(summed, sums.items(), strict=True):
             x = _divided(x, over[i]) if rule.wire is None else x.astype(values[i].dtype)
             values[i] = x if rule.dtype is None else x.astype(rule.dtype)
         return values
+
+    def _names(self) -> list[str]:
+        """For each output what its sum is called in the program: `reduce.` and its path, a gradient's parameter's."""
+        numbered = jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+        return [f"reduce.{path_name(p[1:] if p and getattr(p[0], 'name', '') == 'grads' else p)}" for p in paths]
 
     def _one_for_all(self, x: Any, rule: Rule, index: Any) -> Any:
         if rule.reduce in ("same", "sum") or self.layout.mesh.size == 1:
@@ -197,6 +205,11 @@ class Outputs(NamedTuple):
         return Scattered(arrays, Layout(self.treedef, tuple(leaves), layout.sizes, layout.mesh, layout.dim))
 
 
+def path_name(path: Any) -> str:
+    """A path as a name: `hidden.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _divided(x: Any, by: Any) -> Any:
     if by is None:
         return x
@@ -209,24 +222,35 @@ def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
     return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
 
 
-def _psum_of_transposed(values: list[Any], mesh: Mesh) -> list[Any]:
+def _named(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
+    """The sums, each of which the compiled program (and so `explain`, and a profile) knows by its name."""
+    sums = []
+    for x, name in zip(values, names, strict=True):
+        with jax.named_scope(name):
+            sums += _psum([x], mesh)
+    return sums
+
+
+def _psum_of_transposed(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
     # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
     # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Between
     # processes the sum is another operation, and the transposes would be a fifth of the step.
     if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
-        return _psum(values, mesh)
+        return _named(values, names, mesh)
     turn = [jnp.matrix_transpose if x.ndim == 2 else (lambda y: y) for x in values]
-    sums = _psum([f(x) for f, x in zip(turn, values, strict=True)], mesh)
+    sums = _named([f(x) for f, x in zip(turn, values, strict=True)], names, mesh)
     return [f(x) for f, x in zip(turn, sums, strict=True)]
 
 
-def _sum_over(values: Sequence[Any], rules: Sequence[Rule], mesh: Mesh) -> list[Any]:
+def _sum_over(values: Sequence[Any], rules: Sequence[Rule], names: Sequence[str], mesh: Mesh) -> list[Any]:
     """The sums over the replicas: all in one collective, but for those that come back scattered."""
-    whole = [x for x, rule in zip(values, rules, strict=True) if rule.scatter is None]
-    sums = iter(_psum_of_transposed(whole, mesh))
-    return [
-        next(sums)
-        if rule.scatter is None
-        else jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=rule.scatter, tiled=True)
-        for x, rule in zip(values, rules, strict=True)
-    ]
+    whole = [(x, name) for x, rule, name in zip(values, rules, names, strict=True) if rule.scatter is None]
+    sums = iter(_psum_of_transposed([x for x, _ in whole], [name for _, name in whole], mesh))
+    found = []
+    for x, rule, name in zip(values, rules, names, strict=True):
+        if rule.scatter is None:
+            found.append(next(sums))
+            continue
+        with jax.named_scope(name):
+            found.append(jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=rule.scatter, tiled=True))
+    return found

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from ._capture import Captured, ReplicasCall
+from ._capturing import capturing
 from ._dispatch import dispatch
 from ._kept import kept
 from ._layout import Static, Tree
@@ -85,15 +87,19 @@ def compiled(run: Callable[..., Scattered]) -> Callable[..., Scattered]:
     """What `on_replicas` made, compiled once per layout and shapes."""
     programs: dict[Any, Callable[..., Scattered]] = {}
 
-    def call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+    def jitted(inputs: Scattered, kwargs: Scattered | None) -> Any:
+        # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what
+        # a device_put before it costs, and into the one program that placed arrays run as well.
+        where = [None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs)]
+        return jax.jit(run, in_shardings=(None, *where))
+
+    def call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
+        if capturing():
+            raise Captured(ReplicasCall(run.__name__, jitted, programs, replicas, inputs, kwargs))
         key = inputs._layout, None if kwargs is None else kwargs._layout
         program = programs.get(key)
         if program is None:
-            # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what
-            # a device_put before it costs, and into the one program that placed arrays run as well.
-            where = [None if layout is None else Scattered(layout.shardings, layout) for layout in key]
-            program = jax.jit(run, in_shardings=(None, *where))
-            mesh = inputs._layout.mesh
+            program, mesh = jitted(inputs, kwargs), inputs._layout.mesh
             programs[key] = program = same_program(program, mesh, ROOTS) if spans_processes(mesh) else program
         return program(replicas, inputs, kwargs)
 

@@ -10,6 +10,7 @@ from jax._src.core import trace_state_clean  # not public; nothing else tells wh
 from jax.sharding import Mesh
 
 from ._agree import Described, own_sizes
+from ._capturing import capturing
 from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
 from ._chunk import chunk_sizes, given_sizes
 from ._describe import describe, own_rows
@@ -54,9 +55,9 @@ def prepare(
         ) from None
     key: Any = None
     if layouts is not None:
-        key = (treedef, *[(x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x) for x in leaves])
+        key = (treedef, *map(_known_by, leaves))
         if (layout := layouts.get(key)) is not None:
-            return leaves, layout
+            return [y for x in leaves for y in (_ready(x) if type(x) is Scattered else (x,))], layout
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
     given = leaves
     if any(map(is_scattered, leaves)):
@@ -71,10 +72,11 @@ def prepare(
     leaves, specs = _specs(given, axis_of, verb, name)
     if stacked is not None:
         specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
-    if not all(x is y and type(x) is not Ready for x, y in zip(leaves, given, strict=True)):
-        key = None  # the layout does not hold for the next batch as it is: something was converted or scattered before
+    several = spans_processes(mesh)
+    if not all(x is y and not (several and type(x) is Ready) for x, y in zip(leaves, given, strict=True)):
+        key = None  # the layout does not hold for the next batch as it is: something was converted, or all must agree
     described = None
-    if spans_processes(mesh):
+    if several:
         leaves = own_rows(leaves, specs, mesh, verb, name)
         if not _agreed(leaves, specs):
             described = describe([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
@@ -87,7 +89,7 @@ def prepare(
 
 def _refuse_trace(mesh: Mesh, verb: str) -> None:
     """A `ValueError` inside of a transformation that would see one process's rows."""
-    if spans_processes(mesh) and not trace_state_clean():
+    if spans_processes(mesh) and not trace_state_clean() and not capturing():
         raise ValueError(
             f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
             f"transformations see one process's program, not the rows of the others. Call it outside of them: "
@@ -158,6 +160,13 @@ def _chunks(
     return chunks
 
 
+def _known_by(x: Any) -> Any:
+    """What decides how a leaf of a batch is cut."""
+    if type(x) is Scattered:
+        return x._layout
+    return (x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x)
+
+
 class Ready:
     """One array of an argument that came scattered already."""
 
@@ -165,6 +174,14 @@ class Ready:
 
     def __init__(self, array: Any, spec: Leaf, sizes: tuple[int, ...]) -> None:
         self.array, self.spec, self.sizes = array, spec, sizes
+
+
+def _ready(s: Scattered) -> list[Any]:
+    """The leaves of `s`, with a `Ready` for each array."""
+    arrays = iter(s._arrays)
+    return [
+        leaf.value if type(leaf) is Static else Ready(next(arrays), leaf, s._layout.sizes) for leaf in s._layout.leaves
+    ]
 
 
 def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
@@ -175,4 +192,4 @@ def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
             f"jdp.{verb}: an input is scattered over ({', '.join(map(str, s.devices))}), the call runs on "
             f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
         )
-    return layout.fill([Ready(x, leaf, layout.sizes) for x, leaf in zip(s._arrays, layout.arrays, strict=True)])
+    return jax.tree.unflatten(layout.treedef, _ready(s))

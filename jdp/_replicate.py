@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ._assemble import own_copies, put, refuse_traced
+from ._capturing import capturing
 from ._check import classify
-from ._devices import Devices, mesh_of, replicated
+from ._devices import Devices, are_described, mesh_of, replicated
 from ._layout import Tree
 from ._processes import own_mesh, spans_processes
 from ._scattered import concrete, is_scattered, put_all
@@ -50,7 +51,9 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so."""
     target = replicated(mesh)
-    if all(getattr(x, "sharding", None) == target for x in jax.tree.leaves(tree)):
+    if capturing() or are_described(mesh):
+        return tree
+    if all_lie(jax.tree.leaves(tree), target):
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     away = [
@@ -76,6 +79,22 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
+
+
+def all_lie(leaves: list[Any], where: NamedSharding) -> bool:
+    """Whether all of them have that very sharding."""
+    try:
+        # Every call asks it of every parameter. The public attribute is a property in Python, at twice the price.
+        found = [x._sharding for x in leaves]
+    except AttributeError:  # of keys and others; numbers and tracers have none at all
+        found = [getattr(x, "sharding", None) for x in leaves]
+    return found.count(where) == len(found)
+
+
+def has_leaves(tree: Tree) -> bool:
+    """Whether there is any leaf, without a list of them all."""
+    children = tree.values() if type(tree) is dict else tree if type(tree) in (list, tuple) else None
+    return bool(jax.tree.leaves(tree)) if children is None else any(map(has_leaves, children))
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:

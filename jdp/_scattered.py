@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -107,18 +108,22 @@ def parts(s: Scattered) -> tuple[Scattered, ...]:
 
 def placed(s: Scattered) -> Scattered:
     """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
-    shardings = s._layout.shardings
+    shardings, mesh = s._layout.shardings, s._layout.mesh
     arrays, away = list(s._arrays), []
     for i, x in enumerate(arrays):
         value = concrete(x)
-        if value is None or getattr(value, "sharding", None) == shardings[i]:
+        if value is None or (found := getattr(value, "sharding", None)) == shardings[i]:
             continue
+        if mesh.size == 1 and getattr(found, "mesh", None) == mesh:
+            continue  # what a program gives on one device JAX calls replicated, and it is where it belongs
         if value is x and isinstance(x, jax.Array) and not x.is_fully_addressable:
             arrays[i] = reshard(x, shardings[i])
         elif value is x:
             away.append(i)
         else:
-            arrays[i] = reshard(jax.device_put(x, replicated(s._layout.mesh)), shardings[i])
+            arrays[i] = reshard(jax.device_put(x, replicated(mesh)), shardings[i])
+    if all(map(operator.is_, arrays, s._arrays)) and not away:
+        return s
     for i, x in zip(away, put_all([arrays[i] for i in away], [shardings[i] for i in away]), strict=True):
         arrays[i] = x
     return Scattered(arrays, s._layout)

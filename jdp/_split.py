@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._agree import begin, fail, finish
-from ._assemble import assemble
+from ._agree import alike, begin, fail, finish
+from ._assemble import assemble, global_shapes
+from ._capturing import capturing
 from ._chunk import pad
 from ._layout import Cut, Layout, Static, Tree
 from ._prepare import Prepared, Ready, prepare
@@ -47,7 +48,7 @@ def split(
     if isinstance(batch, Prepared):
         chunks = batch.sizes
         if batch.described is not None:
-            chunks = finish(begin(mesh, verb, chunks, batch.described)).rows
+            chunks = alike(mesh, chunks) if capturing() else finish(begin(mesh, verb, chunks, batch.described)).rows
         return filled(batch, chunks, layouts, place)
     leaves, layout = batch
     return _fill(leaves, layout, place)
@@ -76,7 +77,7 @@ def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
         elif type(leaf) is not Static:
             arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
     if several:
-        return Scattered(assemble(arrays, layout), layout)
+        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     s = Scattered(arrays, layout)
     # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
     return s if not place and jax.process_count() == 1 and all(type(x) is np.ndarray for x in arrays) else placed(s)

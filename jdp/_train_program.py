@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.core import trace_state_clean
+from jax.sharding import Mesh
 
 from ._assemble import put
+from ._capture import Captured
+from ._capturing import capturing
 from ._check_replicas import Check, start
+from ._compiler_options import Options, compiler_options
 from ._config import Config
 from ._devices import replicated
 from ._dispatch import STEPS_IN_FLIGHT, dispatch
@@ -23,6 +29,7 @@ from ._same_program import same_program
 from ._scatter_gather import trim
 from ._scattered import Scattered, placed
 from ._shard_optimizer import cut_axis, cut_shardings
+from ._train_capture import StepCall
 from ._train_state import TrainState, first_difference
 from ._update import all_finite, keep_if, update, whole
 
@@ -57,7 +64,7 @@ class Program:
         view: Callable[[Tree], Tree] | None = None,
     ) -> None:
         """`loss_of(sync)` is the loss with its BatchNorms synchronised or not."""
-        self.config, self.tx, self.options, self.label = config, tx, options, label
+        self.config, self.loss_of, self.tx, self.options, self.label = config, loss_of, tx, options, label
         # What the optimizer sees of the parameters, and back; NNX wraps them.
         self.view: Callable[[Tree], Tree] = view or (lambda params: params)
         n = config.mesh.size
@@ -87,23 +94,40 @@ class Program:
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""
-        found = self.compiled.get(batch._layout)
+        if capturing():
+            raise Captured(StepCall(self, state, batch))
+        layout: Any = batch._layout
+        # Inside of another jit the options are that one's to choose, and JAX refuses any.
+        key = layout if not self.compiler_options or trace_state_clean() else (layout, "traced")
+        found = self.compiled.get(key)
         if found is None:
-            layout = batch._layout
-
-            def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
-                return self.step(state, Scattered(arrays, layout))
-
-            train_step.__name__ = f"train_step_{self.label}"
-            found = jax.jit(
-                train_step,
-                donate_argnums=(0,) if self.options.donate else (),
-                in_shardings=(None, layout.shardings),
-                out_shardings=(self.shardings(state), None),
-            )
+            found = self.jitted(state, layout, self.compiler_options if key is layout else {})
             found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found
-            self.compiled[layout] = found
+            self.compiled[key] = found
         return found
+
+    def jitted(self, state: TrainState, layout: Layout, options: Options) -> Any:
+        """The function of `(state, arrays of the batch)`, for a layout of the batch."""
+
+        def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
+            return self.step(state, Scattered(arrays, layout))
+
+        train_step.__name__ = f"train_step_{self.label}"
+        return jax.jit(
+            train_step,
+            donate_argnums=(0,) if self.options.donate else (),
+            in_shardings=(None, layout.shardings),
+            out_shardings=(self.shardings(state), None),
+            compiler_options=options or None,
+        )
+
+    @functools.cached_property
+    def compiler_options(self) -> Options:
+        return compiler_options(self.config.mesh)
+
+    def on(self, mesh: Mesh) -> Program:
+        """The same step on other devices."""
+        return Program(self.config.on(mesh), self.loss_of, self.tx, self.options, self.label, self.view)
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from ._capturing import capturing
 from ._check_replicas import check_replicas
 from ._config import Config
 from ._dispatch import dispatch_step
@@ -144,7 +146,8 @@ class TrainStep:
                 f"jdp.{VERB}: state{difference}; a step takes the states of one model and optimizer. Pass a state that "
                 f"step.init made, or one restored into its shape."
             )
-        self._shapes = expected
+        if not capturing():  # what is only explained need not be what is trained
+            self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
         return self._program.placed(state)
@@ -173,11 +176,16 @@ def checked_key(key: Any) -> Any:
     return key
 
 
+_IS_DELETED = operator.methodcaller("is_deleted")  # no Python of its own for each leaf of each step
+
+
 def refuse_deleted(state: Tree, root: str = "state") -> None:
     """A `RuntimeError` for arrays that an earlier step has freed: JAX passes them on, and may crash."""
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if not any(x.is_deleted() for x in arrays):
-        return
+    try:
+        if not any(map(_IS_DELETED, jax.tree.leaves(state))):
+            return
+    except (AttributeError, TypeError):  # numbers, tracers
+        pass
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise RuntimeError(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ._devices import replicated
 from ._layout import Tree
+from ._outputs import path_name
 from ._shard_optimizer import cut_shardings
 from ._train_state import first_difference
 
@@ -99,4 +100,9 @@ def all_finite(tree: Tree) -> Any:
 
 def whole(tree: Tree, mesh: Mesh) -> Tree:
     """The tree, gathered: whole on every device."""
-    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: replicated(mesh), tree))
+
+    def gather(path: Any, x: Any) -> Any:
+        with jax.named_scope(f"gather.{path_name(path)}"):
+            return jax.lax.with_sharding_constraint(x, replicated(mesh))
+
+    return jax.tree_util.tree_map_with_path(gather, tree)

@@ -417,6 +417,25 @@ def case_check_replicas():
     return {"check": text_of(lambda: dp.check_replicas(bad)), "init": text_of(lambda: step.init(bad))}
 
 
+def case_explain():
+    dp = jdp.DataParallel(MLP)
+    step = dp.train_step(mse, optax.adam(1e-2))
+    state = step.init(variables())
+    from jdp._exchange import Exchange
+
+    before = Exchange.calls
+    reports = [jdp.explain(step, state, BATCH), jdp.explain(dp.apply, variables(), BATCH["x"])]
+    return {
+        "exchanged": Exchange.calls - before,
+        "rows": [r.rows for r in reports],
+        "processes": reports[0].processes,
+        "bytes": [r.collective_bytes for r in reports],
+        "carried": sorted(p for c in reports[0].collectives for p in c.parameters),
+        "alone": reports[0].one_device is not None,
+        "text": str(reports[0]),
+    }
+
+
 def case_other_parameters():
     """Each process draws its own."""
     dp = jdp.DataParallel(MLP)

@@ -217,6 +217,18 @@ def train(tx, steps, batch_of=lambda k: BATCH, loss=mse, params=None):
     return losses, params["params"]
 
 
+def test_explain(found):
+    leaves = jax.tree.leaves(variables())
+    for process, result in enumerate(found):
+        mine = CHUNKS[:2] if process == 0 else CHUNKS[2:]
+        assert result["exchanged"] == 0  # one process may ask alone
+        assert result["rows"] == [(*mine, *mine)] * 2  # as if all had as many rows as this one
+        assert result["processes"] == PROCESSES and result["alone"]
+        assert result["bytes"] == [4 * sum(x.size for x in leaves) + 4, 0]
+        assert result["carried"] == sorted(f"layers_{i}.{name}" for i in (0, 2) for name in ("kernel", "bias"))
+        assert "4 x cpu, 2 processes" in result["text"]
+
+
 def test_train(found):
     losses, params = train(optax.adam(1e-2), 4)
     for result in found:

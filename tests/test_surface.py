@@ -24,11 +24,13 @@ NAMES = [
     "TrainState",
     "chunk_sizes",
     "data_parallel",
+    "explain",
     "gather",
     "parallel_apply",
     "reduce_add",
     "replicate",
     "scatter",
+    "topology",
     "virtual_cpu_devices",
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
@@ -89,6 +91,8 @@ def test_the_names_of_distributed_are_pinned():
             "chunk_sizes": "(size, n)",
             "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, kwargs=None)",
             "virtual_cpu_devices": "(n)",
+            "explain": "(fn, /, *args, **kwargs)",
+            "topology": "(name, shape=None, *, hosts=None, per_host=None)",
         }.items()
     ),
 )

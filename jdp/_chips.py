@@ -1,0 +1,186 @@
+"""What GPUs and TPUs can do, each figure with where it was published; a plan's estimates are made of these alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+GB, TERA = 1e9, 1e12
+
+
+class Protocol(NamedTuple):
+    """A way of sending; seconds, and the share of the links' bytes that is payload."""
+
+    launch: float
+    """Before the first byte moves."""
+    hop: float
+    """From one device to the next."""
+    network_hop: float = 0.0
+    """From one host to the next."""
+    share: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of accelerator: its peaks, and its links.
+
+    Attributes:
+        name: as `jdp.topology` takes it.
+        kind: `"gpu"` or `"tpu"`.
+        device_kind: as JAX names it.
+        peaks: operations per second by what they are done in (`"bf16"`, `"f16"`, `"tf32"`, `"f32"`, `"f64"`), dense.
+        memory_bytes: what programs can have of the device's memory, before JAX takes its share (`memory_share`).
+        bytes_per_second: of the device's memory.
+        link: bytes per second and direction of a GPU's way to the others of its host, or of one link of a TPU.
+        domain: GPUs that are connected by such links; for a TPU the largest shape.
+        network: bytes per second and direction of each GPU's own way out of its host; 0 where there is none.
+        protocols: the ways in which collectives send; the quickest is taken.
+        sources: where each figure is from.
+    """
+
+    name: str
+    kind: str
+    device_kind: str
+    peaks: Mapping[str, float]
+    memory_bytes: int
+    bytes_per_second: float
+    link: float
+    domain: tuple[int, ...]
+    protocols: tuple[Protocol, ...]
+    sources: Mapping[str, str]
+    network: float = 0.0
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second of matrix products whose operands are of that dtype, by HLO's name for it."""
+        for peak in _DONE_IN.get(dtype, ("f32",)):
+            if peak in self.peaks:
+                return self.peaks[peak]
+        return self.peaks["f32"]
+
+    @property
+    def memory_share(self) -> float:
+        """The part of the memory that JAX gives to programs, where `XLA_PYTHON_CLIENT_MEM_FRACTION` does not say."""
+        return 0.75 if self.kind == "gpu" else 1.0
+
+
+# JAX multiplies float32 in TensorFloat-32 on GPUs and in bfloat16 on TPUs, unless a precision is asked for.
+_DONE_IN: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bf16",),
+    "f16": ("f16", "bf16"),
+    "f32": ("tf32", "bf16"),
+    "f64": ("f64",),
+    "c64": ("f32",),
+    "c128": ("f64",),
+    "s8": ("s8", "bf16"),
+    "u8": ("s8", "bf16"),
+    "f8e4m3fn": ("f8", "bf16"),
+    "f8e5m2": ("f8", "bf16"),
+}
+
+_NVLINK = "NVLink: both directions together in the data sheet, half of it in each; all GPUs through NVSwitch"
+_PROPERTIES = "CUDA device properties (totalGlobalMem), as in OpenXLA's target_config specs"
+_NCCL = "NCCL's model of itself, rings with the protocols Simple and LL: src/graph/tuning.cc"
+_PROTOCOLS = (Protocol(8.4e-6, 3.4e-6, 9.6e-6), Protocol(3.6e-6, 0.47e-6, 2.7e-6, 1 / 4))
+
+
+def _gpu(
+    name: str,
+    device_kind: str,
+    sheet: str,
+    peaks: Mapping[str, float],
+    memory: tuple[int, float],
+    link: float,
+    network: float,
+    nic: str,
+) -> Chip:
+    sources = {
+        "peaks": f"{sheet}; dense, without sparsity",
+        "memory_bytes": _PROPERTIES,
+        "bytes_per_second": sheet,
+        "link": f"{sheet}; {_NVLINK}",
+        "network": nic,
+        "protocols": _NCCL,
+    }
+    return Chip(
+        name,
+        "gpu",
+        device_kind,
+        {kind: value * TERA for kind, value in peaks.items()},
+        *memory,
+        link * GB,
+        (8,),
+        _PROTOCOLS,
+        sources,
+        network * GB,
+    )
+
+
+def _tpu(
+    name: str, device_kind: str, bf16: float, memory: tuple[int, float], link: float, domain: tuple[int, ...]
+) -> Chip:
+    book = 'Google DeepMind, "How to Scale Your Model" (2025), part 2: TPUs'
+    sources = {
+        "peaks": f"{book}, as in Google Cloud's pages; f32: a sixth of it, for six products of bf16 parts",
+        "memory_bytes": "what libtpu's compiler says it has, where a program does not fit",
+        "bytes_per_second": book,
+        "link": f"{book}; one link, one direction",
+        "protocols": f"{book}; 1 us a hop",
+    }
+    peaks = {"bf16": bf16 * TERA, "f32": bf16 * TERA / 6}
+    return Chip(name, "tpu", device_kind, peaks, *memory, link * GB, domain, (Protocol(0.0, 1e-6),), sources)
+
+
+_H100 = {"bf16": 989.4, "f16": 989.4, "f8": 1978.9, "s8": 1978.9, "tf32": 494.7, "f32": 66.9, "f64": 66.9}
+_NDR, _HDR = "8 x 400 Gb/s InfiniBand NDR, one for each GPU", "8 x 200 Gb/s InfiniBand HDR, one for each GPU"
+_SHEETS = "NVIDIA {} Tensor Core GPU Data Sheet, SXM"
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _gpu(
+            "a100",
+            "NVIDIA A100-SXM4-80GB",
+            _SHEETS.format("A100 80GB"),
+            {"bf16": 312, "f16": 312, "s8": 624, "tf32": 156, "f32": 19.5, "f64": 19.5},
+            (85_100_068_864, 2.039e12),
+            300,
+            25,
+            f"NVIDIA DGX A100 Data Sheet: {_HDR}",
+        ),
+        _gpu(
+            "h100",
+            "NVIDIA H100 80GB HBM3",
+            _SHEETS.format("H100"),
+            _H100,
+            (84_942_979_072, 3.35e12),
+            450,
+            50,
+            f"NVIDIA DGX H100 Data Sheet: {_NDR}",
+        ),
+        _gpu(
+            "h200",
+            "NVIDIA H200",
+            _SHEETS.format("H200"),
+            _H100,
+            (151_397_597_184, 4.8e12),
+            450,
+            50,
+            f"NVIDIA DGX H200 Data Sheet: {_NDR}",
+        ),
+        _gpu(
+            "b200",
+            "NVIDIA B200",
+            "NVIDIA DGX B200 Data Sheet and Blackwell Architecture Technical Brief",
+            {"bf16": 2250, "f16": 2250, "f8": 4500, "s8": 4500, "tf32": 1125, "f32": 75, "f64": 37},
+            (191_514_411_008, 8.0e12),
+            900,
+            50,
+            f"NVIDIA DGX B200 Data Sheet: {_NDR}",
+        ),
+        _tpu("v4", "TPU v4", 275, (int(30.75 * 2**30), 1.2e12), 45, (16, 16, 16)),
+        _tpu("v5e", "TPU v5 lite", 197, (int(15.75 * 2**30), 8.1e11), 45, (16, 16)),
+        _tpu("v5p", "TPU v5", 459, (int(95.73 * 2**30), 2.8e12), 90, (16, 20, 28)),
+        _tpu("v6e", "TPU v6 lite", 920, (int(31.24 * 2**30), 1.6e12), 90, (16, 16)),
+    )
+}

@@ -1,0 +1,229 @@
+"""explain: its figures are those of the program, worked out by hand, and nothing runs or changes."""
+
+import dataclasses
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp._capture import unused_donations
+
+S = jax.ShapeDtypeStruct
+ROWS, WIDTH = 64, 32
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="out")(nn.relu(nn.Dense(WIDTH, name="hidden")(x)))
+
+
+MODEL = Model()
+X, Y = S((ROWS, 16), jnp.float32), S((ROWS, 8), jnp.float32)
+VARIABLES = jax.eval_shape(MODEL.init, jax.random.key(0), X)
+SIZES = {"hidden.kernel": 16 * WIDTH, "hidden.bias": WIDTH, "out.kernel": WIDTH * 8, "out.bias": 8}
+BYTES = 4 * sum(SIZES.values())
+
+
+def loss_fn(variables, batch):
+    return jnp.mean((MODEL.apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+
+def state_of(tx, key=None):
+    params = VARIABLES["params"]
+    return jdp.TrainState(S((), jnp.int32), params, jax.eval_shape(tx.init, params), {}, key)
+
+
+BATCH = {"x": X, "y": Y}
+
+
+@pytest.fixture
+def dp(devices):
+    return jdp.DataParallel(MODEL, devices)
+
+
+def test_each_device_does_its_share_of_the_work(dp, devices):
+    report = jdp.explain(dp.apply, VARIABLES, X)
+    products = 2 * ROWS * (16 * WIDTH + WIDTH * 8)
+    assert report.work.source == "compiled"
+    assert products / 8 <= report.flops <= 1.2 * products / 8
+    assert report.one_device.flops == pytest.approx(8 * report.flops, rel=0.02)
+    assert report.collectives == () and report.in_flight is None and report.collective_bytes == 0
+    assert (report.devices, report.rows, report.platform) == (8, (8,) * 8, "cpu")
+    assert report.parameter_bytes == BYTES and report.batch_bytes == 16 * ROWS * 4 / 8
+    assert report.peak_bytes >= report.parameter_bytes + report.batch_bytes
+
+
+def test_uneven_rows_are_those_of_the_busiest(dp):
+    report = jdp.explain(dp.apply, VARIABLES, S((10, 16), jnp.float32))
+    assert report.rows == (2,) * 5
+    assert report.batch_bytes == 2 * 16 * 4
+    assert report.flops >= 2 * 2 * (16 * WIDTH + WIDTH * 8)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+def test_a_step_reduces_every_gradient_once(dp, accumulate_steps):
+    tx = optax.adam(1e-3)
+    report = jdp.explain(dp.train_step(loss_fn, tx, accumulate_steps=accumulate_steps), state_of(tx), BATCH)
+    assert {c.kind for c in report.collectives} == {"all-reduce"}
+    assert report.collective_bytes == BYTES + 4  # the loss
+    assert sorted(p for c in report.collectives for p in c.parameters) == sorted(SIZES)
+    assert not any(c.in_loop for c in report.collectives) and {c.runs for c in report.collectives} == {1}
+    assert report.parameter_bytes == BYTES and report.optimizer_bytes == 2 * BYTES + 4
+    assert report.batch_bytes == (16 + 8) * ROWS * 4 / 8
+    assert report.unused_donations == () and report.unscattered == ()
+
+
+def test_a_step_that_cuts_the_optimizer(dp):
+    tx = optax.adam(1e-3)
+    report = jdp.explain(dp.train_step(loss_fn, tx, shard_optimizer=True), state_of(tx), BATCH)
+    by_kind = {kind: [c for c in report.collectives if c.kind == kind] for kind in ("reduce-scatter", "all-gather")}
+    assert sum(c.bytes for c in by_kind["reduce-scatter"]) == BYTES
+    assert sum(c.bytes for c in by_kind["all-gather"]) == BYTES
+    assert report.optimizer_bytes == 2 * BYTES / 8 + 4
+    assert sorted(p for c in by_kind["reduce-scatter"] for p in c.parameters) == sorted(SIZES)
+
+
+def test_value_and_grad_and_grad(dp):
+    for transform in (dp.value_and_grad, dp.grad):
+        report = jdp.explain(transform(loss_fn), VARIABLES, BATCH)
+        assert report.collective_bytes in (BYTES, BYTES + 4)
+        assert sorted(p for c in report.collectives for p in c.parameters) == sorted(f"0.params.{p}" for p in SIZES) or [
+            p.rsplit("params.", 1)[-1] for c in report.collectives for p in c.parameters
+        ]
+
+
+def test_a_collective_in_a_loop_is_seen(devices):
+    def step(w, x):
+        def one(w, row):
+            return w - jax.lax.pmean(jnp.tanh(w * row), "batch"), None  # depends on the carry: XLA cannot hoist it
+
+        return jax.lax.scan(one, w, x)[0], jnp.sum(x)
+
+    dp = jdp.DataParallel(lambda w, x: w * x, devices)
+    report = jdp.explain(dp.parallel(step, axis_name="batch"), S((5,), jnp.float32), S((24, 5), jnp.float32))
+    loops = [c for c in report.collectives if c.in_loop]
+    assert [(c.kind, c.bytes, c.runs) for c in loops] == [("all-reduce", 20, 3)]
+    assert "loop, 3" in str(report) and "Reduce once after" in str(report)
+
+
+def test_a_batch_that_goes_whole_to_every_replica_is_named(devices):
+    labels = np.ones((ROWS, 8), np.float32)
+    dp = jdp.DataParallel(lambda w, x, y: jnp.sum((x @ w - y[: len(x)]) ** 2, 1), devices, in_axes=(0, None))
+    w = S((16, 8), jnp.float32)
+    report = jdp.explain(dp.apply, w, X, Y)
+    assert report.unscattered == (f"argument 1: float32[{ROWS}, 8]",)
+    assert "every replica gets all of it" in re.sub(r"\s+", " ", str(report))
+    closed = jdp.DataParallel(lambda w, x: x @ w - jnp.asarray(labels)[: len(x)], devices)
+    assert jdp.explain(closed.apply, w, X).unscattered == (
+        f"a constant that the function closes over: float32[{ROWS}, 8]",
+    )
+    clean = jdp.DataParallel(lambda w, x, y: x @ w - y, devices)
+    assert jdp.explain(clean.apply, w, X, Y).unscattered == ()
+
+
+def test_nothing_runs_and_nothing_changes(dp):
+    ran = []
+
+    def loss(variables, batch):
+        jax.debug.callback(lambda: ran.append(1))
+        return loss_fn(variables, batch)
+
+    tx = optax.sgd(0.1)
+    step = dp.train_step(loss, tx)
+    other = jdp.TrainState(S((), jnp.int32), {"w": S((3,), jnp.float32)}, jax.eval_shape(tx.init, {}), {}, None)
+    with pytest.raises(Exception, match="hidden"):
+        jdp.explain(step, other, BATCH)  # of another model; it must not become the step's own
+    variables = MODEL.init(jax.random.key(0), jnp.ones((1, 16)))
+    state = step.init(variables)
+    batch = {name: np.ones(x.shape, x.dtype) for name, x in BATCH.items()}
+    before = jax.device_get(state)
+    counts = [jdp.explain(step, state, batch).compilations]
+    assert ran == [] and not any(x.is_deleted() for x in jax.tree.leaves(state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    counts.append(jdp.explain(step, state, batch).compilations)
+    counts.append(jdp.explain(step, state, batch).compilations)
+    assert counts == [0, 1, 1]
+
+
+def test_arrays_and_shapes_give_one_report(dp):
+    variables = MODEL.init(jax.random.key(0), jnp.ones((1, 16)))
+    reports = [
+        jdp.explain(dp.apply, VARIABLES, X),
+        jdp.explain(dp.apply, variables, np.ones(X.shape, np.float32)),
+        jdp.explain(dp, variables, jnp.ones(X.shape)),
+        jdp.explain(lambda v, x: dp.apply(v, x) * 2, VARIABLES, X),
+        jdp.explain(jax.jit(dp.apply), VARIABLES, X),
+    ]
+    for name in ("flops", "peak_bytes", "parameter_bytes", "batch_bytes", "rows"):
+        assert len({getattr(r, name) for r in reports}) == 1, name
+
+
+def test_nnx(devices):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.out = nnx.BatchNorm(16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.norm(x))
+
+    dp = jdp.DataParallel(Net(nnx.Rngs(0)), devices)
+    mean = dp.module.norm.mean[...]
+    report = jdp.explain(dp, X)
+    assert report.batch_bytes == ROWS // 8 * 16 * 4
+    step = dp.train_step(lambda model, b: jnp.mean((model(b["x"]) - b["y"]) ** 2), optax.adam(1e-3))
+    report = jdp.explain(step, BATCH)
+    params = 16 * 8 + 8 + 16 + 16
+    carried = [p for c in report.collectives for p in c.parameters]
+    assert len(carried) == len(set(carried)) == 4
+    assert report.optimizer_bytes == 8 * params + 4
+    assert dp.module.norm.mean[...] is mean or (dp.module.norm.mean[...] == mean).all()
+
+
+def test_a_donated_array_that_no_result_replaces(dp):
+    found = []
+    with pytest.warns(UserWarning, match="another"), unused_donations(found):
+        jax.jit(lambda x: x[:2], donate_argnums=0).lower(S((3,), jnp.float32))
+        warnings.warn("another", UserWarning, stacklevel=1)
+    assert found == ["float32[3]"]
+    report = dataclasses.replace(jdp.explain(dp.apply, VARIABLES, X), unused_donations=tuple(found))
+    assert "float32[3]. Return what replaces it" in re.sub(r"\s+", " ", str(report))
+
+
+def test_the_table(dp):
+    tx = optax.adam(1e-3)
+    text = str(jdp.explain(dp.train_step(loss_fn, tx), state_of(tx), BATCH))
+    for part in ("train_step of loss_fn on 8 x", "64 rows, at most 8", "optimizer's state", "all-reduce", "compiled"):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_bad_input(dp):
+    with pytest.raises(TypeError, match=r"jdp.explain: fn is a dict; it is called\. Pass dp.apply, or a step\."):
+        jdp.explain({})
+    with pytest.raises(TypeError, match="jdp.explain: <lambda> comes to no program of jdp's"):
+        jdp.explain(lambda x: x, X)
+    with pytest.raises(ValueError, match="jdp.explain: data_dependent needs the values of its arguments"):
+
+        def data_dependent(v, x):
+            return dp.apply(v, x) if x.sum() > 0 else x
+
+        jdp.explain(data_dependent, VARIABLES, X)
+    with pytest.raises(ValueError, match="jdp.explain: .* needs the values of its arguments"):
+        jdp.explain(jdp.DataParallel(lambda w, x: x[x > 0] * w).apply, 1.0, X)
+    with pytest.raises(Exception, match="kernel"):
+        jdp.explain(dp.apply, {"params": {}}, X)
+    with pytest.raises(ValueError, match="the batch has 0 rows"):
+        tx = optax.sgd(0.1)
+        jdp.explain(dp.train_step(loss_fn, tx), state_of(tx), {"x": S((0, 16), jnp.float32), "y": S((0, 8), jnp.float32)})
+    with pytest.raises(TypeError, match="state is a dict; a step takes a jdp.TrainState"):
+        jdp.explain(dp.train_step(loss_fn, tx), dict(VARIABLES), BATCH)

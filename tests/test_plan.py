@@ -1,0 +1,287 @@
+"""plan: a script's step on machines that are not here. Most of it needs no compiler for them: CPUs stand in."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+import jdp
+from jdp import _plan, _plan_lines
+from jdp.__main__ import main
+from jdp._chips import CHIPS, Chip, Protocol
+from jdp._devices import make_mesh
+from jdp._plan_capture import PlanError, capture_step, spread
+from jdp._plan_search import Most, most
+
+STEP = """
+    import sys
+    import flax.linen as nn, jax, jax.numpy as jnp, numpy as np, optax
+    import jdp
+
+    width = int(sys.argv[1]) if len(sys.argv) > 1 else 16
+    dp = jdp.DataParallel(nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(3)]), devices=jax.devices()[:2])
+    x = np.ones((10, 4), np.float32)
+    variables = dp.init(jax.random.key(0), x)
+    dp.apply(variables, x)  # other calls are run
+
+    def loss_fn(variables, batch):
+        return jnp.mean(dp.apply(variables, batch) ** 2, axis=1)
+
+    step = dp.train_step(loss_fn, optax.adam(1e-3), accumulate_steps=2)
+    state = step.init(variables)
+    print("about to step, with", *sys.argv[1:])
+    try:
+        state, metrics = step(state, x)
+    except Exception:
+        raise SystemExit("a script does not see how it ends")
+    open("stepped", "w")
+"""
+
+NNX = """
+    import jax, jax.numpy as jnp, numpy as np, optax
+    from flax import nnx
+    import jdp
+
+    dp = jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), devices=jax.devices()[:2])
+    step = dp.train_step(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), shard_optimizer=True)
+    step(np.ones((6, 4), np.float32))
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """`script(text)`: its path."""
+    monkeypatch.chdir(tmp_path)
+
+    def script(text):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return script
+
+
+@pytest.fixture
+def cpus(monkeypatch, devices):
+    """A topology "h100" of the 8 CPU devices, with a chip of round figures."""
+    link = (Protocol(0.0, 0.0),)
+    chip = Chip("h100", "gpu", "cpu", {"bf16": 2e9, "f32": 1e9}, 200_000, 1e9, 1e9, (8,), link, dict.fromkeys(
+        ("peaks", "memory_bytes", "bytes_per_second", "link", "network", "protocols"), "made up"), 1e8)  # fmt: skip
+    monkeypatch.setitem(CHIPS, "h100", chip)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr(_plan, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
+    return chip
+
+
+def test_a_script_runs_up_to_its_first_step(script, tmp_path, capsys):
+    argv, path = list(sys.argv), list(sys.path)
+    step = capture_step(script(STEP), ["32"])
+    assert not (tmp_path / "stepped").exists()
+    assert capsys.readouterr() == ("", "about to step, with 32\n")  # stdout is the plan's own
+    assert (sys.argv, sys.path) == (argv, path) and sys.modules["__main__"].__name__ != "train"
+    assert step.rows == 5 and step.program.options.accumulate_steps == 2
+    leaves = jax.tree.leaves(step.state)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) and (4, 32) in {x.shape for x in leaves}
+
+
+def test_the_step_of_an_nnx_model_is_found(script):
+    step = capture_step(script(NNX), [])
+    assert step.rows == 3 and step.program.options.shard_optimizer
+
+
+@pytest.mark.parametrize(
+    "text, match, said",
+    [
+        ("x = 1 / 0", r"raised ZeroDivisionError \(division by zero\) before a training step", "line 1, in <module>"),
+        ("import sys; sys.exit(3)", "ended with code 3 before", ""),
+        ("print('no step here')", "ended before a training step", "no step here"),
+    ],
+)
+def test_a_script_without_a_step(script, capsys, text, match, said):
+    with pytest.raises(PlanError, match=match) as error:
+        capture_step(script(text), [])
+    assert re.fullmatch(r"jdp\.plan: .+; .+\. .+", str(error.value))
+    assert said in capsys.readouterr().err
+
+
+def test_a_batch_is_spread_over_other_devices(devices):
+    dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
+    batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
+    scattered = dp._scatter_batch(batch, "train_step")
+    other = spread(scattered, make_mesh(tuple(devices)), 6)
+    assert other.sizes == (6,) * 8
+    shapes = {x.shape for x in other._arrays}
+    assert (48, 3) in shapes and shapes <= {(48, 3), ()}
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in other._arrays)
+
+
+def lines_of(capsys):
+    """The document that --json prints, by the number of devices."""
+    document = json.loads(capsys.readouterr().out)
+    assert document["jdp_plan"] == 1
+    return {one["devices"]: one for one in document["lines"]}
+
+
+def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
+    path = script(STEP)
+    assert main(["plan", path, "--topology", "h100", "--hosts", "1,4", "--json", "--", "32"]) == 0
+    lines = lines_of(capsys)
+    assert list(lines) == [2, 8]
+    step = capture_step(path, ["32"])
+    parameters = 4 * (4 * 32 + 32 + 32 * 3 + 3)
+    for n, one in lines.items():
+        assert one["compiles"] and one["fits"] and one["rows"] == 5
+        # One reduction of the gradients, and a few numbers for the mean: 2 (n-1)/n of that
+        sent = one["wire_bytes"] / (2 * (n - 1) / n)
+        assert parameters <= sent <= parameters + 64
+        assert one["estimated_seconds"] >= one["estimated_exposed_seconds"] >= parameters * (n - 1) / n / 1e9
+        found = Most(**one["most"])
+        assert found.too_many - found.rows <= max(1, 0.01 * found.rows)
+        mesh = make_mesh(tuple(devices[:n]))
+        peaks = [peak(step, mesh, rows) for rows in (5, found.rows, found.too_many)]
+        assert peaks[0] == one["peak_bytes"] and peaks[1] <= 150_000 < peaks[2]  # three quarters of the memory
+
+
+def peak(step, mesh, rows):
+    """Bytes that the compiled step needs, asked of the compiler without `plan` or `explain`."""
+    program, state, batch = step.on(mesh, rows)
+    memory = program.jitted(state, batch._layout).lower(state, batch._arrays).compile().memory_analysis()
+    both = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return both + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def test_efficiency_is_against_one_device_with_as_many_rows(script, cpus, capsys):
+    command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json"]
+    assert main([*command, "--hosts", "1,4", "--per-host", "1", "--batch-per-device", "2000"]) == 0
+    lines = lines_of(capsys)
+    assert lines[1]["estimated_efficiency"] == 1 and lines[1]["wire_bytes"] == 0 and lines[1]["most"] is None
+    assert 0 < lines[4]["estimated_efficiency"] < 1 and lines[4]["rows"] == 2000
+    ratio = lines[1]["estimated_seconds"] / lines[4]["estimated_seconds"]
+    assert lines[4]["estimated_efficiency"] == pytest.approx(ratio)
+
+
+def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tmp_path):
+    command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1,4", "--no-search"]
+    assert main([*command, "--picture", "plan.png"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "2   1 x 2",
+        "8   4 x 2",
+        "~step",
+        "~efficiency",
+        "yes",
+        "made up",
+        "NCCL Tests",
+        "75% of the device's",
+    ):
+        assert words in out, out
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkeypatch):
+    command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1", "--batch-per-device"]
+    assert main([*command, "100000", "--no-search"]) == 0
+    assert re.search(r"1 x 2 +in [\d.]+ s +no", capsys.readouterr().out)
+
+    def refuse(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: far too\n much")
+
+    monkeypatch.setattr(_plan_lines, "explain", refuse)
+    assert main([*command, "5", "--no-search"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"1 x 2 +no +no", out) and "1 x 2: RESOURCE_EXHAUSTED: far too\n" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--hosts", "0"], "invalid list of numbers value"),
+        (["--hosts", "1,two"], "invalid list of numbers value"),
+        (["--batch-per-device", "-1"], "invalid positive number value"),
+        (["--shapes", "4x4"], "h100 is a GPU"),
+        (["--topology", "v5e", "--hosts", "2"], "v5e is a TPU"),
+        (["--topology", "v5e"], "give shapes"),
+        (["--picture", "plan.txt"], "ends in none"),
+        (["--picture", "nowhere/plan.png"], "no folder nowhere"),
+    ],
+)
+def test_arguments_that_make_no_sense(script, capsys, arguments, said):
+    assert main(["plan", script("raise KeyError"), "--topology", "h100", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(script, cpus, capsys):
+    assert main(["plan", "nowhere.py", "--topology", "h100"]) == 1
+    assert capsys.readouterr().err.startswith("jdp.plan: there is no file nowhere.py;")
+    assert main(["plan", script("pass"), "--topology", "h100"]) == 1
+    assert "ended before a training step" in capsys.readouterr().err
+
+
+def test_an_unknown_topology_is_refused_before_the_script_runs(script, capsys):
+    assert main(["plan", script("raise KeyError"), "--topology", "h101"]) == 1
+    assert capsys.readouterr().err.startswith("jdp.topology: name is 'h101', which is unknown; known are")
+
+
+FUNCTIONS = {
+    "a line": lambda x: 1e9 + 3.1e6 * x,
+    "steep": lambda x: 1e9 + 3e9 * x,
+    "a line with noise": lambda x: 1e9 + 3e6 * x + x % 7 * 5e7,
+    "a bend": lambda x: 1e9 + (4e6 * x if x < 8000 else 32e9 + 1.5e6 * (x - 8000)),
+    "a power": lambda x: 1e9 + 1e5 * x**1.5,
+    "refused": lambda x: 1e9 + 3.1e6 * x if x <= 19_000 else math.inf,
+    "nothing fits": lambda x: 61e9 + x,
+}
+
+
+@pytest.mark.parametrize("start", [1, 4, 100_000])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_most_rows_are_found_in_few_compilations(name, start):
+    asked = []
+
+    def needs(rows):
+        asked.append(rows)
+        return FUNCTIONS[name](rows)
+
+    found = most(needs, 60 * 10**9, start)
+    assert len(asked) == len(set(asked)) == found.compilations <= 12
+    assert found.rows == 0 or FUNCTIONS[name](found.rows) <= 60e9
+    assert FUNCTIONS[name](found.too_many) > 60e9 and found.too_many in asked
+    assert found.too_many - found.rows <= max(1, 0.011 * found.rows)
+    if name in ("a line", "steep"):
+        assert found.compilations <= 6
+
+
+def test_what_was_found_before_is_tried_first():
+    assert most(FUNCTIONS["a line"], 60 * 10**9, 4, Most(19_032, 19_033, 5)) == Most(19_032, 19_033, 3)
+
+
+def installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not installed("jax_plugins.xla_cuda12"), reason="no CUDA plugin: plan-gpu")
+def test_compiling_for_16384_gpus_takes_no_longer_than_for_8(script, capsys):
+    command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json", "--hosts"]
+    seconds = {8: [], 16_384: []}
+    for _ in range(3):
+        assert main([*command, "1,2048"]) == 0
+        for n, one in lines_of(capsys).items():
+            seconds[n].append(one["compile_seconds"])
+            assert one["hosts"] == n // 8 and one["compiles"] and one["in_flight"] is not None
+    assert min(seconds[16_384]) < 1.5 * min(seconds[8])
+
+
+@pytest.mark.skipif(not installed("libtpu"), reason="no libtpu: plan-tpu")
+def test_a_plan_for_tpus(script, capsys):
+    assert main(["plan", script(NNX), "--topology", "v5e", "--no-search", "--json", "--shapes", "2x2,4x4"]) == 0
+    lines = lines_of(capsys)
+    assert list(lines) == [4, 16] and all(one["compiles"] and one["fits"] for one in lines.values())
