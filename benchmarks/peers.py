@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from peers import _agree, _report, _tasks, _worker
-from peers._ask import Gone, Peer
+from peers._ask import Gone, Peer, warm_files
 
 AGREE_STEPS = 4
 SETTLE = 0.005  # seconds before a turn: torch's threads spin on a little after theirs
@@ -156,18 +155,6 @@ def compare(rows: dict[str, Row], times: dict[str, list[float]]) -> None:
         upper, lower = np.percentile(pairs, (75, 25))
         rows[name]["ratio"] = float(np.median(values) / np.median(ours))
         rows[name]["noise"] = 0.93 * float(upper - lower) / len(pairs) ** 0.5  # a median's error, if noise is normal
-
-
-def warm_files(peers: list[str]) -> None:
-    """Reads the libraries from disk once, or the first peer to start would pay for those that came after it."""
-    for package in {"optax", *(peer.partition("_")[0] for peer in peers)} & {
-        "jdp",
-        "optax",
-        "keras",
-        "equinox",
-        "torch",
-    }:
-        subprocess.run([sys.executable, "-c", f"import {package}"], stderr=subprocess.DEVNULL, check=False)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ._agree import CONTAINERS, Described
 from ._assemble import own_part
+from ._capturing import capturing
 from ._check import name_of
 from ._coordination import DesyncError
 from ._devices import cut_along
@@ -57,6 +58,9 @@ def own_rows(
     found = []
     for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
         if isinstance(x, Tracer):
+            if capturing():
+                found.append(x)
+                continue
             raise ValueError(
                 f"jdp.{verb}: {name(i)} is traced (by jax.jit, jax.grad or the like), and each process passes its own "
                 f"rows of it; JAX's transformations see one process's program, not the rows of the others. Call it "

@@ -107,3 +107,15 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def warm_files(peers: list[str]) -> None:
+    """Reads the libraries from disk once, or the first peer to start would pay for those that came after it."""
+    for package in {"optax", *(peer.partition("_")[0] for peer in peers)} & {
+        "jdp",
+        "optax",
+        "keras",
+        "equinox",
+        "torch",
+    }:
+        subprocess.run([sys.executable, "-c", f"import {package}"], stderr=subprocess.DEVNULL, check=False)

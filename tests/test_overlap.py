@@ -1,0 +1,140 @@
+"""Gradients travel while others are computed: in the schedules that XLA makes for GPUs and TPUs that are not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp import _train_program
+from jdp._collectives import collectives
+from jdp._compiler_options import _known, _wanted, compiler_options
+from jdp._devices import make_mesh
+from jdp._hlo import parse
+
+S = jax.ShapeDtypeStruct
+WIDTH, LAYERS, ROWS = 2048, 6, 256
+PARAMS = {f"w{i}": S((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
+BYTES = 4 * LAYERS * WIDTH**2
+BATCH = S((8 * ROWS, WIDTH), jnp.float32)
+TX = optax.adam(1e-3)
+
+
+def loss(variables, x):
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ variables["params"][f"w{i}"])
+    return jnp.mean(x**2)
+
+
+def described(name, *shape):
+    try:
+        return jdp.topology(name, *shape)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@functools.cache
+def explained(name="h100", shape=(), plain=False, **options):
+    step = jdp.DataParallel(lambda v, x: x, described(name, *shape)).train_step(loss, TX, **options)
+    state = jdp.TrainState(S((), jnp.int32), PARAMS, jax.eval_shape(TX.init, PARAMS), {}, None)
+    with pytest.MonkeyPatch.context() as patch:
+        if plain:
+            patch.setattr(_train_program, "compiler_options", lambda mesh: {})
+        return jdp.explain(step, state, BATCH)
+
+
+def under_backward(report):
+    module = parse(report.hlo)
+    names = [[module.computations[c.computation].by_name[n].op_name for n in c.overlapped] for c in report.collectives]
+    return sum(c.bytes for c, n in zip(report.collectives, names, strict=True) if any("transpose(jvp" in x for x in n))
+
+
+@functools.cache
+def by_hand():
+    mesh = make_mesh(described("h100"))
+    whole, cut = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
+
+    def step(params, opt_state, x):
+        value, grads = jax.lax.pmean(jax.value_and_grad(lambda p: loss({"params": p}, x))(params), "data")
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    specs = (jax.P(), jax.P(), jax.P("data"))
+    run = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False), donate_argnums=(0, 1)
+    )
+    state = jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=whole), (PARAMS, jax.eval_shape(TX.init, PARAMS)))
+    found = collectives(parse(run.lower(*state, S(BATCH.shape, BATCH.dtype, sharding=cut)).compile().as_text()))
+    return sum(c.bytes for c in found if c.in_flight) / sum(c.bytes for c in found)
+
+
+def test_on_eight_h100_every_gradient_travels_once_and_beside_the_backward_pass():
+    report = explained()
+    assert report.collective_bytes == BYTES + 4  # the loss
+    assert sorted(p for c in report.collectives for p in c.parameters) == sorted(PARAMS)
+    assert not any(c.in_loop for c in report.collectives)
+    assert report.in_flight >= min(0.95, by_hand())
+    assert under_backward(report) > 0.5 * BYTES
+
+
+def test_in_microbatches_too():
+    report = explained(accumulate_steps=4)
+    assert report.collective_bytes == BYTES + 4
+    assert not any(c.in_loop for c in report.collectives)
+
+
+def test_half_the_bytes_in_bfloat16():
+    report = explained(reduce_dtype=jnp.bfloat16)
+    assert report.collective_bytes == BYTES / 2 + 4
+    assert report.in_flight >= 0.95
+
+
+def test_reduce_scatters_do_not_wait_for_the_last_gradient():
+    plain, report = explained(shard_optimizer=True, plain=True), explained(shard_optimizer=True)
+    for found in (plain, report):
+        by_kind = {k: sum(c.bytes for c in found.collectives if c.kind == k) for k in ("reduce-scatter", "all-gather")}
+        assert by_kind == {"reduce-scatter": BYTES, "all-gather": BYTES}
+    assert under_backward(plain) == 0  # one collective carries all: what the option is for
+    assert under_backward(report) >= 0.5 * BYTES
+
+
+def test_on_tpus_all_reduces_are_not_waited_for():
+    plain, report = explained("v5e", ("2x4",), plain=True), explained("v5e", ("2x4",))
+    assert report.collective_bytes == plain.collective_bytes == BYTES + 4
+    assert plain.in_flight == 0  # one collective carries all: what the options are for
+    assert report.in_flight > 0.6  # but for the last two of the six, with nothing left to compute beside them
+
+
+def test_what_is_asked_of_the_compiler(devices, monkeypatch):
+    mesh = make_mesh(tuple(devices))
+    assert compiler_options(mesh) == {}  # of CPUs nothing
+    assert _wanted("gpu", 8) == {"xla_gpu_reduce_scatter_combine_threshold_bytes": (30 << 20) // 8}
+    assert _known(mesh, (("xla_cpu_enable_fast_math", False),))
+    assert not _known(mesh, (("xla_no_such_option", 1),))  # another version's: left out, and no error
+    mesh = make_mesh(described("h100"))
+    assert compiler_options(mesh) == _wanted("gpu", 8)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_reduce_scatter_combine_threshold_bytes=1")
+    assert compiler_options(mesh) == {}  # the user's own word counts
+
+
+def test_a_step_with_options_also_runs_inside_of_a_jit(devices, monkeypatch):
+    """Where JAX refuses any, for they are those of the outermost one."""
+    asked = []
+    monkeypatch.setattr(
+        _train_program, "compiler_options", lambda mesh: asked.append(mesh) or {"xla_cpu_enable_fast_math": False}
+    )
+    step = jdp.DataParallel(lambda v, x: x, devices).train_step(
+        lambda v, x: jnp.mean((x @ v["params"]["w"]) ** 2), optax.sgd(0.1), donate=False
+    )
+    state = step.init({"params": {"w": np.ones((3, 2), np.float32)}})
+    x = np.arange(24, dtype=np.float32).reshape(8, 3) / 24
+    alone, _ = step(state, x)
+    inside, _ = jax.jit(step)(state, x)
+    again, _ = step(state, x)
+    scanned, _ = jax.lax.scan(lambda s, _: step(s, jnp.asarray(x)), state, None, length=1)
+    for other in (inside, again, scanned):
+        np.testing.assert_allclose(other.params["w"], alone.params["w"], rtol=1e-6)
+    assert len(asked) == 1
