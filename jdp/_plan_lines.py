@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import Mesh
@@ -17,6 +18,9 @@ from ._plan_search import Most, most
 from ._quiet import quiet
 from ._report import Report
 from ._schedule import simulate
+
+
+_TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ def line(
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows)
     compiled = attempt(step, mesh, rows)
     if isinstance(compiled, str):
-        full = "RESOURCE_EXHAUSTED" in compiled  # TPUs' compiler refuses what GPUs' leaves to the user
+        full = _TOO_MUCH in compiled
         found = dataclasses.replace(found, compiles=False, fits=False if full else None, reason=compiled)
         if not full:
             return found
@@ -110,12 +114,14 @@ def available(chip: Chip, environ: Mapping[str, str]) -> int:
 
 
 def _needs(step: Step, mesh: Mesh, found: Line) -> Callable[[int], float]:
-    """The peak of the step's memory by the rows on each device; infinite where the compiler has found it too much."""
+    """The peak of the step's memory by the rows on each device, as `most` asks for it."""
 
     def needs(rows: int) -> float:
         if rows == found.rows:
-            return float("inf") if found.peak_bytes is None else found.peak_bytes
+            return math.inf if found.peak_bytes is None else found.peak_bytes
         compiled = attempt(step, mesh, rows)
-        return float("inf") if isinstance(compiled, str) else compiled.peak_bytes
+        if isinstance(compiled, str):
+            return math.inf if _TOO_MUCH in compiled else math.nan
+        return compiled.peak_bytes
 
     return needs

@@ -42,7 +42,9 @@ def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> No
 
 
 def _row(one: Line) -> tuple[str, ...]:
-    most = "" if one.most is None else f"{one.most.rows:,}{'' if one.most.is_exact else f' <{one.most.too_many:,}'}"
+    most = "" if one.most is None else f"{one.most.rows:,}"
+    if one.most is not None and not one.most.is_exact:
+        most += " or more" if one.most.too_many is None else f" <{one.most.too_many:,}"
     exposed = ""
     if one.exposed_seconds is not None and one.seconds:
         exposed = f"{_seconds(one.exposed_seconds)} ({one.exposed_seconds / one.seconds:.0%})"

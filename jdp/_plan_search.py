@@ -10,11 +10,15 @@ COMPILATIONS = 12
 TOLERANCE = 0.01
 
 
+_NONE = 2**31  # rows; no axis of an array is longer
+
+
 class Most(NamedTuple):
     """`rows` were compiled and fit; `too_many` were compiled and do not. 0 rows: not even one does."""
 
     rows: int
-    too_many: int
+    too_many: int | None
+    """None: none was found that the compiler takes."""
     compilations: int
 
     @property
@@ -23,25 +27,40 @@ class Most(NamedTuple):
 
 
 def most(needs: Callable[[int], float], memory: int, rows: int, guess: Most | None = None) -> Most:
-    """The largest rows with `needs(rows) <= memory`, to 1 %.
+    """The largest rows with `needs(rows) <= memory`, to 1 %, if the compiler lets it.
 
     Args:
-        needs: bytes by rows, more or less rising; infinite where the compiler refuses.
+        needs: bytes by rows, more or less rising; infinite where the compiler finds it too much, and not a number
+            where it refuses for another reason, which says nothing of the memory.
         memory: bytes that there are.
         rows: where to begin.
         guess: what was found for a like program, to be tried first.
     """
     known: dict[int, float] = {}
     low, high = 0, _NONE
-    tries = [rows] if guess is None else [rows, max(1, guess.rows), guess.too_many]
+    tries = [rows] if guess is None else [rows, max(1, guess.rows), guess.too_many or 0]
     while high - low > max(1, TOLERANCE * low) and len(known) < COMPILATIONS:
-        x = next((t for t in tries if low < t < high and t not in known), None) or _next(known, low, high, memory)
+        x = next((t for t in tries if low < t < high and t not in known), None)
+        x = _round(_next(known, low, high, memory), low) if x is None else x
+        if x in known:  # and nothing was to be had there
+            break
         known[x] = needs(x)
-        low, high = (x, high) if known[x] <= memory else (low, x)
-    return Most(low, high, len(known))
+        if math.isnan(known[x]):
+            tries += [x // (n * _unit(x)) * n * _unit(x) for n in (8, 64)]
+        else:
+            low, high = (x, high) if known[x] <= memory else (low, x)
+    return Most(low, None if high == _NONE else high, len(known))
 
 
-_NONE = 2**31  # rows; no axis of an array is longer
+def _unit(rows: int) -> int:
+    """A power of two, within half of the tolerance."""
+    return 2 ** max(0, int(math.log2(rows * TOLERANCE / 2))) if rows * TOLERANCE >= 2 else 1
+
+
+def _round(rows: int, low: int) -> int:
+    """A round number, as batches are, and of a shape that compilers cut into tiles; above `low`."""
+    rounded = rows // _unit(rows) * _unit(rows)
+    return rounded if rounded > low else rows
 
 
 def _next(known: Mapping[int, float], low: int, high: int, memory: int) -> int:

@@ -46,13 +46,7 @@ def prepare(
 ) -> Prepared | tuple[list[Any], Layout]:
     """The batch, checked; or its leaves and their layout, where that is known."""
     _refuse_trace(mesh, verb)
-    try:
-        leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
-    except ValueError as error:  # JAX's, for dict keys that do not compare
-        raise ValueError(
-            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
-            f"({error}); JAX sorts them. Pass keys of one type."
-        ) from None
+    leaves, treedef = _flat(inputs, verb, root)
     key: Any = None
     if layouts is not None:
         key = (treedef, *map(_known_by, leaves))
@@ -85,6 +79,16 @@ def prepare(
         rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
         refuse_rows_of_numbers(inputs, rows, verb, root)
     return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+
+
+def _flat(inputs: Tree, verb: str, root: str | tuple[str, ...]) -> tuple[list[Any], Any]:
+    try:
+        return jax.tree.flatten(inputs, is_leaf=no_further)
+    except ValueError as error:  # JAX's, for dict keys that do not compare
+        raise ValueError(
+            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
+            f"({error}); JAX sorts them. Pass keys of one type."
+        ) from None
 
 
 def _refuse_trace(mesh: Mesh, verb: str) -> None:

@@ -257,6 +257,17 @@ def test_the_most_rows_are_found_in_few_compilations(name, start):
         assert found.compilations <= 6
 
 
+def test_refusals_that_are_not_for_memory_say_nothing():
+    def needs(rows):  # as XLA's tiling of matrix products for GPUs has it
+        return 1e9 + 3.1e6 * rows if rows < 1000 or rows % 2048 == 0 else math.nan
+
+    found = most(needs, 60 * 10**9, 4)
+    assert found.rows > 0 and needs(found.rows) <= 60e9
+    assert found.too_many is None or needs(found.too_many) > 60e9
+    assert most(lambda rows: math.nan, 10**9, 4).rows == 0
+    assert most(lambda rows: 1.0 if rows == 4 else math.nan, 10**9, 4)[:2] == (4, None)
+
+
 def test_what_was_found_before_is_tried_first():
     assert most(FUNCTIONS["a line"], 60 * 10**9, 4, Most(19_032, 19_033, 5)) == Most(19_032, 19_033, 3)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jdp import _launch_options
+from jdp import _launch_options, _plan
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -59,7 +59,11 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     commands = [command[1:] for command in COMMANDS if command[0] == "jdp"]
     for command, *args in commands:
-        assert command in ("launch", "doctor")
+        assert command in ("launch", "doctor", "plan")
         if command == "launch":
             assert _launch_options.parse(args).command[1:] == ("train.py",)
+        if command == "plan":
+            options = _plan._parser().parse_args(args)
+            _plan._check(_plan._parser(), options)
+            assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands
