@@ -18,28 +18,22 @@ _BUCKET = 30 << 20  # bytes that travel together: XLA's own choice for all-reduc
 def compiler_options(mesh: Mesh) -> Options:
     """For a training step on these devices: `compiler_options` of `jax.jit`.
 
-    What the user has set in `XLA_FLAGS` or `LIBTPU_INIT_ARGS` stays, and what this compiler does not know is left out.
-    `benchmarks/overlap.py` shows what each is worth.
+    What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
+    are kept: the options that make their all-reduces asynchronous split them so finely that a step is estimated to take
+    longer. `benchmarks/overlap.py` shows what this is worth.
     """
-    platform, n = mesh.devices.flat[0].platform, mesh.size
-    if n == 1 or platform not in ("gpu", "tpu"):
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
         return {}
-    said = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    options = {name: value for name, value in _wanted(platform, n).items() if name not in said}
+    said = os.environ.get("XLA_FLAGS", "")
+    options = {name: value for name, value in wanted(mesh.size).items() if name not in said}
     return options if _known(mesh, tuple(options.items())) else {}
 
 
-def _wanted(platform: str, n: int) -> Options:
-    if platform == "gpu":
-        # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
-        # gradients of most models, when nothing is left to be computed meanwhile.
-        return {"xla_gpu_reduce_scatter_combine_threshold_bytes": _BUCKET // n}
-    # By default one all-reduce carries all gradients, and everything waits for it.
-    return {
-        "xla_jf_crs_combiner_threshold_count": 1,
-        "xla_enable_async_all_reduce": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-    }
+def wanted(n: int) -> Options:
+    """On n GPUs."""
+    # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
+    # gradients of most models, when nothing is left to be computed meanwhile.
+    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": _BUCKET // n}
 
 
 @functools.cache

@@ -156,7 +156,7 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
 
     Source: `_check_balance` in torch/nn/parallel/data_parallel.py.
     """
-    for what, measure in (("memory", _memory_bytes), ("cores", _cores)):
+    for what, measure in (("memory", memory_bytes), ("cores", _cores)):
         known = [(size, d) for d in devices if (size := measure(d))]
         if len(known) < 2:
             continue
@@ -180,7 +180,8 @@ def _outside() -> int:
     return level
 
 
-def _memory_bytes(device: Device) -> int | None:
+def memory_bytes(device: Device) -> int | None:
+    """What JAX may have of a device's memory; None where it does not say."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _collectives, _hlo, _hlo_cost
 from ._capture import Call, capture, unused_donations
-from ._layout import Layout, Tree, Whole
+from ._chips import CHIPS
+from ._devices import memory_bytes
+from ._layout import Tree
 from ._outputs import path_name as _name
 from ._report import Report, Work
+from ._unscattered import unscattered
 
 VERB = "explain"
 
@@ -60,8 +64,25 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     with unused_donations(donations):
         with _values_are_named(fn):
             traced = call.trace()
-        compiled = traced.lower().compile()
+        compiled = _compiled(call, traced)
     return _report(call, traced.jaxpr, compiled, time.perf_counter() - start, tuple(donations))
+
+
+def _compiled(call: Call, traced: Any) -> Any:
+    try:
+        return traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        kind, rows = call.mesh.devices.flat[0].device_kind, max(call.batch[0].sizes)
+        full = "RESOURCE_EXHAUSTED" in str(error)
+        raise RuntimeError(
+            f"jdp.{VERB}: {call.label} with {rows} rows on each {kind} does not compile: {str(error).splitlines()[0]}; "
+            + (
+                "arguments, results and temporaries share its memory. Pass fewer rows, or make the step with "
+                "accumulate_steps or shard_optimizer=True."
+                if full
+                else "the compiler for it says why. Change what it names."
+            )
+        ) from error
 
 
 def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
@@ -84,8 +105,9 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=output,
         peak_bytes=memory.argument_size_in_bytes + output + memory.temp_size_in_bytes,
+        memory_bytes=_memory_of(device),
         collectives=_collectives_of(call, module),
-        unscattered=tuple(_unscattered(call, jaxpr)),
+        unscattered=tuple(unscattered(call, jaxpr)),
         unused_donations=donations,
         compilations=call.compilations,
         compile_seconds=seconds,
@@ -100,6 +122,12 @@ def _collectives_of(call: Call, module: Any) -> tuple[_collectives.Collective, .
         dataclasses.replace(c, parameters=tuple(map(_short, _collectives.carried(c, leaves))))
         for c in _collectives.collectives(module)
     )
+
+
+def _memory_of(device: Any) -> int | None:
+    """What programs can have of the device's memory: its own word, or for a described one the data sheet's."""
+    chip = next((chip for chip in CHIPS.values() if chip.device_kind == device.device_kind), None)
+    return memory_bytes(device) or (chip and int(chip.memory_bytes * chip.memory_share))
 
 
 def captured(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -151,7 +179,7 @@ def bytes_on_each(tree: Tree) -> int:
 
 def _bytes(x: Any) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     item = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype)) if key else None
     return math.prod(shape) * (x.dtype.itemsize if item is None else item.size * item.dtype.itemsize)
 
@@ -167,31 +195,3 @@ def _short(name: str) -> str:
 
 def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _unscattered(call: Call, jaxpr: Any) -> list[str]:
-    """What looks like part of the batch, by its number of rows, and goes whole to every replica."""
-    rows = sum(call.batch[0].sizes)
-    if rows < 2 or call.mesh.size == 1 or not any(s._layout.is_cut for s in call.batch):
-        return []
-    found = []
-    for scattered in call.batch:
-        layout: Layout = scattered._layout
-        names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.fill(scattered._arrays))]
-        for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=False):
-            if isinstance(leaf, Whole) and rows in x.shape[:1]:
-                found.append(f"argument {name or '0'}: {x.dtype}{list(x.shape)}")
-    for x in _constants(jaxpr):
-        if getattr(x, "ndim", 0) and x.shape[0] == rows:
-            found.append(f"a constant that the function closes over: {x.dtype}{list(x.shape)}")
-    return list(dict.fromkeys(found))
-
-
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a traced function has closed over, nested ones too."""
-    yield from getattr(jaxpr, "consts", ())
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield from (x.val for x in eqn.invars if hasattr(x, "val"))
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                yield from _constants(value)

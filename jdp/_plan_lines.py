@@ -19,7 +19,6 @@ from ._quiet import quiet
 from ._report import Report
 from ._schedule import simulate
 
-
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
 
 

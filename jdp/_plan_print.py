@@ -44,7 +44,7 @@ def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> No
 def _row(one: Line) -> tuple[str, ...]:
     most = "" if one.most is None else f"{one.most.rows:,}"
     if one.most is not None and not one.most.is_exact:
-        most += " or more" if one.most.too_many is None else f" <{one.most.too_many:,}"
+        most += f" <{one.most.too_many:,}{' (refused)' * one.most.refused}"
     exposed = ""
     if one.exposed_seconds is not None and one.seconds:
         exposed = f"{_seconds(one.exposed_seconds)} ({one.exposed_seconds / one.seconds:.0%})"
@@ -74,8 +74,8 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
     )
     if any(one.most is not None for one in lines):
         yield (
-            "most rows: of one device, compiled and within it; one more, or what stands behind <, was compiled and is "
-            "not."
+            "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. Refused: the "
+            "compiler does not take so many, for a reason that is not memory."
         )
     yield (
         "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-COMPILATIONS = 12
+COMPILATIONS = 14
 TOLERANCE = 0.01
 
 
@@ -14,12 +14,13 @@ _NONE = 2**31  # rows; no axis of an array is longer
 
 
 class Most(NamedTuple):
-    """`rows` were compiled and fit; `too_many` were compiled and do not. 0 rows: not even one does."""
+    """`rows` were compiled and fit, `too_many` do not. 0 rows: not even one does."""
 
     rows: int
-    too_many: int | None
-    """None: none was found that the compiler takes."""
+    too_many: int
     compilations: int
+    refused: bool = False
+    """Whether the compiler refuses `too_many` for another reason than memory."""
 
     @property
     def is_exact(self) -> bool:
@@ -38,18 +39,18 @@ def most(needs: Callable[[int], float], memory: int, rows: int, guess: Most | No
     """
     known: dict[int, float] = {}
     low, high = 0, _NONE
-    tries = [rows] if guess is None else [rows, max(1, guess.rows), guess.too_many or 0]
+    tries = [rows] if guess is None else [rows, max(1, guess.rows), guess.too_many]
     while high - low > max(1, TOLERANCE * low) and len(known) < COMPILATIONS:
         x = next((t for t in tries if low < t < high and t not in known), None)
         x = _round(_next(known, low, high, memory), low) if x is None else x
-        if x in known:  # and nothing was to be had there
-            break
-        known[x] = needs(x)
-        if math.isnan(known[x]):
-            tries += [x // (n * _unit(x)) * n * _unit(x) for n in (8, 64)]
+        if x not in known:
+            known[x] = needs(x)
+        simple = 2 ** int(math.log2(x))  # the shape that a compiler takes if any
+        if math.isnan(known[x]) and simple > low and simple not in known:
+            tries.append(simple)
         else:
             low, high = (x, high) if known[x] <= memory else (low, x)
-    return Most(low, None if high == _NONE else high, len(known))
+    return Most(low, high, len(known), high in known and math.isnan(known[high]))
 
 
 def _unit(rows: int) -> int:
@@ -70,7 +71,8 @@ def _next(known: Mapping[int, float], low: int, high: int, memory: int) -> int:
     ends = [*below[-2:], *above[:1]][-2:] if below else above[:2]
     # Without a line by halves; and now and then, for memory that is none would keep it off for long.
     halves = 8 * max(low, 1) if high == _NONE else math.isqrt(low * high) if low else high // 8
-    if len(ends) < 2 or known[ends[1]] <= known[ends[0]] or (len(known) % 3 == 0 and high < _NONE):
+    refused = math.isnan(known.get(high, 0.0))  # and where that begins has nothing to do with memory
+    if refused or len(ends) < 2 or known[ends[1]] <= known[ends[0]] or (len(known) % 3 == 0 and high < _NONE):
         return min(max(halves, low + 1), high - 1)
     (x0, y0), (x1, y1) = ((x, known[x]) for x in ends)
     meets = int(x0 + (memory - y0) * (x1 - x0) / (y1 - y0))

@@ -47,6 +47,8 @@ class Report:
     """Of results that do not take the place of a donated argument."""
     peak_bytes: int
     """Of arguments, results and temporaries together."""
+    memory_bytes: int | None
+    """That programs can have of the device's memory; None where nothing tells."""
     collectives: tuple[Collective, ...]
     """Each with `.kind`, `.dtype`, `.bytes`, `.runs`, `.in_loop`, `.parameters`, `.in_flight`."""
     unscattered: tuple[str, ...]
@@ -69,6 +71,11 @@ class Report:
     def bytes(self) -> float:
         """Bytes that one device reads and writes in a call."""
         return self.work.bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is no more than the device's memory; None where that is not known."""
+        return None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes
 
     @property
     def collective_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from ._doctor_print import show_blocks
@@ -67,7 +67,7 @@ def _collective(c: Any) -> tuple[str, str, str, str, str, str]:
     return c.kind, c.dtype, _bytes(c.bytes), where, flight, _few(c.parameters)
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _few(names: Sequence[str]) -> str:
     if not names:
         return ""
     more = f" + {len(names) - 1}" if len(names) > 1 else ""
@@ -79,6 +79,11 @@ _WIDTH = 24  # of the names, so that the table fits 80 columns
 
 
 def _notes(r: Report) -> Iterator[str]:
+    if r.fits is False:
+        yield (
+            f"it does not fit: a device has {_bytes(r.memory_bytes or 0)} for programs. Pass fewer rows, or make the "
+            f"step with accumulate_steps or shard_optimizer=True."
+        )
     for name in r.unscattered:
         yield (
             f"{name} has as many rows as the batch, and every replica gets all of it. Pass it as an argument that is "

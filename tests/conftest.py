@@ -21,9 +21,7 @@ settings.load_profile("jdp")
 
 _compilations = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: (
-        _compilations.append(event) if event.endswith("backend_compile_duration") else None
-    )
+    lambda event, duration, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
 
 

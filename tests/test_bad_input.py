@@ -496,9 +496,7 @@ def test_a_model_with_its_own_collectives_and_an_uneven_batch(way, size):
 
 def test_constants_of_the_axis_are_no_collectives():
     """`psum(1)` and `axis_index` wait for nobody, so an uneven batch is fine."""
-    dp = jdp.DataParallel(
-        lambda w, x: x * w + lax.psum(1, "data") + 0 * lax.axis_index("data"), devices=range(4)
-    )
+    dp = jdp.DataParallel(lambda w, x: x * w + lax.psum(1, "data") + 0 * lax.axis_index("data"), devices=range(4))
     np.testing.assert_allclose(dp(WEIGHT, ROWS), 3 * ROWS + 4, rtol=1e-6)
 
 

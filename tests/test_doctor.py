@@ -546,7 +546,7 @@ def test_the_imbalance_of_devices_is_told(doctor, worker):
     worker("""
         from unittest import mock
         from jdp import _devices, _doctor_worker
-        with mock.patch.object(_devices, "_memory_bytes", lambda d: 40 if d.id == 1 else 80):
+        with mock.patch.object(_devices, "memory_bytes", lambda d: 40 if d.id == 1 else 80):
             _doctor_worker.serve(REPLY)
     """)
     code, report = doctor("--json", "--no-links")

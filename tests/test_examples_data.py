@@ -35,9 +35,7 @@ def folder(tmp_path: Path, data) -> Path:
 
 
 @pytest.fixture
-def mirror(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, Path]]:
+def mirror(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
     """A mirror on this machine: its address, and the folder that it serves."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     served = tmp_path_factory.mktemp("mirror")
@@ -45,9 +43,7 @@ def mirror(
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
 
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=served)
-    ) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", served
@@ -69,9 +65,7 @@ def test_the_cut_is_the_header_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(str(EXAMPLES / "data"))
     cut = importlib.import_module("cut_subset").cut
     raw = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (3, 2, 2)) + bytes(range(12))
-    assert cut(raw, 2) == bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 2, 2)) + bytes(
-        range(8)
-    )
+    assert cut(raw, 2) == bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 2, 2)) + bytes(range(8))
 
 
 def test_gzipped_plain_and_wrongly_named_files_read_alike(folder: Path, data) -> None:
@@ -162,15 +156,11 @@ def test_an_unreadable_file_is_one_line(folder: Path, data) -> None:
         data.load(folder)
 
 
-def test_images_of_one_source_and_labels_of_another(
-    folder: Path, data, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_one_source_and_labels_of_another(folder: Path, data, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = bytes([0, 0, 8, 1]) + (5).to_bytes(4, "big") + bytes(5)
     monkeypatch.setitem(data.ORIGINAL, LABELS, hashlib.sha256(raw).hexdigest())
     (folder / f"{LABELS}.gz").write_bytes(raw)
-    with pytest.raises(
-        data.DataError, match="10,000 train images but 5 labels: .* take all four from one source"
-    ):
+    with pytest.raises(data.DataError, match="10,000 train images but 5 labels: .* take all four from one source"):
         data.load(folder)
 
 
@@ -187,24 +177,18 @@ def _small_originals(data, monkeypatch: pytest.MonkeyPatch, served: Path) -> dic
     return packed
 
 
-def test_download_writes_the_files_checked_and_leaves_nothing_else(
-    data, monkeypatch, mirror, tmp_path
-) -> None:
+def test_download_writes_the_files_checked_and_leaves_nothing_else(data, monkeypatch, mirror, tmp_path) -> None:
     url, served = mirror
     packed = _small_originals(data, monkeypatch, served)
     folder = tmp_path / "new" / "folder"
     data.download(folder, [url])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        f"{n}.gz": b for n, b in packed.items()
-    }
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {f"{n}.gz": b for n, b in packed.items()}
     assert data.load(folder).train_images.shape == (2, 28, 28)
     data.download(folder, ["http://127.0.0.1:1"])  # everything is there: nobody is asked
 
 
 @pytest.mark.parametrize("spoil", [_missing, _truncated, _one_pixel, _web_page])
-def test_the_second_mirror_serves_where_the_first_fails(
-    data, monkeypatch, mirror, tmp_path, spoil, capsys
-) -> None:
+def test_the_second_mirror_serves_where_the_first_fails(data, monkeypatch, mirror, tmp_path, spoil, capsys) -> None:
     url, served = mirror
     packed = _small_originals(data, monkeypatch, served)
     good = served / "good"
@@ -213,15 +197,11 @@ def test_the_second_mirror_serves_where_the_first_fails(
         (good / f"{name}.gz").write_bytes(content)
     spoil(served / f"{IMAGES}.gz")
     data.download(tmp_path, [url, f"{url}/good"])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-        f"{n}.gz": b for n, b in packed.items()
-    }
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {f"{n}.gz": b for n, b in packed.items()}
     assert f"{url}/good/{IMAGES}.gz" in capsys.readouterr().out
 
 
-def test_a_download_that_fails_everywhere_is_one_line_and_no_file(
-    data, monkeypatch, mirror, tmp_path
-) -> None:
+def test_a_download_that_fails_everywhere_is_one_line_and_no_file(data, monkeypatch, mirror, tmp_path) -> None:
     url, served = mirror
     _small_originals(data, monkeypatch, served)
     _one_pixel(served / f"{IMAGES}.gz")
@@ -245,9 +225,7 @@ def test_the_command_line_ends_in_one_line(data, tmp_path) -> None:
     args = Namespace(data_dir=tmp_path, download=False, train_rows=None, batch_size=128)
     with pytest.raises(SystemExit, match=f"^mnist: .*{IMAGES}.gz is missing"):
         data.from_arguments(args)
-    with pytest.raises(
-        SystemExit, match="^mnist: --download needs a folder to write to; name one with --data-dir$"
-    ):
+    with pytest.raises(SystemExit, match="^mnist: --download needs a folder to write to; name one with --data-dir$"):
         data.from_arguments(Namespace(data_dir=None, download=True, train_rows=None, batch_size=128))
     with pytest.raises(SystemExit, match="^mnist: a batch of 128 is larger than the 64 training rows; lower"):
         data.from_arguments(Namespace(data_dir=None, download=False, train_rows=64, batch_size=128))

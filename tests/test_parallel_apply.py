@@ -53,9 +53,7 @@ def close(got, want):
 
 def test_even_batches_agree_with_pmap_to_the_last_bit(same, devices, n):
     x = noise(4 * n, 3)
-    expected = jax.pmap(net, axis_name="data", in_axes=(None, 0), devices=devices[:n])(
-        PARAMS, x.reshape(n, 4, 3)
-    )
+    expected = jax.pmap(net, axis_name="data", in_axes=(None, 0), devices=devices[:n])(PARAMS, x.reshape(n, 4, 3))
     out = run(net, PARAMS, x, devices[:n])
     for i in range(n):
         same(out[i], jax.tree.map(lambda a: np.asarray(a)[i], expected))  # noqa: B023
@@ -77,9 +75,7 @@ def collectives(params, x):
 
 def test_collectives_on_even_chunks_agree_with_pmap(same, devices, n):
     x = noise(2 * n, 3)
-    expected = jax.pmap(collectives, axis_name="data", in_axes=(None, 0), devices=devices[:n])(
-        None, x.reshape(n, 2, 3)
-    )
+    expected = jax.pmap(collectives, axis_name="data", in_axes=(None, 0), devices=devices[:n])(None, x.reshape(n, 2, 3))
     out = run(collectives, None, x, devices[:n])
     for i in range(n):
         same(out[i], jax.tree.map(lambda a: np.asarray(a)[i], expected))  # noqa: B023
@@ -88,9 +84,7 @@ def test_collectives_on_even_chunks_agree_with_pmap(same, devices, n):
 def test_gradients_agree_with_pmap(same, devices):
     x = noise(8, 3)
     grad = jax.grad(lambda params, x: net(params, x)["loss"])
-    expected = jax.pmap(grad, axis_name="data", in_axes=(None, 0), devices=devices[:2])(
-        PARAMS, x.reshape(2, 4, 3)
-    )
+    expected = jax.pmap(grad, axis_name="data", in_axes=(None, 0), devices=devices[:2])(PARAMS, x.reshape(2, 4, 3))
     out = run(grad, PARAMS, x, devices[:2])
     for i in range(2):
         same(out[i], jax.tree.map(lambda a: np.asarray(a)[i], expected))  # noqa: B023
@@ -335,9 +329,7 @@ class Output:
 
 @pytest.mark.parametrize("size", [4, 5])
 def test_output_containers_survive(same, devices, size):
-    out = jdp.gather(
-        run(lambda _, x: Pair(Output(x), [{"k": (x, None)}, (), {}]), None, rows(size), devices[:2])
-    )
+    out = jdp.gather(run(lambda _, x: Pair(Output(x), [{"k": (x, None)}, (), {}]), None, rows(size), devices[:2]))
     same(out, Pair(Output(rows(size)), [{"k": (rows(size), None)}, (), {}]))
 
 

@@ -41,13 +41,9 @@ def test_even_chunks_add_up_row_by_row(same, devices):
     same(jdp.reduce_add(s), s[0] + jax.device_get(s[1]) + jax.device_get(s[2]))
 
 
-@pytest.mark.parametrize(
-    "destination, index", [(None, 2), (4, 4), ("cpu:1", 1), ("cpu", 0), (-1, 0)], ids=repr
-)
+@pytest.mark.parametrize("destination, index", [(None, 2), (4, 4), ("cpu:1", 1), ("cpu", 0), (-1, 0)], ids=repr)
 def test_destination(same, devices, destination, index):
-    got = jdp.reduce_add(
-        [jax.device_put(rows(2), devices[2]), jax.device_put(rows(2), devices[3])], destination
-    )
+    got = jdp.reduce_add([jax.device_put(rows(2), devices[2]), jax.device_put(rows(2), devices[3])], destination)
     same(got, 2 * rows(2))
     assert got.devices() == {devices[index]}
     got = jdp.reduce_add(jdp.scatter(rows(4), devices[2:4]), destination)

@@ -120,9 +120,7 @@ def test_the_gradient_comes_back_to_where_the_leaf_was(same, devices):
     g = jax.grad(lambda w: (jdp.replicate({"w": w}, devices[:3])["w"] ** 3).sum())(w)
     same(g, np.float32([3, 12, 27]))
     assert g.devices() == {devices[0]}
-    same(
-        jax.grad(lambda w: jax.grad(lambda w: (jdp.replicate(w, devices[:3]) ** 3).sum())(w).sum())(w), 6 * w
-    )
+    same(jax.grad(lambda w: jax.grad(lambda w: (jdp.replicate(w, devices[:3]) ** 3).sum())(w).sum())(w), 6 * w)
 
 
 def test_under_jit_the_tree_passes_through(same, devices):

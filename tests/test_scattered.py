@@ -83,9 +83,7 @@ def test_it_is_a_pytree_that_round_trips(same, devices, size):
     s = jdp.scatter(tree, devices[:2])
     leaves, structure = jax.tree.flatten(s)
     back = jax.tree.unflatten(structure, leaves)
-    assert (
-        isinstance(back, jdp.Scattered) and back.sizes == s.sizes and tuple(back.devices) == tuple(s.devices)
-    )
+    assert isinstance(back, jdp.Scattered) and back.sizes == s.sizes and tuple(back.devices) == tuple(s.devices)
     same(jdp.gather(back), tree)
 
 
