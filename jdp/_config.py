@@ -88,13 +88,16 @@ class Config:
             return self.mesh
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
 
-    def refuse_other_mesh(self) -> None:
+    def refuse_described(self) -> None:
         if self.is_described and not capturing():
             raise RuntimeError(
                 f"jdp.DataParallel: called on {self.devices[0].device_kind} devices of a topology, which are only "
                 f"described; programs are compiled for them, and nothing runs there. Pass the call to jdp.explain, or "
                 f"make the wrapper over jax.devices()."
             )
+
+    def refuse_other_mesh(self) -> None:
+        self.refuse_described()
         around = jax.sharding.get_abstract_mesh()
         if not around.empty and around != self.mesh.abstract_mesh:
             raise ValueError(

@@ -62,6 +62,7 @@ class TrainStep:
             ValueError: no `"params"` in the variables.
             TypeError: parameters without a gradient, or a key that is none.
         """
+        self._program.config.refuse_described()
         if not isinstance(variables, Mapping) or "params" not in variables:
             what = sorted(variables) if isinstance(variables, Mapping) else f"a {type(variables).__name__}"
             raise ValueError(

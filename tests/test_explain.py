@@ -241,3 +241,42 @@ def test_what_does_not_fit(dp, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", refused)
     with pytest.raises(RuntimeError, match=r"Model with 8 rows on each cpu does not compile: .* 17.2G of 16.0G hbm; "):
         jdp.explain(dp.apply, VARIABLES, X)
+
+
+@pytest.fixture
+def described():
+    try:
+        return jdp.topology("h100", hosts=2, per_host=2)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def test_on_devices_that_are_not_there(described):
+    dp = jdp.DataParallel(MODEL, described)
+    variables = dp.init(jax.random.key(0), jnp.ones((1, 16)))
+    report = jdp.explain(dp.apply, variables, X)
+    assert (report.devices, report.processes, report.platform) == (4, 2, "gpu")
+    assert report.work.source == "estimated" and report.flops >= 2 * ROWS // 4 * (16 * WIDTH + WIDTH * 8)
+    assert report.fits is True and report.memory_bytes > 60e9
+    large = jdp.explain(dp.apply, variables, S((2**33, 16), jnp.float32))
+    assert large.fits is False and "it does not fit: a device has" in str(large)
+    for call in (lambda: dp.apply(variables, np.ones((8, 16))), lambda: dp.value_and_grad(loss_fn)(variables, X)):
+        with pytest.raises(RuntimeError, match="NVIDIA H100 .* only described; .* Pass the call to jdp.explain"):
+            call()
+    step = dp.train_step(loss_fn, optax.adam(1e-3))
+    with pytest.raises(RuntimeError, match="only described"):
+        step.init(variables)
+
+
+def test_nnx_on_devices_that_are_not_there(described):
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(model, described)
+    assert jdp.explain(dp, X).devices == 4
+    step = dp.train_step(lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2), optax.adam(1e-3))
+    report = jdp.explain(step, BATCH)
+    assert report.collective_bytes == 4 * (16 * 8 + 8) + 4
+    assert sorted(p for c in report.collectives for p in c.parameters) == ["bias", "kernel"]
+    with pytest.raises(RuntimeError, match="only described"):
+        dp(np.ones((8, 16), np.float32))
+    with pytest.raises(RuntimeError, match="only described"):
+        step({"x": np.ones((8, 16), np.float32), "y": np.ones((8, 8), np.float32)})
