@@ -51,6 +51,9 @@ bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-wr
 	$(VENV)/bin/python benchmarks/host_cost.py --write $(ARGS)
 	-$(VENV)/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	$(VENV)/bin/python benchmarks/peers.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/gpu.py
+	-$(VENV)/bin/python -m pip install --quiet --editable ".[plan-gpu,plan-tpu]"
+	$(VENV)/bin/python benchmarks/overlap.py --write $(ARGS)
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from jdp._chips import CHIPS, Chip, Protocol
 from jdp._devices import make_mesh
 from jdp._plan_capture import PlanError, capture_step, spread
 from jdp._plan_search import Most, most
+from jdp._train_capture import StepCall
 
 STEP = """
     import sys
@@ -150,8 +151,7 @@ def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
 
 def peak(step, mesh, rows):
     """Bytes that the compiled step needs, asked of the compiler without `plan` or `explain`."""
-    program, state, batch = step.on(mesh, rows)
-    memory = program.jitted(state, batch._layout).lower(state, batch._arrays).compile().memory_analysis()
+    memory = StepCall(*step.on(mesh, rows)).trace().lower().compile().memory_analysis()
     both = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return both + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
