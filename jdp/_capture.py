@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ._capturing import on
-from ._devices import make_mesh, replicated
+from ._devices import are_described, make_mesh, replicated
 from ._layout import Cut, Layout, Stack, Tree
 from ._processes import own_mesh
 from ._scattered import Scattered, is_scattered
@@ -24,6 +24,18 @@ class Call:
     def __init__(self, label: str, mesh: Mesh, roles: dict[str, Tree], batch: tuple[Scattered, ...]) -> None:
         self.label, self.mesh, self.roles, self.batch = label, mesh, roles, batch
         self.compilations = 0
+        self.compiler_options: dict[str, Any] = {}
+
+    def compile(self, traced: Any) -> Any:
+        """The traced program, compiled as for a call."""
+        # Where there is no GPU to try them on, XLA's own kernels for products have tiles for small ones only, and it
+        # refuses the large; the library's, which it then plans with, take all.
+        absent = {"xla_gpu_enable_triton_gemm": False} if self._is_absent_gpu else {}
+        return traced.lower().compile(compiler_options={**absent, **self.compiler_options} or None)
+
+    @property
+    def _is_absent_gpu(self) -> bool:
+        return are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
 
     @property
     def differentiated(self) -> Tree:

@@ -70,7 +70,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
 
 def _compiled(call: Call, traced: Any) -> Any:
     try:
-        return traced.lower().compile()
+        return call.compile(traced)
     except jax.errors.JaxRuntimeError as error:
         kind, rows = call.mesh.devices.flat[0].device_kind, max(call.batch[0].sizes)
         full = "RESOURCE_EXHAUSTED" in str(error)
@@ -156,8 +156,9 @@ def _values_are_named(fn: Any) -> Iterator[None]:
 
 def work_alone(call: Call) -> Work | None:
     """The work of the same call on the primary device alone, with the whole batch."""
+    alone = call.alone()
     try:
-        compiled = call.alone().trace().lower().compile()
+        compiled = alone.compile(alone.trace())
     except jax.errors.JaxRuntimeError:  # more than one device holds
         return None
     return _work(compiled, None)

@@ -13,7 +13,7 @@ from ._chips import GB, TERA, Chip
 from ._links import SOURCES, Network
 from ._plan_lines import Line, available
 
-WIDE = 120
+WIDE = 132
 HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
 
 
@@ -29,7 +29,7 @@ def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> No
     console.print(f"\n{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device", style="bold")
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=width >= WIDE)
     for one in lines:
         table.add_row(*_row(one))
     console.print(table)
@@ -44,7 +44,7 @@ def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> No
 def _row(one: Line) -> tuple[str, ...]:
     most = "" if one.most is None else f"{one.most.rows:,}"
     if one.most is not None and not one.most.is_exact:
-        most += f" <{one.most.too_many:,}{' (refused)' * one.most.refused}"
+        most += f" <{one.most.too_many:,}{'!' * one.most.refused}"
     exposed = ""
     if one.exposed_seconds is not None and one.seconds:
         exposed = f"{_seconds(one.exposed_seconds)} ({one.exposed_seconds / one.seconds:.0%})"
@@ -74,8 +74,8 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
     )
     if any(one.most is not None for one in lines):
         yield (
-            "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. Refused: the "
-            "compiler does not take so many, for a reason that is not memory."
+            "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. !: the "
+            "compiler refuses so many, for a reason that is not memory."
         )
     yield (
         "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "

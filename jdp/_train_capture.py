@@ -26,13 +26,12 @@ class StepCall(Call):
             "batch": scattered,
         }
         super().__init__(f"train_step of {program.label}", program.config.mesh, roles, (scattered,))
+        self.compiler_options = program.compiler_options
         self.compilations = sum(run._cache_size() for run in program.compiled.values() if hasattr(run, "_cache_size"))
 
     def trace(self) -> Any:
         (batch,) = self.batch
-        program = self._program
-        run = program.jitted(self._state, batch._layout, program.compiler_options)
-        return run.trace(self._state, batch._arrays)
+        return self._program.jitted(self._state, batch._layout, {}).trace(self._state, batch._arrays)
 
     def alone(self) -> Call:
         return StepCall(self._program.on(alone(self.mesh)), self._state, on_one_device(self.batch[0]))
