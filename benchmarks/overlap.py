@@ -117,7 +117,9 @@ class Contenders:
 
         arguments = placed((self.variables["params"], self.opt_state), whole)
         run = jax.jit(step, donate_argnums=(0, 1), out_shardings=whole)
-        return run.lower(*arguments, placed(self.tokens, cut)).compile().as_text()
+        # As explain compiles for GPUs that are not there.
+        options = {"xla_gpu_enable_triton_gemm": False} if self.devices[0].platform == "gpu" else None
+        return run.lower(*arguments, placed(self.tokens, cut)).compile(compiler_options=options).as_text()
 
     def by_jdp(self, options: bool = True, **arguments: Any) -> str:
         step = jdp.DataParallel(self.model, self.devices).train_step(self.loss, self.tx, **arguments)

@@ -231,13 +231,17 @@ def _named(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
     return sums
 
 
+_SMALL = 1 << 17  # elements
+
+
 def _psum_of_transposed(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
     # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
-    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Between
-    # processes the sum is another operation, and the transposes would be a fifth of the step.
+    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Of large
+    # ones the transposes take longer than that: a fifth of an MLP's. Between processes the sum is another operation,
+    # and they would be a fifth of the step, too.
     if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
         return _named(values, names, mesh)
-    turn = [jnp.matrix_transpose if x.ndim == 2 else (lambda y: y) for x in values]
+    turn = [jnp.matrix_transpose if x.ndim == 2 and x.size <= _SMALL else (lambda y: y) for x in values]
     sums = _named([f(x) for f, x in zip(turn, values, strict=True)], names, mesh)
     return [f(x) for f, x in zip(turn, sums, strict=True)]
 
