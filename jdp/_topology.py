@@ -137,7 +137,9 @@ def _tpus(name: str, shape: str) -> tuple[Device, ...]:
     if not glob.glob("/dev/accel[0-9]*") and not glob.glob("/dev/vfio/[0-9]*"):
         absent["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU to share, so no lock that others would wait for
     # v4's two cores are one device, as on the machines themselves; the later ones are so by themselves.
-    options = {"chip_config_name": "megacore"} if name == "v4" else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if name == "v4" else {}
+    if math.prod(map(int, shape.split("x"))) == 1:  # less than a host, which not all versions of libtpu see themselves
+        options["chips_per_host_bounds"] = (1, 1, 1)
     with quiet(), _environment(absent):
         try:
             return tuple(get_topology_desc(f"{name}:{shape}", "tpu", **options).devices)

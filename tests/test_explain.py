@@ -258,7 +258,8 @@ def test_on_devices_that_are_not_there(described):
     assert (report.devices, report.processes, report.platform) == (4, 2, "gpu")
     assert report.work.source == "estimated" and report.flops >= 2 * ROWS // 4 * (16 * WIDTH + WIDTH * 8)
     assert report.fits is True and report.memory_bytes > 60e9
-    large = jdp.explain(dp.apply, variables, S((2**33, 16), jnp.float32))
+    product = jdp.DataParallel(lambda w, x: x @ w, described)
+    large = jdp.explain(product.apply, S((2**18, 2**16), jnp.float32), S((ROWS, 2**18), jnp.float32))
     assert large.fits is False and "it does not fit: a device has" in str(large)
     for call in (lambda: dp.apply(variables, np.ones((8, 16))), lambda: dp.value_and_grad(loss_fn)(variables, X)):
         with pytest.raises(RuntimeError, match="NVIDIA H100 .* only described; .* Pass the call to jdp.explain"):
