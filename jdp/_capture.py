@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from ._processes import own_mesh
 from ._scattered import Scattered, is_scattered
 
 
-class Call:
+class Call(abc.ABC):
     """A call of a program, with shapes in the place of arrays: what is lowered, and what its operands are."""
 
     def __init__(self, label: str, mesh: Mesh, roles: dict[str, Tree], batch: tuple[Scattered, ...]) -> None:
@@ -42,13 +43,13 @@ class Call:
         """The parameters whose gradients it reduces, if it does."""
         return self.roles["parameters"]
 
+    @abc.abstractmethod
     def trace(self) -> Any:
         """`jax.jit(...).trace` of the program."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def alone(self) -> Call:
         """The same call on the primary device alone, with the whole batch."""
-        raise NotImplementedError
 
 
 class Captured(BaseException):

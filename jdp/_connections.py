@@ -32,7 +32,8 @@ class Connections:
     def send(self, message: bytes, to: int) -> None:
         """Sends a message; one for the first process waits here until that listens."""
         if to not in self._open:
-            self._unsent.append(message)
+            if not self._listens and not self._connected:  # else that process has ended, or waits no longer
+                self._unsent.append(message)
             return
         with contextlib.suppress(OSError):  # it has ended: who waits for its answer sees that
             self._open[to].send_bytes(message)
