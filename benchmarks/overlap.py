@@ -121,11 +121,12 @@ class Contenders:
         options = {"xla_gpu_enable_triton_gemm": False} if self.devices[0].platform == "gpu" else None
         return run.lower(*arguments, placed(self.tokens, cut)).compile(compiler_options=options).as_text()
 
-    def by_jdp(self, options: bool = True, **arguments: Any) -> str:
+    def by_jdp(self, options: dict[str, int] | None = None, **arguments: Any) -> str:
+        """With the compiler options that jdp sets, or with these."""
         step = jdp.DataParallel(self.model, self.devices).train_step(self.loss, self.tx, **arguments)
         params = self.variables["params"]
         state = jdp.TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, self.opt_state, {}, None)
-        with mock.patch("jdp._train_program.compiler_options", lambda _: {}) if not options else quiet():
+        with mock.patch("jdp._train_program.compiler_options", lambda *_: options) if options is not None else quiet():
             return jdp.explain(step, state, self.tokens).hlo
 
 
@@ -150,26 +151,43 @@ def figures(text: str, network: Network) -> list[str]:
     ]
 
 
-def rows(width: int, batch: int, length: int) -> Iterator[list[str]]:
-    for where, name, arguments in (("8 H100", "h100", {"hosts": 1}), ("16 TPU v5e", "v5e", {"shape": "4x4"})):
+WAYS: dict[str, tuple[bool, dict[str, Any]]] = {  # of jdp: with its compiler options or without, and the arguments
+    "jdp, plain": (False, {}),
+    "jdp": (True, {}),
+    "jdp, reduce_dtype=bfloat16": (True, {"reduce_dtype": jnp.bfloat16}),
+    "jdp, shard_optimizer, plain": (False, {"shard_optimizer": True}),
+    "jdp, shard_optimizer": (True, {"shard_optimizer": True}),
+}
+
+
+def ways(made: Contenders, options: list[str]) -> dict[str, Callable[[], str]]:
+    """What is compared, by name."""
+    found: dict[str, Callable[[], str]] = {"hand-written": made.hand_written, "automatic": made.automatic}
+    for name, (own, arguments) in WAYS.items():
+        found[name] = lambda own=own, arguments=arguments: made.by_jdp(None if own else {}, **arguments)
+    for said in options:
+        asked = {name: int(value) for name, value in (option.split("=") for option in said.split(","))}
+        for name, (own, arguments) in WAYS.items():
+            if own:
+                found[f"{name}, {said}"] = lambda arguments=arguments, asked=asked: made.by_jdp(asked, **arguments)
+    if made.devices[0].platform == "tpu":  # whose compiler takes minutes for each
+        return {name: found[name] for name in found if name in ("hand-written", "jdp") or name.startswith("jdp, xla")}
+    return found
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
+    for where, name, shape in (("8 H100", "h100", {"hosts": 1}), ("16 TPU v5e", "v5e", {"shape": "4x4"})):
+        if name not in arguments.chips:
+            continue
         try:
-            devices = jdp.topology(name, **arguments)
+            devices = jdp.topology(name, **shape)
         except ImportError as error:
             yield [where, str(error), *[""] * (len(COLUMNS) - 2)]
             continue
-        made, network = Contenders(devices, width, batch, length), Network.of(devices)
-        ways: dict[str, Callable[[], str]] = {
-            "hand-written": made.hand_written,
-            "automatic": made.automatic,
-            "jdp, plain": lambda made=made: made.by_jdp(False),
-            "jdp": made.by_jdp,
-            "jdp, reduce_dtype=bfloat16": lambda made=made: made.by_jdp(reduce_dtype=jnp.bfloat16),
-            "jdp, shard_optimizer, plain": lambda made=made: made.by_jdp(False, shard_optimizer=True),
-            "jdp, shard_optimizer": lambda made=made: made.by_jdp(shard_optimizer=True),
-        }
-        if name == "v5e":  # whose compiler takes minutes for each
-            ways = {by: ways[by] for by in ("hand-written", "jdp")}
-        for by, way in ways.items():
+        made, network = Contenders(devices, arguments.width, arguments.rows, arguments.length), Network.of(devices)
+        for by, way in ways(made, arguments.options).items():
+            if arguments.only and not by.startswith(tuple(arguments.only)):
+                continue
             with quiet():
                 text = way()
             yield [where, by, *figures(text, network)]
@@ -195,10 +213,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="of the layers (512)")
     parser.add_argument("--rows", type=int, default=16, help="sequences on each device (16)")
     parser.add_argument("--length", type=int, default=256, help="tokens of each (256)")
+    parser.add_argument("--chips", nargs="+", default=["h100", "v5e"], help="kinds to compile for (h100 v5e)")
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="NAME=VALUE,...", help="rows of jdp with these compiler options"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="WAY", help="only the ways whose names begin so")
     parser.add_argument("--write", action="store_true", help="the table into RESULTS.md")
     arguments = parser.parse_args()
     lines = []
-    for line in rows(arguments.width, arguments.rows, arguments.length):
+    for line in rows(arguments):
         lines.append(line)
         print(dict(zip(COLUMNS, line, strict=True)), flush=True)
     if arguments.write:

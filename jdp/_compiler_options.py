@@ -12,28 +12,37 @@ from ._devices import replicated
 
 Options = dict[str, bool | int]
 
-_BUCKET = 30 << 20  # bytes that travel together: XLA's own choice for all-reduces, and near torch's (25 MiB)
+# Bytes that travel together: a seventh of the gradients, so that the last of them, when nothing is left to compute, are
+# few, but neither so few that their start takes longer than they do, nor more than XLA takes by itself.
+_LEAST, _MOST = 13 << 20, 30 << 20
 
 
-def compiler_options(mesh: Mesh) -> Options:
-    """For a training step on these devices: `compiler_options` of `jax.jit`.
+def compiler_options(mesh: Mesh, sent: int) -> Options:
+    """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
 
     What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
-    are kept: the options that make their all-reduces asynchronous split them so finely that a step is estimated to take
-    longer. `benchmarks/overlap.py` shows what this is worth.
+    are kept. `benchmarks/overlap.py` shows what this is worth, and with `--options` what others would be.
     """
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
+    if not takes_options(mesh):
         return {}
     said = os.environ.get("XLA_FLAGS", "")
-    options = {name: value for name, value in wanted(mesh.size).items() if name not in said}
+    options = {name: value for name, value in wanted(mesh.size, sent).items() if name not in said}
     return options if _known(mesh, tuple(options.items())) else {}
 
 
-def wanted(n: int) -> Options:
+def takes_options(mesh: Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
+
+
+def wanted(n: int, sent: int) -> Options:
     """On n GPUs."""
-    # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
-    # gradients of most models, when nothing is left to be computed meanwhile.
-    return {"xla_gpu_reduce_scatter_combine_threshold_bytes": _BUCKET // n}
+    bucket = min(max(sent // 7, _LEAST), _MOST)
+    return {
+        "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
+        # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
+        # gradients of most models.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket // n,
+    }
 
 
 @functools.cache

@@ -78,13 +78,13 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
         raise PlanError(f"jdp.plan: there is no file {script}; plan runs a script up to its first step. Pass its path.")
     found: list[Step] = []
 
-    def stop(program: Program, state: TrainState, batch: Scattered) -> Any:
+    def stop(program: Program, state: TrainState, batch: Scattered, *_: Any) -> Any:
         arrays = [_shape(x) for x in batch._arrays]
         found.append(Step(program, jax.tree.map(_shape, state), Scattered(arrays, batch._layout)))
         raise _Stop
 
-    # All of train_step's steps come here, with everything checked, and nothing else does.
-    with mock.patch.object(Program, "of", stop), _as_main(script, args):
+    # All of train_step's steps come here (and their `lower`), with everything checked, and nothing else does.
+    with mock.patch.multiple(Program, __call__=stop, of=stop), _as_main(script, args):
         try:
             runpy.run_path(script, run_name="__main__")
         except _Stop:

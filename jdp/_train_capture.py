@@ -6,6 +6,7 @@ from typing import Any
 
 from ._capture import Call, alone, on_one_device, shapes_in, shapes_of_scattered
 from ._scattered import Scattered
+from ._train_jit import jit_of_state
 from ._train_state import TrainState
 
 
@@ -26,12 +27,12 @@ class StepCall(Call):
             "batch": scattered,
         }
         super().__init__(f"train_step of {program.label}", program.config.mesh, roles, (scattered,))
-        self.compiler_options = program.compiler_options
+        self.compiler_options = program.compiler_options(state)
         self.compilations = sum(run._cache_size() for run in program.compiled.values() if hasattr(run, "_cache_size"))
 
     def trace(self) -> Any:
         (batch,) = self.batch
-        return self._program.jitted(self._state, batch._layout, {}).trace(self._state, batch._arrays)
+        return jit_of_state(self._program, self._state, batch._layout, {}).trace(self._state, batch._arrays)
 
     def alone(self) -> Call:
         return StepCall(self._program.on(alone(self.mesh)), self._state, on_one_device(self.batch[0]))

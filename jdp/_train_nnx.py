@@ -14,7 +14,6 @@ from ._arguments import divide, loss_of
 from ._assemble import put
 from ._config import Config
 from ._devices import replicated
-from ._dispatch import dispatch_step
 from ._layout import Tree
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
@@ -87,8 +86,7 @@ class NNXTrainStep:
     def __call__(self, batch: Tree) -> dict[str, jax.Array]:
         """One step: the metrics; with `donate` the arrays that the model held before are gone then."""
         program, state, scattered = self._ready(batch)
-        run = program.of(state, scattered)
-        state, metrics = dispatch_step(run, program.config.mesh, state, scattered._arrays)
+        state, metrics = program(state, scattered, jax.tree.flatten(state))
         self._put(state)
         if self._options.check_replicas:
             program.checked(state)
@@ -126,7 +124,7 @@ class NNXTrainStep:
             self._programs[call.plan] = program
         params, rest = call.replicas
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
-        refuse_deleted(state, "model")
+        refuse_deleted(state, jax.tree.leaves(state), "model")
         return program, program.placed(state), scattered
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:

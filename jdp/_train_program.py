@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
@@ -14,24 +14,29 @@ from ._assemble import put
 from ._capture import Captured
 from ._capturing import capturing
 from ._check_replicas import Check, start
-from ._compiler_options import Options, compiler_options
+from ._compiled import Compiled
+from ._compiler_options import Options, compiler_options, takes_options
 from ._config import Config
 from ._devices import replicated
-from ._dispatch import STEPS_IN_FLIGHT, dispatch
+from ._dispatch import STEPS_IN_FLIGHT, dispatch, dispatch_step
 from ._gradients import Gradients, gradients
 from ._layout import Layout, Tree, Whole
 from ._microbatch import Loss
 from ._nnx import with_updates
 from ._nonfinite import Nonfinite, flags, report
-from ._parallel_apply import compiled, on_replicas
+from ._parallel_apply import on_replicas
 from ._processes import spans_processes
 from ._same_program import same_program
 from ._scatter_gather import trim
 from ._scattered import Scattered, placed
 from ._shard_optimizer import cut_axis, cut_shardings
 from ._train_capture import StepCall
+from ._train_jit import jit_of_leaves, jit_of_state
 from ._train_state import TrainState, first_difference
 from ._update import all_finite, keep_if, update, whole
+
+Flat = tuple[list[Any], Any]
+"""A tree's leaves and its treedef."""
 
 
 class StepOptions(NamedTuple):
@@ -72,7 +77,7 @@ class Program:
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
         self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
         # Not synchronised, for there one replica's NaN is everybody's.
-        self.flags = compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
+        self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
         self.compiled: dict[Any, Any] = {}
         self.steps = 0  # that were called
         self.check: Check | None = None  # under way
@@ -92,38 +97,43 @@ class Program:
         where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
         return jax.tree.map(lambda x, to: x if getattr(x, "sharding", None) == to else put(x, to), state, where)
 
+    def __call__(self, state: TrainState, batch: Scattered, flat: Flat) -> tuple[TrainState, dict[str, Any]]:
+        """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has."""
+        layout, mesh = batch._layout, self.config.mesh
+        if capturing() or spans_processes(mesh):
+            return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
+        leaves, treedef = flat
+        key = self._key(layout), treedef
+        found = self.compiled.get(key)
+        if found is None:
+            options = self._options(key[0], state)
+            found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
+        return dispatch_step(found, mesh, *leaves, *batch._arrays)
+
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""
         if capturing():
             raise Captured(StepCall(self, state, batch))
-        layout: Any = batch._layout
-        # Inside of another jit the options are that one's to choose, and JAX refuses any.
-        key = layout if not self.compiler_options or trace_state_clean() else (layout, "traced")
+        layout = batch._layout
+        key = self._key(layout)
         found = self.compiled.get(key)
         if found is None:
-            found = self.jitted(state, layout, self.compiler_options if key is layout else {})
+            found = jit_of_state(self, state, layout, self._options(key, state))
             found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found
             self.compiled[key] = found
         return found
 
-    def jitted(self, state: TrainState, layout: Layout, options: Options) -> Any:
-        """The function of `(state, arrays of the batch)`, for a layout of the batch."""
+    def _key(self, layout: Layout) -> Any:
+        # Inside of another jit the options are that one's to choose, and JAX refuses any.
+        return layout if not takes_options(self.config.mesh) or trace_state_clean() else (layout, "traced")
 
-        def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
-            return self.step(state, Scattered(arrays, layout))
+    def _options(self, key: Any, state: TrainState) -> Options:
+        return self.compiler_options(state) if type(key) is Layout else {}
 
-        train_step.__name__ = f"train_step_{self.label}"
-        return jax.jit(
-            train_step,
-            donate_argnums=(0,) if self.options.donate else (),
-            in_shardings=(None, layout.shardings),
-            out_shardings=(self.shardings(state), None),
-            compiler_options=options or None,
-        )
-
-    @functools.cached_property
-    def compiler_options(self) -> Options:
-        return compiler_options(self.config.mesh)
+    def compiler_options(self, state: TrainState) -> Options:
+        wire = self.options.reduce_dtype
+        sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in jax.tree.leaves(state.params))
+        return compiler_options(self.config.mesh, sent)
 
     def on(self, mesh: Mesh) -> Program:
         """The same step on other devices."""

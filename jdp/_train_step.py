@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from jax.core import Tracer
 from ._capturing import capturing
 from ._check_replicas import check_replicas
 from ._config import Config
-from ._dispatch import dispatch_step
 from ._layout import Tree
 from ._microbatch import Loss
 from ._nonfinite import Nonfinite
@@ -25,7 +23,7 @@ from ._scatter_gather import join
 from ._scattered import Scattered, is_scattered
 from ._shard_optimizer import OptimizerBytes, optimizer_bytes
 from ._train_loss import VERB, variables_loss
-from ._train_program import Program, StepOptions
+from ._train_program import Flat, Program, StepOptions
 from ._train_state import TrainState, first_difference
 from ._update import opt_shapes
 from ._value_and_grad import check_differentiable, check_rows
@@ -91,9 +89,8 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then."""
-        state, scattered = self._ready(state, batch)
-        program = self._program.of(state, scattered)
-        state, metrics = dispatch_step(program, self._program.config.mesh, state, scattered._arrays)
+        state, scattered, flat = self._ready(state, batch)
+        state, metrics = self._program(state, scattered, flat)
         self._last = weakref.ref(state)
         if self._options.check_replicas:
             self._program.checked(state)
@@ -101,7 +98,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
-        state, scattered = self._ready(state, batch)
+        state, scattered, _ = self._ready(state, batch)
         return self._program.of(state, scattered).lower(state, scattered._arrays)
 
     def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
@@ -114,19 +111,20 @@ class TrainStep:
         Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
         does it alone) and `.paths` (of the parameters). The state is not changed.
         """
-        state, scattered = self._ready(state, batch)
+        state, scattered, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered]:
+    def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered, Flat]:
         config = self._program.config
         config.refuse_other_mesh()
         # What it gave itself is as it should be, unless some of it has been donated since.
         if state is None or state is not self._last():
             state = self._checked(state)
-        refuse_deleted(state)
+        flat = jax.tree.flatten(state)
+        refuse_deleted(state, flat[0])
         scattered = self._dp._scatter_batch(batch, VERB)
         check_rows(VERB, scattered)
-        return state, scattered
+        return state, scattered, flat
 
     def _checked(self, state: TrainState) -> TrainState:
         """A state that is not the last one: usable, of this model and optimizer, and in its place."""
@@ -177,15 +175,13 @@ def checked_key(key: Any) -> Any:
     return key
 
 
-_IS_DELETED = operator.methodcaller("is_deleted")  # no Python of its own for each leaf of each step
-
-
-def refuse_deleted(state: Tree, root: str = "state") -> None:
+def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
     """A `RuntimeError` for arrays that an earlier step has freed: JAX passes them on, and may crash."""
     try:
-        if not any(map(_IS_DELETED, jax.tree.leaves(state))):
+        # Each step asks each leaf: no Python for it, and not even the look-up of a method.
+        if not any(map(type(leaves[0]).is_deleted, leaves)):
             return
-    except (AttributeError, TypeError):  # numbers, tracers
+    except (AttributeError, TypeError):  # of several types, keys among them; numbers, tracers
         pass
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
