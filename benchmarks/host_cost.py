@@ -63,7 +63,7 @@ def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
 
     # One for each run of states: a step looks closely at a state that is not the one it gave last.
     step, step_of_numpy = (dp.train_step(loss_fn, optax.sgd(1e-6)) for _ in range(2))
-    program = step._program.of(*step._ready(step.init(variables), scattered))
+    program = step._program.of(step.init(variables), scattered)
     states = {name: step.init(variables) for name in ("step direct", "step numpy direct", "step")}
     states["step numpy"] = step_of_numpy.init(variables)
 

@@ -125,7 +125,7 @@ def alone(mesh: Mesh) -> Mesh:
 
 
 class ReplicasCall(Call):
-    """A call of what `parallel_apply.compiled` made: `program(replicas, inputs, kwargs)`."""
+    """A call of a `Compiled`: `program(replicas, inputs, kwargs)`."""
 
     def __init__(
         self, label: str, jitted: Any, programs: Any, replicas: Tree, inputs: Scattered, kwargs: Scattered | None

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from ._capturing import capturing
 from ._check import check_dim
+from ._compiled import Compiled
 from ._devices import (
     Device,
     DeviceLike,
@@ -27,9 +28,8 @@ from ._linen import linen_function, mark_outputs
 from ._nnx import nnx_function
 from ._outputs import Reduce
 from ._parallel_apply import spmd
-from ._scattered import Scattered
 
-_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "_programs")
+_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs")
 
 Kind = Literal["linen", "nnx", "function"]
 
@@ -77,9 +77,10 @@ class Config:
         self.state_axes = dict(state_axes or {})
         self.mesh = make_mesh(self.devices, axis_name)
         self.is_described = are_described(self.mesh)
-        self._programs: dict[int, tuple[Any, Callable[..., Scattered]]] = {}
+        self._programs: dict[int, tuple[Any, Compiled]] = {}
         self.layouts: dict[Any, Layout] = {}
         self.batch_layouts: dict[Any, Layout] = {}
+        self.calls: dict[Any, Any] = {}  # that recall knows
         warn_imbalance(self.devices)
 
     def mesh_of(self, devices: Devices) -> Mesh:
@@ -105,7 +106,7 @@ class Config:
                 f"takes one at a time. Call it outside of that context."
             )
 
-    def program(self, module: Any) -> Callable[..., Scattered]:
+    def program(self, module: Any) -> Compiled:
         """The compiled call of the module; a module that takes its place has its own."""
         if self.kind == "nnx":
             module = None  # its graph is an argument
@@ -131,8 +132,8 @@ class Config:
     def on(self, mesh: Mesh) -> Config:
         """The same arguments, on other devices."""
         other = object.__new__(Config)  # not copy.copy, which names devices that may be absent
-        own = {"mesh": mesh, "devices": tuple(mesh.devices.flat), "_programs": {}, "layouts": {}, "batch_layouts": {}}
-        vars(other).update(vars(self) | own)
+        own = {"mesh": mesh, "devices": tuple(mesh.devices.flat)}
+        vars(other).update(vars(self) | own | {name: {} for name in _NOT_PICKLED if name != "mesh"})
         return other
 
     def __deepcopy__(self, memo: Any) -> Config:
@@ -149,7 +150,7 @@ class Config:
         *devices, self.output_device = _here([*state["devices"], state["output_device"]])
         self.devices = tuple(devices)
         self.mesh = make_mesh(self.devices, self.axis_name)
-        self._programs, self.layouts, self.batch_layouts = {}, {}, {}
+        vars(self).update({name: {} for name in _NOT_PICKLED if name != "mesh"})
 
 
 def kind_of(module: Any) -> Kind:

@@ -18,7 +18,8 @@ from ._dispatch import dispatch
 from ._gather_list import scatter_list
 from ._layout import Tree
 from ._processes import spans_processes
-from ._replicate import broadcast, has_leaves, lives_replicated
+from ._recall import recall, remember
+from ._replicate import broadcast, first_leaf, lives_replicated
 from ._scatter_gather import gather, join
 from ._scattered import Scattered, on_mesh, parts
 from ._split import split
@@ -227,6 +228,12 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
             _linen.check_variables(variables)
             kwargs = _linen.normal_options(kwargs)
             stateful = _linen.is_stateful(kwargs)
+        if config.calls and self._takes_own_steps:
+            outputs = recall(config, self.module, variables, args, kwargs)
+            if outputs is not None:
+                if config.output_device is None and not stateful and outputs._layout.is_even:
+                    return outputs._layout.fill(outputs._arrays)  # what gather comes to
+                return self._gathered(outputs, True, stateful)
         if _in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":
@@ -266,16 +273,29 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
                 )
         replicas = self.replicate(params, config.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        device, home = config.output_device, None
-        if device is None or stateful:
-            # Results come back where the parameters live. (The next line's first test is the fast one.)
-            stay = has_leaves(params) if replicas is params else lives_replicated(params, config.mesh)
-            home = "sharded" if stay else None
-            device = home if device is None else device
+        in_place = replicas is params
+        if in_place and not cut and config.kind != "nnx" and self._takes_own_steps:
+            remember(config, self.module, params, args, kwargs, inputs, kw)
+        # (The first of the two tests is the fast one.)
+        stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
+        return self._gathered(outputs, stay and (in_place or lives_replicated(params, config.mesh)), stateful)
+
+    def _gathered(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+        """The last step: results come back where the parameters live, which is over the replicas where they `stay`."""
+        home = "sharded" if stay else None
+        device = self._config.output_device
+        device = home if device is None else device
         if not stateful:
             return self.gather(outputs, device)
         out, state = parts(outputs)
         return self.gather(out, device), join(state, home)
+
+    @property
+    def _takes_own_steps(self) -> bool:
+        """Whether the four steps are these, and no subclass's."""
+        kind = type(self)
+        own = (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) == _STEPS
+        return own and _NAMES.isdisjoint(vars(self))
 
     @property
     def init(self) -> Any:
@@ -319,6 +339,10 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
         return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
 
     __str__ = __repr__
+
+
+_NAMES = frozenset({"scatter", "replicate", "parallel_apply", "gather"})
+_STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather
 
 
 def _devices_of(x: Any) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
-from ._scattered import concrete
+from ._scattered import Scattered, concrete
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -24,8 +25,8 @@ _running: collections.deque[jax.Array] = collections.deque()
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, once the call eight before it has ended."""
     out = program(*args)
-    if _may_deadlock(mesh) and (arrays := jax.tree.leaves(out)):
-        _wait_for_earlier(min(arrays, key=_size))
+    if _may_deadlock(mesh) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
+        _wait_for_earlier(arrays[0] if len(arrays) == 1 else min(arrays, key=_size))
     return out
 
 
@@ -37,6 +38,7 @@ def dispatch_step(program: Callable[..., tuple[S, dict[str, Any]]], mesh: Mesh, 
     return state, metrics
 
 
+@functools.cache
 def _may_deadlock(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 

@@ -119,6 +119,8 @@ class Layout:
 
     def fill(self, values: Sequence[Any]) -> Tree:
         """The tree with `values` for its arrays, in order."""
+        if len(self.arrays) == len(self.leaves):
+            return self.treedef.unflatten(values)
         arrays = iter(values)
         return jax.tree.unflatten(
             self.treedef, [leaf.value if isinstance(leaf, Static) else next(arrays) for leaf in self.leaves]

@@ -13,6 +13,7 @@ from flax import nnx
 
 from . import _nnx
 from ._check import is_key
+from ._compiled import Compiled
 from ._config import Config
 from ._devices import make_mesh
 from ._dispatch import dispatch
@@ -20,7 +21,7 @@ from ._kept import kept
 from ._layout import Tree, Whole
 from ._operands import Signature
 from ._outputs import Marked, Reduce
-from ._parallel_apply import CallOf, compiled, on_replicas
+from ._parallel_apply import CallOf, on_replicas
 from ._processes import own_mesh
 from ._replicate import broadcast
 from ._scatter_gather import join
@@ -48,7 +49,7 @@ def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None,
     reduce_state, dim = config.reduce_state, config.dim
 
     def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return compiled(on_replicas(_call_of(step_fn, axes, reduce_state, dim), label))
+        return Compiled(on_replicas(_call_of(step_fn, axes, reduce_state, dim), label))
 
     program = kept(step_fn, (VERB, weakref.ref(config), axis_name, repr(axes)), make)
 

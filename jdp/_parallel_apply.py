@@ -10,17 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ._capture import Captured, ReplicasCall
-from ._capturing import capturing
+from ._compiled import Compiled
 from ._dispatch import dispatch
 from ._kept import kept
 from ._layout import Static, Tree
 from ._operands import Signature, flatten_call
 from ._outputs import Outputs, Returned, returned
-from ._processes import spans_processes
 from ._replicate import broadcast
 from ._run_chunks import run_chunks
-from ._same_program import same_program
 from ._scattered import Scattered, placed
 
 
@@ -73,37 +70,13 @@ def parallel_apply(
     return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
-ROOTS = ("params", "args", "kwargs")
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
 """What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
 
 
-def spmd(fn: Callable[..., Tree], name: str | None = None) -> Callable[..., Scattered]:
+def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
     """The program that runs `fn` on every replica; compiled once per layout and shapes."""
-    return compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
-
-
-def compiled(run: Callable[..., Scattered]) -> Callable[..., Scattered]:
-    """What `on_replicas` made, compiled once per layout and shapes."""
-    programs: dict[Any, Callable[..., Scattered]] = {}
-
-    def jitted(inputs: Scattered, kwargs: Scattered | None) -> Any:
-        # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what
-        # a device_put before it costs, and into the one program that placed arrays run as well.
-        where = [None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs)]
-        return jax.jit(run, in_shardings=(None, *where))
-
-    def call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
-        if capturing():
-            raise Captured(ReplicasCall(run.__name__, jitted, programs, replicas, inputs, kwargs))
-        key = inputs._layout, None if kwargs is None else kwargs._layout
-        program = programs.get(key)
-        if program is None:
-            program, mesh = jitted(inputs, kwargs), inputs._layout.mesh
-            programs[key] = program = same_program(program, mesh, ROOTS) if spans_processes(mesh) else program
-        return program(replicas, inputs, kwargs)
-
-    return call
+    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:

@@ -91,10 +91,12 @@ def all_lie(leaves: list[Any], where: NamedSharding) -> bool:
     return found.count(where) == len(found)
 
 
-def has_leaves(tree: Tree) -> bool:
-    """Whether there is any leaf, without a list of them all."""
-    children = tree.values() if type(tree) is dict else tree if type(tree) in (list, tuple) else None
-    return bool(jax.tree.leaves(tree)) if children is None else any(map(has_leaves, children))
+def first_leaf(tree: Tree) -> Any:
+    """One of the leaves, without a list of them all; None where there is none."""
+    node = tree
+    while type(node) in (dict, list, tuple) and node:
+        node = next(iter(node.values())) if type(node) is dict else node[0]
+    return node if hasattr(node, "_sharding") else next(iter(jax.tree.leaves(tree)), None)
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:

@@ -190,6 +190,11 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
         )
 
 
+def communicates(jaxpr: Any, axis_name: str) -> bool:
+    """Whether replicas wait for each other in it."""
+    return any(True for synced in (False, True) for _ in _collectives(jaxpr, axis_name, synced))
+
+
 def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
     """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
     for eqn in jaxpr.eqns:

@@ -105,6 +105,8 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     """`gather`, each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
+    if device == "sharded" and layout.is_even and not spans_processes(layout.mesh):
+        return layout.fill(outputs._arrays)
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
@@ -112,7 +114,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":
-        return layout.fill(outputs._arrays if layout.is_even else dispatch(_trim_sharded, layout.mesh, outputs))
+        return layout.fill(dispatch(_trim_sharded, layout.mesh, outputs))
     target = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if layout.devices != (target,):  # else they are there

@@ -13,12 +13,13 @@ import numpy as np
 from flax import nnx
 
 from ._arguments import Call, Plan, Position, assemble, cut, divide, loss_of
+from ._compiled import Compiled
 from ._config import Config
 from ._dispatch import dispatch
 from ._gradients import Gradients, gradients
 from ._kept import kept
 from ._layout import Tree
-from ._parallel_apply import compiled, on_replicas
+from ._parallel_apply import on_replicas
 from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import join
 from ._scattered import Scattered, parts
@@ -106,7 +107,7 @@ def _programs(
     @functools.cache
     def program(plan: Plan) -> Callable[..., Scattered]:
         loss = loss_of(loss_fn, plan, VERB, axis_name, reduce_state, options.sync_batch_norm)
-        return compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
+        return Compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
 
     return program
 

@@ -1,0 +1,240 @@
+"""A call like one before it goes straight to its program, and gives what it would have given: recall(call) == call."""
+
+import contextlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+import jdp._data_parallel as door
+
+
+def affine(params, x, scale=1.0):
+    return x @ params["a"] * scale + params["b"]
+
+
+def host_params(dtype=np.float32):
+    return {"a": np.arange(6, dtype=dtype).reshape(2, 3), "b": np.ones(3, dtype)}
+
+
+X = np.arange(32, dtype=np.float32).reshape(16, 2)
+EXPECTED = X @ host_params()["a"] + 1
+
+
+@contextlib.contextmanager
+def straight(monkeypatch):
+    """In here the four steps must not be taken."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the four steps were taken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door.DataParallel, "_forward", refuse)
+        yield
+
+
+def wrapper(module=affine, **options):
+    """A wrapper of a function of its own, that shares no program with another's."""
+    return jdp.DataParallel(lambda *args, **kwargs: module(*args, **kwargs), **options)
+
+
+def same(found, expected):
+    np.testing.assert_array_equal(found, expected)
+    assert found.sharding == expected.sharding
+
+
+def test_scattered_and_host_batches_of_placed_parameters_are_recalled(monkeypatch):
+    dp = wrapper()
+    params = jdp.replicate(host_params())
+    (scattered,) = dp.prefetch([X])
+    for batch in (scattered, X):
+        first = dp.apply(params, batch)
+        with straight(monkeypatch):
+            again = dp.apply(params, batch)
+            other = dp.apply(jax.tree.map(lambda x: x * 2, params), batch)
+        np.testing.assert_allclose(first, EXPECTED)
+        same(again, first)
+        np.testing.assert_allclose(other, 2 * EXPECTED)
+    with pytest.raises(AssertionError, match="four steps"), straight(monkeypatch):
+        dp.apply(params, X[:8])  # of another shape: not known
+
+
+def test_uneven_scattered_batches_are_recalled_and_trimmed(monkeypatch):
+    dp = wrapper()
+    params = jdp.replicate(host_params())
+    (scattered,) = dp.prefetch([X[:13]])
+    first = dp.apply(params, scattered)
+    with straight(monkeypatch):
+        again = dp.apply(params, scattered)
+    same(again, first)
+    np.testing.assert_allclose(again, EXPECTED[:13])
+
+
+@pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
+@pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])
+def test_parameters_elsewhere_are_moved_as_ever(moved, place):
+    """Also the second time, when JAX knows those too; and results lie where a wrapper without a memory puts them."""
+    put = {
+        "host": np.asarray,
+        "primary": lambda x: jax.device_put(x, jax.devices()[0]),
+        "uncommitted": jnp.asarray,
+    }[place]
+    dp, params = wrapper(), jdp.replicate(host_params())
+    placed = dp.apply(params, X)
+    elsewhere = {name: put(np.asarray(x)) if name in moved else x for name, x in params.items()}
+    expected = wrapper().apply(elsewhere, X)
+    for _ in range(3):
+        same(dp.apply(elsewhere, X), expected)
+        same(dp.apply(params, X), placed)
+    np.testing.assert_allclose(expected, EXPECTED)
+
+
+def test_parameters_of_another_device_are_refused_as_ever():
+    dp, params = wrapper(), jdp.replicate(host_params())
+    dp.apply(params, X)
+    for name in params:
+        wrong = params | {name: jax.device_put(np.asarray(params[name]), jax.devices()[3])}
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
+                dp.apply(wrong, X)
+
+
+def test_errors_are_those_of_a_call_that_is_not_known():
+    dp, params = wrapper(), jdp.replicate(host_params())
+    dp.apply(params, X)
+    wrong = jdp.replicate({"a": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)})
+    for _ in range(2):
+        with pytest.raises(TypeError) as found:
+            dp.apply(wrong, X)
+        assert any("replica 0" in note for note in found.value.__notes__)
+
+
+def test_what_is_part_of_the_program_is_part_of_the_memory(monkeypatch):
+    dp = wrapper(lambda w, x, flag: x + w if flag is True else x - w)
+    w = jdp.replicate(np.float32(1))
+    for flag in (True, 1, False, 0, "yes"):
+        expected = X + 1 if flag is True else X - 1
+        np.testing.assert_array_equal(dp.apply(w, X, flag), expected)
+        with straight(monkeypatch):
+            np.testing.assert_array_equal(dp.apply(w, X, flag), expected)
+
+
+def test_positional_and_keyword_arguments_are_not_confused():
+    dp = wrapper(lambda w, *args, **kwargs: w * (args[0]["x"] if args else -kwargs["x"]))
+    w = jdp.replicate(np.float32(1))
+    for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(w, {"x": X}), X)
+        np.testing.assert_array_equal(dp.apply(w, x=X), -X)
+
+
+def test_the_order_of_keywords_does_not_matter():
+    dp = wrapper(lambda w, **kwargs: w * (kwargs["p"] - 2 * kwargs["q"]))
+    w = jdp.replicate(np.float32(1))
+    for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(w, p=X, q=X + 1), X - 2 * (X + 1))
+        np.testing.assert_array_equal(dp.apply(w, q=X + 1, p=X), X - 2 * (X + 1))
+
+
+def test_a_module_that_takes_the_place_of_another():
+    dp, w = wrapper(lambda w, x: x * w), jdp.replicate(np.float32(3))
+    dp.apply(w, X)
+    dp.module = lambda w, x: x - w
+    for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(w, X), X - 3)
+
+
+@pytest.mark.parametrize("step", ["scatter", "replicate", "parallel_apply", "gather"])
+@pytest.mark.parametrize("of", ["subclass", "class", "instance"])
+def test_replaced_steps_are_taken(monkeypatch, step, of):
+    seen = []
+
+    def replaced(self, *args):
+        seen.append(step)
+        return original(self, *args)
+
+    original = getattr(jdp.DataParallel, step)
+    kind = type("Sub", (jdp.DataParallel,), {step: replaced}) if of == "subclass" else jdp.DataParallel
+    dp = kind(lambda w, x: x * w)
+    w = jdp.replicate(np.float32(3))
+    if of != "subclass":
+        dp.apply(w, X)
+        dp.apply(w, X)
+    if of == "class":
+        monkeypatch.setattr(jdp.DataParallel, step, replaced)
+    if of == "instance":
+        object.__setattr__(dp, step, lambda *args: replaced(dp, *args))
+    for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(w, X), 3 * X)
+    assert seen == [step, step]
+
+
+def test_transformations_and_replicas_after_a_call_that_is_known():
+    dp, params = wrapper(), jdp.replicate(host_params())
+    (scattered,) = dp.prefetch([X])
+    for batch in (scattered, X):
+        dp.apply(params, batch)
+        dp.apply(params, batch)
+        np.testing.assert_allclose(jax.jit(lambda p, batch=batch: dp.apply(p, batch))(params), EXPECTED)
+        # Nothing is a tracer here but what is differentiated, which is no argument.
+        assert jax.grad(lambda s, batch=batch: (dp.apply(params, batch) * s).sum())(2.0) == EXPECTED.sum()
+        grads = jax.grad(lambda p, batch=batch: dp.apply(p, batch).sum())(params)
+        np.testing.assert_allclose(grads["b"], [16, 16, 16])
+    inside = jax.pmap(lambda x: dp.apply(host_params(), x))(X.reshape(8, 2, 2))
+    np.testing.assert_allclose(inside.reshape(16, 3), EXPECTED)
+
+
+def test_linen_with_updates_and_options(monkeypatch):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+    dp = jdp.DataParallel(Model())
+    variables = dp.init(jax.random.key(0), X, False)
+    for options in ({"train": True, "mutable": ["batch_stats"]}, {"train": False}):
+        first = dp.apply(variables, X, **options)
+        with straight(monkeypatch):
+            again = dp.apply(variables, X, **options)
+        jax.tree.map(same, again, first)
+
+
+def test_output_device_is_kept(monkeypatch):
+    for device in (jax.devices()[0], jax.devices()[5], "cpu", "sharded"):
+        dp, w = wrapper(lambda w, x: x * w, output_device=device), jdp.replicate(np.float32(3))
+        first = dp.apply(w, X)
+        with straight(monkeypatch):
+            same(dp.apply(w, X), first)
+
+
+def test_programs_with_collectives_are_known_to_have_them():
+    """Of those only a few may be in flight on CPU."""
+    w = jdp.replicate(np.float32(3))
+    found = []
+    for f in (lambda w, x: x * w, lambda w, x: jax.lax.pmean(x * w, "data"), lambda w, x: jax.lax.cumsum(x * w)):
+        dp = jdp.DataParallel(f)
+        dp.apply(w, X)
+        (known,) = dp._config.calls.values()
+        found.append(known.communicates)
+    assert found == [False, True, False]
+
+
+def test_collectives_that_depend_on_the_parameters_are_found_when_they_come():
+    dp = jdp.DataParallel(lambda w, x: jax.lax.pmean(x, "data") if w["w"].ndim else x * w["w"])
+    dp.apply(jdp.replicate({"w": np.float32(3)}), X)
+    (known,) = dp._config.calls.values()
+    assert not known.communicates
+    dp.apply(jdp.replicate({"w": np.ones(2, np.float32)}), X)
+    assert known.communicates
+
+
+def test_nothing_is_compiled_for_a_call_that_is_known(compilations):
+    dp, params = wrapper(), jdp.replicate(host_params())
+    dp.apply(params, X)
+    compilations()
+    for _ in range(3):
+        dp.apply(params, X)
+        dp.apply(host_params(), X)
+    assert compilations() == 0
