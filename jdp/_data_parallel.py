@@ -14,21 +14,18 @@ from ._batches import Batches
 from ._check_replicas import check_replicas
 from ._config import Config, kind_of
 from ._devices import Device, DeviceLike, Devices
-from ._dispatch import dispatch
-from ._gather_list import scatter_list
 from ._layout import Tree
 from ._processes import spans_processes
-from ._recall import recall, remember
-from ._replicate import broadcast, first_leaf, lives_replicated
-from ._scatter_gather import gather, join
-from ._scattered import Scattered, on_mesh, parts
+from ._recall import recall
+from ._replicate import broadcast
 from ._split import split
+from ._steps import Steps
 from ._training import Training
 
 M = TypeVar("M")
 
 
-class DataParallel(Training, Batches, nnx.Module, Generic[M]):
+class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
     """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
 
     The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
@@ -125,57 +122,6 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
         """The axis along which inputs are cut and outputs concatenated."""
         return self._config.dim
 
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
-    ) -> tuple[Scattered, Scattered]:
-        """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
-        config = self._config
-        axes = None
-        if config.in_axes is not None:
-            in_axes = config.in_axes
-            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
-            if len(in_axes) != len(inputs):
-                raise ValueError(
-                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
-                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
-                )
-            axes = (in_axes, config.dim)
-        own = devices is config.devices
-        both = split(
-            (tuple(inputs), dict(kwargs)),
-            config.mesh_of(devices),
-            config.dim,
-            verb="DataParallel",
-            root=("args", "kwargs"),
-            axes=axes,
-            layouts=config.layouts if own else None,
-            place=False,
-        )
-        args, kw = parts(both)
-        return args, kw
-
-    def replicate(self, tree: Tree, devices: Devices) -> Tree:
-        """Step two: puts the parameters whole on every device; those in place stay as they are."""
-        return broadcast(tree, self._config.mesh_of(devices), "DataParallel")
-
-    def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
-        """Step three: runs the module on every replica, as one program.
-
-        `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
-        """
-        if not isinstance(inputs, Scattered):
-            inputs = scatter_list(inputs, self._config.mesh, self.dim, "inputs")
-        if not isinstance(kwargs, Scattered):
-            kwargs = scatter_list(kwargs or [{}], self._config.mesh, self.dim, "kwargs")
-        inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
-        return dispatch(self._config.program(self.module), inputs._layout.mesh, replicas, inputs, kwargs)
-
-    def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
-        """Step four: concatenates the outputs on the output device."""
-        if not isinstance(outputs, Scattered):
-            return gather(outputs, output_device, self.dim)
-        return join(outputs, output_device)
-
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
         if self._config.kind != "nnx":
@@ -252,51 +198,6 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
             _linen.explain_stacked(error, variables, len(config.devices))
             raise
 
-    def _forward(
-        self,
-        params: Tree,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        stateful: bool,
-        cut: Mapping[str, Scattered],
-    ) -> Any:
-        """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
-        config = self._config
-        config.refuse_other_mesh()
-        inputs, kw = self.scatter(args, kwargs, config.devices)
-        for name, state in cut.items() if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
-            batched = inputs._layout.is_cut or kw._layout.is_cut
-            if batched and state._layout.is_cut and state.sizes != inputs.sizes:
-                raise ValueError(
-                    f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
-                    f"state with a batch axis is cut like the batch. Pass state of that many rows."
-                )
-        replicas = self.replicate(params, config.devices)
-        outputs = self.parallel_apply(replicas, inputs, kw)
-        in_place = replicas is params
-        if in_place and not cut and config.kind != "nnx" and self._takes_own_steps:
-            remember(config, self.module, params, args, kwargs, inputs, kw)
-        # (The first of the two tests is the fast one.)
-        stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
-        return self._gathered(outputs, stay and (in_place or lives_replicated(params, config.mesh)), stateful)
-
-    def _gathered(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
-        """The last step: results come back where the parameters live, which is over the replicas where they `stay`."""
-        home = "sharded" if stay else None
-        device = self._config.output_device
-        device = home if device is None else device
-        if not stateful:
-            return self.gather(outputs, device)
-        out, state = parts(outputs)
-        return self.gather(out, device), join(state, home)
-
-    @property
-    def _takes_own_steps(self) -> bool:
-        """Whether the four steps are these, and no subclass's."""
-        kind = type(self)
-        own = (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) == _STEPS
-        return own and _NAMES.isdisjoint(vars(self))
-
     @property
     def init(self) -> Any:
         """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
@@ -339,10 +240,6 @@ class DataParallel(Training, Batches, nnx.Module, Generic[M]):
         return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
 
     __str__ = __repr__
-
-
-_NAMES = frozenset({"scatter", "replicate", "parallel_apply", "gather"})
-_STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather
 
 
 def _devices_of(x: Any) -> int:

@@ -8,12 +8,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ._check import is_array, is_key
 from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
-from ._processes import spans_processes
 from ._scattered import Scattered
+from ._sum import psum, sum_over
 
 Reduce = Literal["primary", "mean", "same", "sum"]
 """Whose value is the one for all: the primary's, the mean, that of any, since they are equal, or the sum."""
@@ -144,7 +143,7 @@ class Outputs(NamedTuple):
         """The values, with sums over the replicas in place of summands, and divided where a rule says so."""
         mesh = self.layout.mesh
         at = sorted({rule.over_sum_of for rule in self.rules if rule.over_sum_of is not None})
-        totals = dict(zip(at, _psum([values[i] for i in at], mesh), strict=True))
+        totals = dict(zip(at, psum([values[i] for i in at], mesh), strict=True))
         over = [rule.over if rule.over_sum_of is None else totals[rule.over_sum_of] for rule in self.rules]
         values = [
             totals[i] if i in totals else x if rule.reduce == "sum" and rule.wire is None else _divided(x, by)
@@ -155,7 +154,7 @@ class Outputs(NamedTuple):
         # pmean does.
         sent = [values[i] if rule.wire is None else values[i].astype(rule.wire) for i, rule in sums.items()]
         names = self._names() if sums else []
-        summed = _sum_over(sent, list(sums.values()), [names[i] for i in sums], mesh)
+        summed = sum_over(sent, [rule.scatter for rule in sums.values()], [names[i] for i in sums], mesh)
         for x, (i, rule) in zip(summed, sums.items(), strict=True):
             x = _divided(x, over[i]) if rule.wire is None else x.astype(values[i].dtype)
             values[i] = x if rule.dtype is None else x.astype(rule.dtype)
@@ -215,46 +214,3 @@ def _divided(x: Any, by: Any) -> Any:
         return x
     # A mean of integers is no integer; one of 16-bit floats stays what it is.
     return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
-
-
-def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
-    # XLA leaves a sum over one device in the program, where it still waits for nobody.
-    return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
-
-
-def _named(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
-    """The sums, each of which the compiled program (and so `explain`, and a profile) knows by its name."""
-    sums = []
-    for x, name in zip(values, names, strict=True):
-        with jax.named_scope(name):
-            sums += _psum([x], mesh)
-    return sums
-
-
-_SMALL = 1 << 17  # elements
-
-
-def _psum_of_transposed(values: list[Any], names: Sequence[str], mesh: Mesh) -> list[Any]:
-    # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
-    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Of large
-    # ones the transposes take longer than that: a fifth of an MLP's. Between processes the sum is another operation,
-    # and they would be a fifth of the step, too.
-    if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
-        return _named(values, names, mesh)
-    turn = [jnp.matrix_transpose if x.ndim == 2 and x.size <= _SMALL else (lambda y: y) for x in values]
-    sums = _named([f(x) for f, x in zip(turn, values, strict=True)], names, mesh)
-    return [f(x) for f, x in zip(turn, sums, strict=True)]
-
-
-def _sum_over(values: Sequence[Any], rules: Sequence[Rule], names: Sequence[str], mesh: Mesh) -> list[Any]:
-    """The sums over the replicas: all in one collective, but for those that come back scattered."""
-    whole = [(x, name) for x, rule, name in zip(values, rules, names, strict=True) if rule.scatter is None]
-    sums = iter(_psum_of_transposed([x for x, _ in whole], [name for _, name in whole], mesh))
-    found = []
-    for x, rule, name in zip(values, rules, names, strict=True):
-        if rule.scatter is None:
-            found.append(next(sums))
-            continue
-        with jax.named_scope(name):
-            found.append(jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=rule.scatter, tiled=True))
-    return found

@@ -79,8 +79,8 @@ def remember(
 ) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     compiled = config.program(module)
-    if spans_processes(config.mesh) or not trace_state_clean() or not jax.tree.leaves(params):
-        return
+    if spans_processes(config.mesh) or config.state_axes or not trace_state_clean() or not jax.tree.leaves(params):
+        return  # (with state_axes some of the variables may have to be cut, another time)
     key, leaves = _known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
     arrays = [*inputs._arrays, *kw._arrays]
@@ -111,7 +111,7 @@ def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any]]:
         leaves += found
     for x in leaves:
         if hasattr(x, "_sharding"):  # an array of numbers; of tracers and keys it is another attribute
-            key += x._sharding, x.shape
+            key += x._sharding, x.dtype, x.shape
         elif type(x) is np.ndarray:
             key += x.dtype, x.shape
         elif type(x) in _STATICS:

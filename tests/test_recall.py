@@ -130,6 +130,17 @@ def test_positional_and_keyword_arguments_are_not_confused():
         np.testing.assert_array_equal(dp.apply(w, x=X), -X)
 
 
+def test_a_legacy_key_is_refused_though_rows_of_its_shape_are_known():
+    devices = jax.devices()[:2]
+    dp, w = wrapper(lambda w, x: x * w, devices=devices), jdp.replicate(np.float32(1), devices)
+    rows = jax.device_put(np.ones(2, np.float32), dp.scatter((np.ones(2),), {}, dp.devices)[0]._layout.shardings[0])
+    for _ in range(2):
+        assert dp.apply(w, rows).tolist() == [1, 1]
+    assert dp._config.calls
+    with pytest.raises(TypeError, match="legacy PRNG key"):
+        dp.apply(w, rows.astype(np.uint32))
+
+
 def test_the_order_of_keywords_does_not_matter():
     dp = wrapper(lambda w, **kwargs: w * (kwargs["p"] - 2 * kwargs["q"]))
     w = jdp.replicate(np.float32(1))
@@ -199,6 +210,39 @@ def test_linen_with_updates_and_options(monkeypatch):
         with straight(monkeypatch):
             again = dp.apply(variables, X, **options)
         jax.tree.map(same, again, first)
+
+
+def test_state_with_a_batch_axis_that_comes_later():
+    """Not there in the first call, which is known then; in the next it has to be cut."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", nn.initializers.ones, ())
+            if self.has_variable("cache", "shift"):
+                x = x + self.get_variable("cache", "shift")
+            return x * scale
+
+    dp = jdp.DataParallel(Model(), state_axes={"cache": 0})
+    params = jdp.replicate({"params": {"scale": np.float32(3)}})
+    x = X[:8]  # one row each: all eight, whole on a replica, would broadcast
+    for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(params, x), 3 * x)
+    np.testing.assert_array_equal(dp.apply(params | {"cache": {"shift": jdp.replicate(x)}}, x), 6 * x)
+
+
+def test_dropout_draws_anew():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x))
+
+    dp = jdp.DataParallel(Model())
+    variables = dp.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    keys = [jdp.replicate(jax.random.key(i)) for i in (1, 1, 2)]
+    first, again, other = (np.asarray(dp.apply(variables, X, rngs={"dropout": key})) for key in keys)
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
 
 
 def test_output_device_is_kept(monkeypatch):

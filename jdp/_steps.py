@@ -1,0 +1,124 @@
+"""The four steps of a call: scatter, replicate, parallel_apply, gather, as `torch.nn.DataParallel` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._config import Config
+from ._devices import DeviceLike, Devices
+from ._dispatch import dispatch
+from ._gather_list import scatter_list
+from ._layout import Tree
+from ._recall import remember
+from ._replicate import broadcast, first_leaf, lives_replicated
+from ._scatter_gather import gather, join
+from ._scattered import Scattered, on_mesh, parts
+from ._split import split
+
+
+class Steps:
+    """What a call of `jdp.DataParallel` consists of."""
+
+    _config: Config
+    module: Any
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+    ) -> tuple[Scattered, Scattered]:
+        """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
+        config = self._config
+        axes = None
+        if config.in_axes is not None:
+            in_axes = config.in_axes
+            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
+            if len(in_axes) != len(inputs):
+                raise ValueError(
+                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
+                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
+                )
+            axes = (in_axes, config.dim)
+        own = devices is config.devices
+        both = split(
+            (tuple(inputs), dict(kwargs)),
+            config.mesh_of(devices),
+            config.dim,
+            verb="DataParallel",
+            root=("args", "kwargs"),
+            axes=axes,
+            layouts=config.layouts if own else None,
+            place=False,
+        )
+        args, kw = parts(both)
+        return args, kw
+
+    def replicate(self, tree: Tree, devices: Devices) -> Tree:
+        """Step two: puts the parameters whole on every device; those in place stay as they are."""
+        return broadcast(tree, self._config.mesh_of(devices), "DataParallel")
+
+    def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+        """Step three: runs the module on every replica, as one program.
+
+        `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
+        """
+        if not isinstance(inputs, Scattered):
+            inputs = scatter_list(inputs, self._config.mesh, self._config.dim, "inputs")
+        if not isinstance(kwargs, Scattered):
+            kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
+        inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
+        return dispatch(self._config.program(self.module), inputs._layout.mesh, replicas, inputs, kwargs)
+
+    def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
+        """Step four: concatenates the outputs on the output device."""
+        if not isinstance(outputs, Scattered):
+            return gather(outputs, output_device, self._config.dim)
+        return join(outputs, output_device)
+
+    def _forward(
+        self,
+        params: Tree,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stateful: bool,
+        cut: Mapping[str, Scattered],
+    ) -> Any:
+        """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
+        config = self._config
+        config.refuse_other_mesh()
+        inputs, kw = self.scatter(args, kwargs, config.devices)
+        for name, state in cut.items() if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
+            batched = inputs._layout.is_cut or kw._layout.is_cut
+            if batched and state._layout.is_cut and state.sizes != inputs.sizes:
+                raise ValueError(
+                    f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
+                    f"state with a batch axis is cut like the batch. Pass state of that many rows."
+                )
+        replicas = self.replicate(params, config.devices)
+        outputs = self.parallel_apply(replicas, inputs, kw)
+        in_place = replicas is params
+        if in_place and not cut and config.kind != "nnx" and self._takes_own_steps:
+            remember(config, self.module, params, args, kwargs, inputs, kw)
+        # (The first of the two tests is the fast one.)
+        stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
+        return self._gathered(outputs, stay and (in_place or lives_replicated(params, config.mesh)), stateful)
+
+    def _gathered(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+        """The last step: results come back where the parameters live, which is over the replicas where they `stay`."""
+        home = "sharded" if stay else None
+        device = self._config.output_device
+        device = home if device is None else device
+        if not stateful:
+            return self.gather(outputs, device)
+        out, state = parts(outputs)
+        return self.gather(out, device), join(state, home)
+
+    @property
+    def _takes_own_steps(self) -> bool:
+        """Whether the four steps are these, and no subclass's."""
+        kind = type(self)
+        own = (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) == _STEPS
+        return own and _NAMES.isdisjoint(vars(self))
+
+
+_STEPS = Steps.scatter, Steps.replicate, Steps.parallel_apply, Steps.gather
+_NAMES = frozenset(step.__name__ for step in _STEPS)
