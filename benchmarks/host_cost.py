@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+import _results
+
 CALLS = 5
-MARKS = "<!-- host_cost -->", "<!-- /host_cost -->"
 
 
 def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
@@ -142,19 +139,13 @@ def cells(devices: int, row: dict[str, Any]) -> list[list[str]]:
 
 
 def write(rows: list[list[str]], seconds: float) -> None:
-    import jax
-
-    table = [" | ".join(line) for line in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
-    text = (
-        f"# dp.apply and dp.train_step against the compiled function called directly\n\nWritten by `make bench`; what "
-        f"is compared is said in host_cost.py. jax {jax.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}), virtual CPU devices. Ratios of medians of {CALLS} calls, "
-        f"{seconds:.0f} s for each number of leaves and devices.\n\n" + "\n".join(f"| {line} |" for line in table)
+    _results.write(
+        "host_cost",
+        "dp.apply and dp.train_step against the compiled function called directly",
+        f"{_results.versions()}, virtual CPU devices. Ratios of medians of {CALLS} calls, {seconds:.0f} s for each "
+        "number of leaves and devices.",
+        _results.table(COLUMNS, rows),
     )
-    found = RESULTS.read_text() if RESULTS.exists() else ""
-    before, _, rest = found.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    RESULTS.write_text(f"{before.rstrip()}\n\n{MARKS[0]}\n{text}\n{MARKS[1]}\n{after.lstrip()}".lstrip())
 
 
 def main() -> None:

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+import _results
 
 import jdp
 
@@ -140,6 +138,17 @@ def measure(model_name: str, n: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def write(columns: tuple[str, ...], rows: list[list[str]], seconds: float) -> None:
+    _results.write(
+        "overhead",
+        "dp.apply against the same by hand",
+        f"{_results.versions()}, virtual CPU devices. Ratios of medians, {seconds:g} s a row; 1.00 is the same speed.",
+        _results.table(columns, rows),
+        "The last column: how often the model was traced, and its program compiled, for the two batch sizes (an uneven "
+        "size is traced once for each size of chunk).",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 8])
@@ -181,18 +190,7 @@ def main() -> None:
             table.add_row(*rows[-1])
     Console(width=120).print(table)
     if args.write:
-        head = [column.header for column in table.columns]
-        lines = [" | ".join(cells) for cells in [head, ["---"] * len(head), *rows]]
-        path = Path(__file__).with_name("RESULTS.md")
-        _, mark, rest = path.read_text().partition("<!-- train -->")  # the part that train.py writes
-        path.write_text(
-            f"# dp.apply against the same by hand\n\nWritten by `make bench`; what is compared is said in overhead.py. "
-            f"jax {version('jax')}, Python {platform.python_version()}, {os.cpu_count()} cores ({platform.machine()}), "
-            f"virtual CPU devices. Ratios of medians, {args.seconds:g} s a row; 1.00 is the same speed.\n\n"
-            + "".join(f"| {line} |\n" for line in lines)
-            + "\nThe last column: how often the model was traced, and its program compiled, for the two batch sizes "
-            "(an uneven size is traced once for each size of chunk).\n" + (f"\n{mark}{rest}" if mark else "")
-        )
+        write(columns, rows, args.seconds)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import argparse
 import os
 import platform
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import _results
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ from jdp import _collectives, _hlo, _schedule
 from jdp._links import Network
 from jdp._quiet import quiet
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
-MARKS = "<!-- overlap -->", "<!-- /overlap -->"
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8
 COLUMNS = (
     "step on",
@@ -194,18 +192,14 @@ def rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def write(lines: list[list[str]], arguments: argparse.Namespace) -> None:
-    table = [" | ".join(line) for line in [list(COLUMNS), ["---"] * len(COLUMNS), *lines]]
-    text = (
-        f"# How much of a step's communication is hidden, on machines that are not here\n\nWritten by `make bench`; "
-        f"what is compared is said in overlap.py. A transformer of {LAYERS} layers, width {arguments.width}, "
-        f"{arguments.rows} sequences of {arguments.length} tokens on each device, bfloat16, AdamW; jax "
-        f"{jax.__version__}, Python {platform.python_version()}. Compiled; the times are estimated from published "
-        f"figures.\n\n" + "\n".join(f"| {line} |" for line in table)
+    _results.write(
+        "overlap",
+        "How much of a step's communication is hidden, on machines that are not here",
+        f"A transformer of {LAYERS} layers, width {arguments.width}, {arguments.rows} sequences of {arguments.length} "
+        f"tokens on each device, bfloat16, AdamW; jax {jax.__version__}, Python {platform.python_version()}. Compiled; "
+        "the times are estimated from published figures.",
+        _results.table(COLUMNS, lines),
     )
-    found = RESULTS.read_text() if RESULTS.exists() else ""
-    before, _, rest = found.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    RESULTS.write_text(f"{before.rstrip()}\n\n{MARKS[0]}\n{text}\n{MARKS[1]}\n{after.lstrip()}".lstrip())
 
 
 def main() -> None:

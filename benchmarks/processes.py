@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -31,9 +29,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+import _results
+
 STEPS = 5
-MARKS = "<!-- processes -->", "<!-- /processes -->"
 
 
 def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
@@ -188,19 +186,12 @@ def cells(processes: int, devices: int, t: dict[str, float]) -> list[str]:
 
 
 def write(rows: list[list[str]], seconds: float) -> None:
-    import jax
-
-    table = [" | ".join(line) for line in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
-    text = (
-        f"# dp.train_step over processes against the same by hand\n\nWritten by `make bench`; what is compared is said "
-        f"in processes.py. jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()}), processes on loopback. Ratios of medians of {STEPS} steps, {seconds:.0f} s a row.\n\n"
-        + "\n".join(f"| {line} |" for line in table)
+    _results.write(
+        "processes",
+        "dp.train_step over processes against the same by hand",
+        f"{_results.versions()}, processes on loopback. Ratios of medians of {STEPS} steps, {seconds:.0f} s a row.",
+        _results.table(COLUMNS, rows),
     )
-    found = RESULTS.read_text() if RESULTS.exists() else ""
-    before, _, rest = found.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    RESULTS.write_text(f"{before.rstrip()}\n\n{MARKS[0]}\n{text}\n{MARKS[1]}\n{after.lstrip()}".lstrip())
 
 
 def main() -> None:

@@ -21,18 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _results
 import flax.jax_utils
 import flax.linen as nn
 import jax
@@ -44,7 +42,6 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 MICROBATCHES = 8
 TARGETS = {"best": {"MLP": 1.10, "CNN": 1.03, "Transformer": 1.03}, "accumulate": 1.05, "uneven": 1.15, "memory": 1.02}
 BY_HAND = ("hand-written", "pmap", "jit")
@@ -303,16 +300,14 @@ def cells(model_name: str, n: int, row: dict[str, Any]) -> list[str]:
     return [model_name, str(n), hand, f"{ratio('best')} {row['which']}", to_hand, *others, str(row["rounds"])]
 
 
-def write(lines: list[str], seconds: float) -> None:
-    """This section of RESULTS.md; the rest stays."""
-    section = (
-        f"<!-- train -->\n# dp.train_step against the same by hand\n\nWritten by `make bench`; what is compared is "
-        f"said in train.py. jax {version('jax')}, Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()}), virtual CPU devices. Ratios of medians, {seconds:g} s a row, each beside its "
-        f"target; `>`: missed.\n\n" + "".join(f"| {line} |\n" for line in lines) + "<!-- /train -->\n"
+def write(columns: tuple[str, ...], rows: list[list[str]], seconds: float) -> None:
+    _results.write(
+        "train",
+        "dp.train_step against the same by hand",
+        f"{_results.versions()}, virtual CPU devices. Ratios of medians, {seconds:g} s a row, each beside its target; "
+        "`>`: missed.",
+        _results.table(columns, rows),
     )
-    rest = re.sub(r"<!-- train -->.*<!-- /train -->\n?", "", RESULTS.read_text(), flags=re.DOTALL)
-    RESULTS.write_text(f"{rest.rstrip()}\n\n{section}")
 
 
 def main() -> None:
@@ -349,7 +344,7 @@ def main() -> None:
             table.add_row(*rows[-1])
     Console(width=140).print(table)
     if args.write:
-        write([" | ".join(line) for line in [columns, ["---"] * len(columns), *rows]], args.seconds)
+        write(columns, rows, args.seconds)
 
 
 if __name__ == "__main__":

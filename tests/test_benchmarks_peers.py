@@ -151,10 +151,10 @@ def test_a_worker_of_a_missing_package_says_which(peers, task, tmp_path):
 
 
 def test_the_section_replaces_itself_alone(peers, tmp_path, monkeypatch):
-    report = peers["report"]
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "RESULTS.md")
-    report.RESULTS.write_text("# Before\n\nkept\n")
+    path = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(peers["report"]._results, "RESULTS", path)
+    path.write_text("# Before\n\nkept\n")
     for words in "first", "second":
-        report.write([words], 1, 2)
-    text = report.RESULTS.read_text()
-    assert "kept" in text and "second" in text and "first\n" not in text and text.count(report.MARKS[0]) == 1
+        peers["report"].write([words], 1, 2)
+    text = path.read_text(encoding="utf-8")
+    assert "kept" in text and "second" in text and "first\n" not in text and text.count("<!-- peers -->") == 1

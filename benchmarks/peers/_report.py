@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
+
+import _results
 
 from . import _lines
 
-RESULTS = Path(__file__).parents[1] / "RESULTS.md"
-MARKS = "<!-- peers -->", "<!-- /peers -->"
 LABELS = {
     "jdp_train_step": "jdp",
     "jit_shard_map": "jit(shard_map) by hand",
@@ -36,19 +33,13 @@ def of_peer(results: Results, peer: str) -> list[dict[str, Any]]:
     return [rows[peer] for rows in results.values() if peer in rows]
 
 
-def markdown(lines: Iterable[list[str]]) -> str:
-    first, *rest = lines
-    lines = [first, ["---"] * len(first), *rest]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-
-
 def grid(results: Results, cell: Callable[[dict[str, Any]], str]) -> str:
     """A row for each peer, a column for each model and number of devices."""
-    lines = [["", *(f"{model}, {n}" for model, n in results)]]
+    lines = []
     for peer in peers_of(results):
         found = (rows.get(peer) for rows in results.values())
         lines.append([LABELS[peer], *(words(row, cell) for row in found)])
-    return markdown(lines)
+    return _results.table(["", *(f"{model}, {n}" for model, n in results)], lines)
 
 
 def words(row: dict[str, Any] | None, cell: Callable[[dict[str, Any]], str]) -> str:
@@ -79,13 +70,13 @@ def tables(results: Results) -> list[str]:
 
 def program(results: Results) -> str:
     shared = [n for n in dict.fromkeys(n for _, n in results) if n > 1]
-    lines = [["", "lines: parallel", "of", *(f"13 rows over {n}" for n in shared), "losses"]]
+    columns, lines = ["", "lines: parallel", "of", *(f"13 rows over {n}" for n in shared), "losses"], []
     for peer in peers_of(results):
         verdicts = {n: rows[peer]["uneven"] for (_, n), rows in results.items() if "uneven" in rows.get(peer, {})}
         parallel, whole = _lines.of(peer)
         cells = [short(verdicts.get(n, "-")) for n in shared]
         lines.append([LABELS[peer], str(parallel), str(whole), *cells, losses(of_peer(results, peer))])
-    return markdown(lines)
+    return _results.table(columns, lines)
 
 
 def short(text: str, most: int = 240) -> str:
@@ -102,7 +93,7 @@ def losses(rows: list[dict[str, Any]]) -> str:
     return f"{'the same' if worst <= AGREE else 'DIFFERENT'} ({worst:.0e} off; its parameters {moved:.0e})"
 
 
-def versions() -> str:
+def packages() -> str:
     def of(package: str) -> str:
         try:
             return f"{package} {version(package)}"
@@ -113,14 +104,12 @@ def versions() -> str:
 
 
 def write(sections: list[str], seconds: float, steps: int) -> None:
-    """This section of RESULTS.md; the rest stays."""
-    text = (
-        f"# The race against every peer\n\nWritten by `make bench`; what is compared is said in peers.py, and the "
-        f"programs are the files of peers/. {versions()}; Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()}), virtual CPU devices. SGD with momentum. Medians of {steps} steps, {seconds:g} s a "
-        f"column.\n\n![each peer's time for a step, as a multiple of jdp's](peers.png)\n\n" + "\n\n".join(sections)
+    _results.write(
+        "peers",
+        "The race against every peer",
+        f"{packages()}; {_results.machine()}, virtual CPU devices. SGD with momentum. Medians of {steps} steps, "
+        f"{seconds:g} s a column.",
+        "![each peer's time for a step, as a multiple of jdp's](peers.png)",
+        *sections,
+        said_in="peers.py, and the programs are the files of peers/",
     )
-    found = RESULTS.read_text() if RESULTS.exists() else ""
-    before, _, rest = found.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    RESULTS.write_text(f"{before.rstrip()}\n\n{MARKS[0]}\n{text}\n{MARKS[1]}\n{after.lstrip()}".lstrip())
