@@ -345,6 +345,32 @@ def test_going_back_on_purpose_sets_the_abandoned_future_aside(tmp_path, capsys)
         assert checkpointer.restore(state)[1] == "again"
 
 
+def test_all_of_the_abandoned_future_is_set_aside(tmp_path):
+    """Also what comes before the step that is saved next: it is of another run."""
+    state = damaged(tmp_path, lambda path: None, steps=(10, 20, 25))
+    with jdp.Checkpointer(tmp_path, every=10) as checkpointer:
+        checkpointer.restore(state, step=20)
+        checkpointer.save(30, state, data="again")
+    assert sorted(os.listdir(tmp_path)) == ["10", "20", "25.set-aside", "30"]
+
+
+def test_damage_that_was_found_stays_known(tmp_path):
+    state = damaged(tmp_path, truncate, steps=(1, 2, 3))
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(RuntimeError, match="step 3 is damaged"):
+            checkpointer.restore(state, step=3)
+        assert checkpointer.latest_step == 2
+        checkpointer.restore(state, step=1)
+        assert checkpointer.latest_step == 2
+
+
+def test_any_step_can_be_restored_however_many_there_are(tmp_path):
+    with jdp.Checkpointer(tmp_path, keep=60) as checkpointer:
+        for step in range(1, 45):
+            checkpointer.save(step, np.full(1, step))
+        assert checkpointer.restore(np.zeros(1, int), step=2)[0].tolist() == [2]
+
+
 def test_all_damaged_is_an_error_that_lists_them(tmp_path, refused):
     state = damaged(tmp_path, truncate)
     flip(0.5)(tmp_path / "1")
