@@ -33,7 +33,7 @@ test: install  ## run the tests, on 8 virtual CPU devices
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 test-faults: install  ## kill, stop and damage processes and checkpoints, and see that nothing hangs or is lost
-	$(VENV)/bin/python -m pytest -m faults -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -m faults -n 3 $(ARGS)
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 

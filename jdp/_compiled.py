@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax._src.core import trace_state_clean  # not public; nothing else tells what a closure over tracers does
+from jax.sharding import Mesh
 
 from ._capture import Captured, ReplicasCall
 from ._capturing import capturing
+from ._devices import replicated
 from ._layout import Layout, Tree
 from ._processes import spans_processes
+from ._replicate import all_lie
+from ._run_chunks import communicates
 from ._same_program import same_program
 from ._scattered import Scattered
 
 ROOTS = ("params", "args", "kwargs")
 
 
-class Compiled:
-    """What `on_replicas` made, to be called with `(replicas, inputs, kwargs)`."""
+def is_plain() -> bool:
+    """Whether a call now runs a compiled program, and is no part of another."""
+    return trace_state_clean() and not _settings.jax_disable_jit
 
-    def __init__(self, run: Callable[..., Scattered]) -> None:
-        self._run = run
+
+_settings: Any = jax.config
+
+
+class Seen:
+    """What is known of the calls of a program, all of which JAX keeps in one cache."""
+
+    __slots__ = ("lock", "misplaced", "communicates", "checked", "mesh")
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.lock = threading.Lock()
+        self.misplaced = False  # whether one had parameters that were not whole on every device
+        self.communicates = False  # whether replicas wait for each other in one of them
+        self.checked = 0  # how many there were when it was last known that none was misplaced
+        self.mesh = mesh
+
+    def look(self, program: Any, *operands: Any) -> None:
+        """Sees whether the program has collectives for these operands."""
+        jaxpr = program.trace(*operands).jaxpr.jaxpr  # traced it is already
+        self.communicates = self.communicates or communicates(jaxpr, self.mesh.axis_names[0])
+
+
+class Compiled:
+    """What `on_replicas` made, called with `(replicas, inputs, kwargs)`; `recalled`: `recall` may call it, too."""
+
+    def __init__(self, run: Callable[..., Scattered], recalled: bool = False) -> None:
+        self._run, self._recalled = run, recalled
         self._programs: dict[Any, Callable[..., Scattered]] = {}
-        self.distrusted: set[Any] = set()  # programs that have run with parameters somewhere else (see recall)
+        self.seen: dict[Any, Seen] = {}  # of each program of arrays
 
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         if capturing():
             raise Captured(ReplicasCall(self._run.__name__, self._jitted, self._programs, replicas, inputs, kwargs))
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
-            return self.of_arrays(inputs._layout, kw)(replicas, *inputs._arrays, *rest)
+            program, operands = self.of_arrays(inputs._layout, kw), (replicas, *inputs._arrays, *rest)
+            return self._noticed(program, *operands) if self._recalled and is_plain() else program(*operands)
         key = inputs._layout, kw
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = same_program(self._jitted(inputs, kwargs), inputs._layout.mesh, ROOTS)
         return program(replicas, inputs, kwargs)
+
+    def _noticed(self, program: Any, replicas: Tree, *arrays: Any) -> Scattered:
+        """A call of which `recall` has to know."""
+        seen, size = self.seen[program], program._cache_size()
+        if not all_lie(jax.tree.leaves(replicas), replicated(seen.mesh)):
+            seen.misplaced = True  # by a subclass's replicate, or by parallel_apply called by hand
+        out = program(replicas, *arrays)
+        if program._cache_size() != size:
+            seen.look(program, replicas, *arrays)
+        return out
 
     def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> Any:
         """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other."""
@@ -52,6 +95,7 @@ class Compiled:
             # before it costs, and into the one program that placed arrays run as well.
             where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
             program = self._programs[inputs, kwargs] = jax.jit(of_arrays, in_shardings=(None, *where))
+            self.seen[program] = Seen(inputs.mesh)
         return program
 
     def _jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:

@@ -76,7 +76,7 @@ CallOf = Callable[[Signature, int], Callable[..., Tree]]
 
 def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
     """The program that runs `fn` on every replica; compiled once per layout and shapes."""
-    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
+    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)), recalled=True)
 
 
 def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:

@@ -37,7 +37,7 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
 
 
 def _jit(program: Any, fn: Any, state: TrainState, donated: tuple[int, ...], where: Any, options: Options) -> Any:
-    fn.__name__ = f"train_step_{program.label}"
+    fn.__name__ = fn.__qualname__ = f"train_step_{program.label}"
     return jax.jit(
         fn,
         donate_argnums=donated if program.options.donate else (),

@@ -108,7 +108,13 @@ class Program:
         if found is None:
             options = self._options(key[0], state)
             found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
-        return dispatch_step(found, mesh, *leaves, *batch._arrays)
+        try:
+            return dispatch_step(found, mesh, *leaves, *batch._arrays)
+        except (TypeError, ValueError) as error:
+            if "operands[" not in str(error):
+                raise
+        # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
+        return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""
@@ -131,6 +137,8 @@ class Program:
         return self.compiler_options(state) if type(key) is Layout else {}
 
     def compiler_options(self, state: TrainState) -> Options:
+        if not takes_options(self.config.mesh):
+            return {}
         wire = self.options.reduce_dtype
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in jax.tree.leaves(state.params))
         return compiler_options(self.config.mesh, sent)

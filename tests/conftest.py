@@ -25,6 +25,16 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--one-case", action="store_true", help="of each test's parameters only the last combination")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--one-case"):
+        last = {(item.path, getattr(item, "originalname", item.name)): item for item in items}
+        items[:] = [item for item in items if item in last.values()]
+
+
 @pytest.fixture(scope="session")
 def devices():
     """The 8 devices."""

@@ -1,6 +1,7 @@
 """A call like one before it goes straight to its program, and gives what it would have given: recall(call) == call."""
 
 import contextlib
+import threading
 
 import flax.linen as nn
 import jax
@@ -261,17 +262,91 @@ def test_programs_with_collectives_are_known_to_have_them():
         dp = jdp.DataParallel(f)
         dp.apply(w, X)
         (known,) = dp._config.calls.values()
-        found.append(known.communicates)
+        found.append(known.seen.communicates)
     assert found == [False, True, False]
+
+
+def test_collectives_that_another_wrapper_has_seen():
+    def f(w, x):
+        return jax.lax.pmean(x, "data") if w["w"].ndim else x * w["w"]
+
+    one, row = (jdp.replicate({"w": x}) for x in (np.float32(3), np.ones(2, np.float32)))
+    wrappers = jdp.DataParallel(f), jdp.DataParallel(f)
+    for w in (one, one, row):
+        for dp in wrappers:
+            dp.apply(w, X)
+    assert [known.seen.communicates for dp in wrappers for known in dp._config.calls.values()] == [True, True]
+
+
+def elsewhere(params):
+    """The first leaf in its place, another on the host."""
+    return params | {"b": np.asarray(params["b"])}
+
+
+def test_what_others_have_called_the_program_with_is_not_trusted():
+    """The compiled program belongs to the function: other wrappers call it, and parallel_apply by hand."""
+
+    class Lazy(jdp.DataParallel):
+        def replicate(self, tree, devices):
+            return tree
+
+    def f(params, x):
+        return affine(params, x)
+
+    params = jdp.replicate(host_params())
+    expected = wrapper().apply(elsewhere(params), X)
+    dp = jdp.DataParallel(f)
+    dp.apply(params, X)
+    Lazy(f).apply(elsewhere(params), X)
+    dp.apply(params, X)  # in their place: what is in JAX's cache now has been looked at, but for the lazy one's
+    same(dp.apply(elsewhere(params), X), expected)
+
+    dp = wrapper()
+    dp.apply(params, X)
+    dp.parallel_apply(elsewhere(params), *dp.scatter((X,), {}, dp.devices))
+    dp.apply(params, X)
+    same(dp.apply(elsewhere(params), X), expected)
+
+
+@pytest.mark.parametrize("between", [jax.disable_jit, jax.clear_caches], ids=lambda f: f.__name__)
+def test_where_jax_keeps_nothing_parameters_are_looked_at(between):
+    params = jdp.replicate(host_params())
+    expected = wrapper().apply(elsewhere(params), X)
+    dp = wrapper()
+    for _ in range(2):
+        dp.apply(params, X)
+    with between() or contextlib.nullcontext():
+        assert dp.apply(elsewhere(params), X).sharding == expected.sharding
+
+
+def test_threads_that_call_at_once():
+    params = jdp.replicate(host_params())
+    expected = wrapper().apply(elsewhere(params), X)
+    for _ in range(5):
+        dp, found, together = wrapper(), [], threading.Barrier(3)
+        dp.apply(params, X)
+
+        def call(dp=dp, found=found, together=together):
+            together.wait()
+            found.append(dp.apply(elsewhere(params), X))
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for out in found:
+            same(out, expected)
+        assert len(found) == 3
 
 
 def test_collectives_that_depend_on_the_parameters_are_found_when_they_come():
     dp = jdp.DataParallel(lambda w, x: jax.lax.pmean(x, "data") if w["w"].ndim else x * w["w"])
     dp.apply(jdp.replicate({"w": np.float32(3)}), X)
     (known,) = dp._config.calls.values()
-    assert not known.communicates
+    assert not known.seen.communicates
     dp.apply(jdp.replicate({"w": np.ones(2, np.float32)}), X)
-    assert known.communicates
+    assert known.seen.communicates
 
 
 def test_nothing_is_compiled_for_a_call_that_is_known(compilations):

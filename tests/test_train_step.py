@@ -1326,3 +1326,16 @@ def test_nnx_parameters_without_a_gradient(refused):
     net.calls = nnx.Param(jnp.int32(0))
     with refused(TypeError, "train_step", r"calls.* is of dtype int32"):
         jdp.DataParallel(net, devices=range(2)).train_step(nnx_loss, optax.sgd(0.1))
+
+
+def test_a_leaf_that_jax_refuses_is_named(devices):
+    dp = jdp.DataParallel(lambda v, x: x, devices)
+    step = dp.train_step(lambda v, x: (x @ v["params"]["w"]).mean(), optax.sgd(1))
+    state = step.init({"params": {"w": np.ones((3, 2), np.float32)}})
+    x = np.ones((8, 3), np.float32)
+    state, _ = step(state, x)
+    state.params["w"] = jax.device_put(np.ones((3, 2), np.float32), devices[3])
+    with pytest.raises(ValueError, match=r"train_step_") as found:
+        step(state, x)
+    assert "state.params['w']" in str(found.value) or "state.step" in str(found.value)
+    assert "operands" not in str(found.value)
