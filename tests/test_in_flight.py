@@ -46,7 +46,7 @@ def test_calls_without_collectives_among_calls_with_them():
         w, x = jdp.replicate(np.float32(3)), np.arange(8, dtype=np.float32)
         for i in range({STEPS}):
             y = plain(w, x) if i % 50 else mean(w, x)
-        assert not next(iter(plain._config.calls.values())).communicates
+        assert not next(iter(plain._config.calls.values())).seen.communicates
         print(y.tolist(), mean(w, x).tolist())
     """
     last = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8")
