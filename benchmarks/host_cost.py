@@ -27,8 +27,6 @@ from typing import Any
 
 import _results
 
-CALLS = 5
-
 
 def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
     """One call of each, on all devices."""
@@ -83,7 +81,7 @@ def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(leaves: int, seconds: float) -> dict[str, Any]:
+def measure(leaves: int, seconds: float, turn: int) -> dict[str, Any]:
     """Microseconds of a call, and of the calling thread alone, for each contender."""
     import jax
     import numpy as np
@@ -101,13 +99,13 @@ def measure(leaves: int, seconds: float) -> dict[str, Any]:
         shuffle.shuffle(order)
         for name in order:
             call, start, computed = calls[name], time.perf_counter(), time.thread_time()
-            for _ in range(CALLS):
+            for _ in range(turn):
                 out = call()
             computed = time.thread_time() - computed
             jax.block_until_ready(out)
             if rounds >= 0:
-                wall[name].append((time.perf_counter() - start) / CALLS * 1e6)
-                thread[name].append(computed / CALLS * 1e6)
+                wall[name].append((time.perf_counter() - start) / turn * 1e6)
+                thread[name].append(computed / turn * 1e6)
         rounds += 1
     medians = {name: (statistics.median(wall[name]), statistics.median(thread[name])) for name in calls}
     return {"leaves": leaves, "rounds": rounds, "medians": medians}
@@ -138,12 +136,12 @@ def cells(devices: int, row: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
-def write(rows: list[list[str]], seconds: float) -> None:
+def write(rows: list[list[str]], seconds: float, turn: int) -> None:
     _results.write(
         "host_cost",
         "dp.apply and dp.train_step against the compiled function called directly",
-        f"{_results.versions()}, virtual CPU devices. Ratios of medians of {CALLS} calls, {seconds:.0f} s for each "
-        "number of leaves and devices.",
+        f"{_results.versions()}, virtual CPU devices. Ratios of medians of turns of {turn} calls, {seconds:.0f} s for "
+        "each number of leaves and devices.",
         _results.table(COLUMNS, rows),
     )
 
@@ -152,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--one", type=int, metavar="DEVICES", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=12, help="for each number of leaves and devices (12)")
+    parser.add_argument("--calls", type=int, default=5, help="in a turn (5)")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 64], help="numbers of them (1 8 64)")
     parser.add_argument("--leaves", type=int, nargs="+", default=[10, 100, 1000], help="numbers of them (10 100 1000)")
     parser.add_argument("--write", action="store_true", help="the table into RESULTS.md")
@@ -161,19 +160,19 @@ def main() -> None:
 
         jdp.virtual_cpu_devices(args.one)
         for leaves in args.leaves:
-            print(json.dumps(measure(leaves, args.seconds)), flush=True)
+            print(json.dumps(measure(leaves, args.seconds, args.calls)), flush=True)
         return
     rows = []
     for devices in args.devices:
         for leaves in args.leaves:
             command = [sys.executable, __file__, "--one", str(devices), "--leaves", str(leaves)]
-            command += ["--seconds", str(args.seconds)]
+            command += ["--seconds", str(args.seconds), "--calls", str(args.calls)]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             for line in cells(devices, json.loads(out)):
                 rows.append(line)
                 print(" | ".join(line), flush=True)
     if args.write:
-        write(rows, args.seconds)
+        write(rows, args.seconds, args.calls)
 
 
 if __name__ == "__main__":
