@@ -1,9 +1,10 @@
 """What a call costs in Python: dp.apply and a step, beside the compiled function called directly. Run: make bench
 
 The model has nothing to compute, only leaves: numbers that are added up, as many as the table says. So a call is what
-Python, JAX's dispatch and the devices' threads take. In one process for each number of virtual devices the contenders
-take turns, in an order that is shuffled every round. A turn is five calls, then a wait until they have run; figures are
-medians over the turns, and ratios of medians.
+Python, JAX's dispatch and the devices' threads take. In one process for each number of virtual devices jdp and the
+direct call take turns, in an order that is shuffled every round. A turn is five calls, then a wait until they have run;
+figures are medians over the turns, and ratios of medians. With --mixed all contenders take turns, and push each other's
+code out of the processor's caches: what Python there is in a call then takes about twice as long.
 
     direct, apply  jit(shard_map(model)) on placed parameters and a batch that is cut already
     direct, step   the very program that jdp compiled for the step, on the state and the cut batch: a hand-written one
@@ -81,7 +82,7 @@ def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(leaves: int, seconds: float, turn: int) -> dict[str, Any]:
+def measure(leaves: int, args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of a call, and of the calling thread alone, for each contender."""
     import jax
     import numpy as np
@@ -90,6 +91,18 @@ def measure(leaves: int, seconds: float, turn: int) -> dict[str, Any]:
     found = {name: jax.device_get(call()) for name, call in calls.items()}
     for name, value in found.items():
         np.testing.assert_allclose(value, found[f"{name.split()[0]} direct"], rtol=1e-5, err_msg=name)
+    kinds = ("apply", "apply numpy", "step", "step numpy")
+    races = [list(calls)] if args.mixed else [[kind, f"{kind} direct"] for kind in kinds]
+    medians, rounds = {}, 0
+    for names in races:
+        rounds = race({name: calls[name] for name in names}, args.seconds / len(races), args.calls, medians)
+    return {"leaves": leaves, "rounds": rounds, "medians": medians}
+
+
+def race(calls: dict[str, Callable[[], Any]], seconds: float, turn: int, medians: dict[str, Any]) -> int:
+    """Lets them take turns; returns how many there were."""
+    import jax
+
     wall: dict[str, list[float]] = {name: [] for name in calls}
     thread: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0)
@@ -107,8 +120,8 @@ def measure(leaves: int, seconds: float, turn: int) -> dict[str, Any]:
                 wall[name].append((time.perf_counter() - start) / turn * 1e6)
                 thread[name].append(computed / turn * 1e6)
         rounds += 1
-    medians = {name: (statistics.median(wall[name]), statistics.median(thread[name])) for name in calls}
-    return {"leaves": leaves, "rounds": rounds, "medians": medians}
+    medians |= {name: (statistics.median(wall[name]), statistics.median(thread[name])) for name in calls}
+    return rounds
 
 
 COLUMNS = (
@@ -149,8 +162,9 @@ def write(rows: list[list[str]], seconds: float, turn: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--one", type=int, metavar="DEVICES", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=12, help="for each number of leaves and devices (12)")
+    parser.add_argument("--seconds", type=float, default=16, help="for each number of leaves and devices (16)")
     parser.add_argument("--calls", type=int, default=5, help="in a turn (5)")
+    parser.add_argument("--mixed", action="store_true", help="all contenders take turns, not jdp and direct alone")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 64], help="numbers of them (1 8 64)")
     parser.add_argument("--leaves", type=int, nargs="+", default=[10, 100, 1000], help="numbers of them (10 100 1000)")
     parser.add_argument("--write", action="store_true", help="the table into RESULTS.md")
@@ -160,13 +174,14 @@ def main() -> None:
 
         jdp.virtual_cpu_devices(args.one)
         for leaves in args.leaves:
-            print(json.dumps(measure(leaves, args.seconds, args.calls)), flush=True)
+            print(json.dumps(measure(leaves, args)), flush=True)
         return
     rows = []
     for devices in args.devices:
         for leaves in args.leaves:
             command = [sys.executable, __file__, "--one", str(devices), "--leaves", str(leaves)]
             command += ["--seconds", str(args.seconds), "--calls", str(args.calls)]
+            command += ["--mixed"] * args.mixed
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             for line in cells(devices, json.loads(out)):
                 rows.append(line)
