@@ -86,9 +86,9 @@ class Steps:
             return False
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = sorted({s for s in self._complete() if s > here or s in self._damaged})
-        if newer and not self._looked:
+        if not self._looked and (ahead := [s for s in newer if s > here]):
             raise ValueError(
-                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {newer[-1]} already; a "
+                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead[-1]} already; a "
                 f"run goes on from what is there, or begins in an empty directory. Call restore first, or pass another."
             )
         tell_all("")  # all have looked before one changes anything

@@ -364,6 +364,15 @@ def test_damage_that_was_found_stays_known(tmp_path):
         assert checkpointer.latest_step == 2
 
 
+def test_a_run_that_could_not_restore_may_still_save_behind_what_is_there(tmp_path):
+    state = damaged(tmp_path, truncate, steps=(1, 2, 3))
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(RuntimeError, match="step 3 is damaged"):
+            checkpointer.restore(state, step=3)
+        assert checkpointer.save(4, state)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3.set-aside", "4"]
+
+
 def test_any_step_can_be_restored_however_many_there_are(tmp_path):
     with jdp.Checkpointer(tmp_path, keep=60) as checkpointer:
         for step in range(1, 45):
