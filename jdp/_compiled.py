@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +33,20 @@ _settings: Any = jax.config
 class Seen:
     """What is known of the calls of a program, all of which JAX keeps in one cache."""
 
-    __slots__ = ("lock", "misplaced", "communicates", "checked", "mesh")
+    __slots__ = ("turns", "misplaced", "communicates", "checked", "mesh", "layouts")
 
     def __init__(self, mesh: Mesh) -> None:
-        self.lock = threading.Lock()
+        self.turns = [object()]  # a lock: who takes it out has it, and a list is quicker there than a Lock
         self.misplaced = False  # whether one had parameters that were not whole on every device
         self.communicates = False  # whether replicas wait for each other in one of them
         self.checked = 0  # how many there were when it was last known that none was misplaced
         self.mesh = mesh
+        self.layouts: list[Layout] = []  # of the outputs, by number
+
+    def outputs(self, out: dict[int, Any]) -> tuple[Any, Layout]:
+        """The arrays that the program returned, and their layout."""
+        ((number, arrays),) = out.items()
+        return arrays, self.layouts[number]
 
     def look(self, program: Any, *operands: Any) -> None:
         """Sees whether the program has collectives for these operands."""
@@ -63,14 +68,15 @@ class Compiled:
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
             program, operands = self.of_arrays(inputs._layout, kw), (replicas, *inputs._arrays, *rest)
-            return self._noticed(program, *operands) if self._recalled and is_plain() else program(*operands)
+            out = self._noticed(program, *operands) if self._recalled and is_plain() else program(*operands)
+            return Scattered(*self.seen[program].outputs(out))
         key = inputs._layout, kw
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = same_program(self._jitted(inputs, kwargs), inputs._layout.mesh, ROOTS)
         return program(replicas, inputs, kwargs)
 
-    def _noticed(self, program: Any, replicas: Tree, *arrays: Any) -> Scattered:
+    def _noticed(self, program: Any, replicas: Tree, *arrays: Any) -> Any:
         """A call of which `recall` has to know."""
         seen, size = self.seen[program], program._cache_size()
         if not all_lie(jax.tree.leaves(replicas), replicated(seen.mesh)):
@@ -81,21 +87,28 @@ class Compiled:
         return out
 
     def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> Any:
-        """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other."""
+        """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other.
+
+        It returns the arrays of the outputs, by the number of their layout: JAX makes a dict itself, and a `Scattered`
+        with a call back into Python.
+        """
         program = self._programs.get((inputs, kwargs))
         if program is None:
-            run, cut = self._run, len(inputs.arrays)
+            run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
-            def of_arrays(replicas: Tree, *arrays: Any) -> Scattered:
+            def of_arrays(replicas: Tree, *arrays: Any) -> dict[int, Any]:
                 kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
-                return run(replicas, Scattered(arrays[:cut], inputs), kw)
+                out = run(replicas, Scattered(arrays[:cut], inputs), kw)
+                if out._layout not in seen.layouts:
+                    seen.layouts.append(out._layout)
+                return {seen.layouts.index(out._layout): out._arrays}
 
             of_arrays.__name__ = of_arrays.__qualname__ = run.__name__
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
             # before it costs, and into the one program that placed arrays run as well.
             where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
             program = self._programs[inputs, kwargs] = jax.jit(of_arrays, in_shardings=(None, *where))
-            self.seen[program] = Seen(inputs.mesh)
+            self.seen[program] = seen
         return program
 
     def _jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:

@@ -18,6 +18,7 @@ from ._layout import Tree
 from ._processes import spans_processes
 from ._recall import recall
 from ._replicate import broadcast
+from ._scattered import Scattered
 from ._split import split
 from ._steps import Steps
 from ._training import Training
@@ -174,12 +175,13 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
             _linen.check_variables(variables)
             kwargs = _linen.normal_options(kwargs)
             stateful = _linen.is_stateful(kwargs)
-        if config.calls and self._takes_own_steps:
-            outputs = recall(config, self.module, variables, args, kwargs)
-            if outputs is not None:
-                if config.output_device is None and not stateful and outputs._layout.is_even:
-                    return outputs._layout.fill(outputs._arrays)  # what gather comes to
-                return self._gathered(outputs, True, stateful)
+        if config.calls:
+            found = recall(self, variables, args, kwargs)
+            if found is not None:
+                arrays, layout = found
+                if config.output_device is None and not stateful and layout.is_even:
+                    return layout.fill(arrays)  # what gather comes to
+                return self._gathered(Scattered(arrays, layout), True, stateful)
         if _in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":

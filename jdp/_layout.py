@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -33,9 +34,13 @@ class Cut(NamedTuple):
 class Stack(NamedTuple):
     """A leaf that is 0-d on each replica: one entry per device."""
 
+    kind: Literal["stack"] = "stack"  # two empty tuples would be equal
+
 
 class Whole(NamedTuple):
     """A leaf that is whole on every replica."""
+
+    kind: Literal["whole"] = "whole"
 
 
 class Static:
@@ -69,16 +74,19 @@ class Static:
 
 Leaf = Cut | Stack | Whole | Static
 _LEAF = jax.tree.structure(0)
+_tokens: weakref.WeakKeyDictionary[Layout, object] = weakref.WeakKeyDictionary()
 
 
 class Layout:
     """All of a `Scattered` but its arrays: hashable, compared by value, the same object where it can be."""
 
-    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "__dict__")
+    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "token", "__dict__", "__weakref__")
 
     def __init__(self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int) -> None:
         self.treedef, self.leaves, self.sizes, self.mesh, self.dim = treedef, leaves, sizes, mesh, dim
         self._hash = hash((treedef, leaves, sizes, mesh, dim))
+        # Of equal layouts the same: a dict finds it without a call back into Python.
+        self.token: object = _tokens.setdefault(self, object())
 
     def __hash__(self) -> int:
         return self._hash
@@ -117,10 +125,13 @@ class Layout:
         """The rows on each device, idle ones included."""
         return (*self.sizes, *[0] * (len(self.devices) - len(self.sizes)))
 
-    def fill(self, values: Sequence[Any]) -> Tree:
-        """The tree with `values` for its arrays, in order."""
-        if len(self.arrays) == len(self.leaves):
-            return self.treedef.unflatten(values)
+    @functools.cached_property
+    def fill(self) -> Callable[[Sequence[Any]], Tree]:
+        """The tree with the values that it is called with for its arrays, in order."""
+        # Without statics that is all, and no Python between.
+        return self.treedef.unflatten if len(self.arrays) == len(self.leaves) else self._fill
+
+    def _fill(self, values: Sequence[Any]) -> Tree:
         arrays = iter(values)
         return jax.tree.unflatten(
             self.treedef, [leaf.value if isinstance(leaf, Static) else next(arrays) for leaf in self.leaves]

@@ -13,16 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import get_abstract_mesh
+from jax._src.config import trace_context  # not public; what JAX itself knows a compiled call by
+from jax._src.core import eval_trace, trace_ctx
+from jax.sharding import NamedSharding
 
 from ._compiled import Seen, is_plain
 from ._config import Config
-from ._devices import replicated
 from ._dispatch import dispatch
-from ._layout import Tree
+from ._layout import Layout, Tree
 from ._processes import spans_processes
 from ._replicate import all_lie, first_leaf
 from ._scattered import Scattered
+
+STEPS = frozenset(("scatter", "replicate", "parallel_apply", "gather"))
+"""The names of the steps that a wrapper may have of its own."""
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -32,63 +36,86 @@ class Known(NamedTuple):
     """A call that ran: what it takes to run its program again."""
 
     module: Any
+    steps: Any  # of the wrapper's class
+    context: Any  # JAX's settings then, as disable_jit, and its mesh
+    where: NamedSharding
     program: Any  # of the parameters and the arrays of the batch, one after the other
     seen: Seen
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
 
 
-def recall(config: Config, module: Any, params: Tree, args: Args, kwargs: Kwargs) -> Scattered | None:
-    """The outputs, where such a call is known; None where it is not, or where something has to be moved."""
-    # Under a trace arrays may be tracers, and the call may run within a replica; in a set_mesh it may not run at all.
-    if not is_plain() or not get_abstract_mesh().empty:
-        return None
+def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, Layout] | None:
+    """The outputs, and their layout, where such a call is known; None where not, or where something has to be moved.
+
+    The devices' threads empty the processor's caches between two calls. So all of this takes ten times as long as by
+    itself, and what counts is how much code it touches, not how often.
+    """
+    config: Config = dp._config
     key, batch = _known_by(args, kwargs)
     known: Known | None = config.calls.get(key)
-    where = replicated(config.mesh)
-    if known is None or known.module is not module or getattr(first_leaf(params), "_sharding", None) != where:
+    if known is None:
         return None
-    batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
-    seen = known.seen
-    # Of two threads at once the other takes all steps: what is new in the cache must be this call's.
-    if seen.misplaced or not seen.lock.acquire(blocking=False):
+    module, steps, context, where, program, seen, arrays = known
+    kind = type(dp)
+    if dp.module is not module or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps:
+        return None
+    # Under a trace arrays may be tracers, and the call may run within a replica.
+    if not STEPS.isdisjoint(vars(dp)) or trace_context() != context or trace_ctx.trace is not eval_trace:
+        return None
+    leaf = params
+    while type(leaf) is dict and leaf:  # as nearly every tree begins
+        leaf = next(iter(leaf.values()))
+    found = getattr(leaf, "_sharding", None) or getattr(first_leaf(params), "_sharding", None)
+    if seen.misplaced or (found is not where and found != where):
         return None
     try:
-        return _run(known.program, seen, config, params, batch)
-    finally:
-        seen.lock.release()
-
-
-def _run(program: Any, seen: Seen, config: Config, params: Tree, batch: list[Any]) -> Scattered | None:
-    before = program._cache_size()
+        turn = seen.turns.pop()
+    except IndexError:  # of two threads at once the other takes all steps: what is new in the cache must be this call's
+        return None
     try:
+        batch = batch if arrays is None else [batch[i] for i in arrays]
+        before = program._cache_size()
         # Without collectives any number may be in flight, as of any other program.
-        outputs = dispatch(program, config.mesh, params, *batch) if seen.communicates else program(params, *batch)
+        out = dispatch(program, config.mesh, params, *batch) if seen.communicates else program(params, *batch)
+        if not before == program._cache_size() == seen.checked and not _look(known, params, batch):
+            return None
     except Exception:  # what is wrong is said, in better words, by the call that takes all steps
         return None
-    size = program._cache_size()
-    if (before, size) != (seen.checked, seen.checked):
-        if not all_lie(jax.tree.leaves(params), replicated(config.mesh)):
-            seen.misplaced = True  # and from now on JAX knows these as well as the others
-            return None
-        seen.look(program, params, *batch)
-        seen.checked = size
-    return outputs
+    finally:
+        seen.turns.append(turn)
+    ((number, values),) = out.items()
+    return values, seen.layouts[number]
 
 
-def remember(
-    config: Config, module: Any, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered
-) -> None:
+def _look(known: Known, params: Tree, batch: list[Any]) -> bool:
+    """Looks at the parameters of a call that JAX may not have seen before; False where they were not in their place."""
+    program, seen = known.program, known.seen
+    if not all_lie(jax.tree.leaves(params), known.where):
+        seen.misplaced = True  # and from now on JAX knows these as well as the others
+        return False
+    seen.look(program, params, *batch)
+    seen.checked = program._cache_size()
+    return True
+
+
+def remember(dp: Any, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
+    config: Config = dp._config
     if config.state_axes or spans_processes(config.mesh) or not is_plain():
         return  # (with state_axes some of the variables may have to be cut, another time)
-    compiled = config.program(module)
+    compiled = config.program(dp.module)
     key, leaves = _known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
     arrays = [*inputs._arrays, *kw._arrays]
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
         return
     program = compiled.of_arrays(inputs._layout, kw._layout)
-    config.calls[key] = Known(module, program, compiled.seen[program], None if len(at) == len(leaves) else at)
+    places, seen = None if len(at) == len(leaves) else at, compiled.seen[program]
+    where, kind = getattr(first_leaf(params), "_sharding", None), type(dp)
+    if where is None:  # no parameters, or keys first
+        return
+    steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
+    config.calls[key] = Known(dp.module, steps, trace_context(), where, program, seen, places)
 
 
 _STATICS = (bool, int, str)
@@ -99,17 +126,22 @@ def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any]]:
     key: list[Any] = [len(args)]
     leaves: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
-        if type(x) is Scattered:  # nearly every one; flattening takes longer
-            key.append(x._layout)
+        if type(x) is Scattered:  # cut already; JAX itself looks at the types and places of a program's arrays
+            key.append(x._layout.token)
             leaves += x._arrays
-            continue
-        try:
-            found, treedef = jax.tree.flatten(x)
-        except ValueError:  # keys of dicts that do not compare
+        elif not _add(x, key, leaves):
             return None, []
-        key.append(treedef)
-        leaves += found
-    for x in leaves:
+    return tuple(key), leaves
+
+
+def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
+    try:
+        found, treedef = jax.tree.flatten(x)
+    except ValueError:  # keys of dicts that do not compare
+        return False
+    key.append(treedef)
+    leaves += found
+    for x in found:
         if hasattr(x, "_sharding"):  # an array of numbers; of tracers and keys it is another attribute
             key += x._sharding, x.dtype, x.shape
         elif type(x) is np.ndarray:
@@ -117,5 +149,5 @@ def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any]]:
         elif type(x) in _STATICS:
             key += type(x), x
         else:
-            return None, []
-    return tuple(key), leaves
+            return False
+    return True

@@ -21,8 +21,8 @@ from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
 from ._train_loss import FORMS, VERB, returned
 from ._train_program import Program, StepOptions
-from ._train_state import TrainState, first_difference
-from ._train_step import TrainStep, own_metrics, refuse_deleted, shapes_of
+from ._train_state import TrainState, first_difference, refuse_deleted
+from ._train_step import TrainStep, own_metrics, shapes_of
 from ._update import checked_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows, hashable
 

@@ -103,18 +103,22 @@ class Program:
         if capturing() or spans_processes(mesh):
             return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
         leaves, treedef = flat
-        key = self._key(layout), treedef
-        found = self.compiled.get(key)
-        if found is None:
-            options = self._options(key[0], state)
-            found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
         try:
-            return dispatch_step(found, mesh, *leaves, *batch._arrays)
+            return dispatch_step(self.of_leaves(state, treedef, layout), mesh, *leaves, *batch._arrays)
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
                 raise
         # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
         return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
+
+    def of_leaves(self, state: TrainState, treedef: Any, layout: Layout) -> Any:
+        """The compiled function of the state's leaves and the batch's arrays, one after the other."""
+        key = self._key(layout), treedef
+        found = self.compiled.get(key)
+        if found is None:
+            options = self._options(key[0], state)
+            found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
+        return found
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 
 from ._layout import Tree
 
@@ -58,3 +59,20 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
 
 def _short(x: Any) -> str:
     return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
+
+
+def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
+    """A `RuntimeError` for arrays that an earlier step has freed: JAX passes them on, and may crash."""
+    try:
+        # Each step asks each leaf: no Python for it, and not even the look-up of a method.
+        if not any(map(type(leaves[0]).is_deleted, leaves)):
+            return
+    except (AttributeError, TypeError):  # of several types, keys among them; numbers, tracers
+        pass
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise RuntimeError(
+                f"jdp.train_step: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed "
+                f"it; a state is good for one step. Pass on the state that the last step returned (to keep one, "
+                f"jax.tree.map(jnp.copy, state)), or make the step with donate=False."
+            )

@@ -763,3 +763,19 @@ def test_strict_promotion_settings_are_no_trouble(devices):
             x = noise(size, 3)
             got = jdp.gather(run(lambda w, x: {"y": x @ w, "key": (x**2).sum()}, PARAMS["w"], x, devices[:2]))
             close(got["y"], x @ PARAMS["w"])
+
+
+def test_a_number_of_each_replica_is_not_one_for_all():
+    """Inputs that differ in nothing else: each is a program of its own, whichever comes first."""
+    x = np.arange(16, dtype=np.float32)
+    each = jdp.parallel_apply(lambda _, x: (x, x.sum()), None, jdp.scatter((x,)))
+    one = jdp.scatter((x, np.float32(5)))
+    for inputs in ((each, one), (one, each)):
+
+        def add(_, x, y):
+            return x + y
+
+        found = [jdp.gather(jdp.parallel_apply(add, None, s)) for s in inputs]
+        expected = {id(each): x + np.repeat(x.reshape(8, 2).sum(1), 2), id(one): x + 5}
+        for s, out in zip(inputs, found, strict=True):
+            np.testing.assert_array_equal(out, expected[id(s)])

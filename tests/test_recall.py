@@ -101,6 +101,8 @@ def test_parameters_of_another_device_are_refused_as_ever():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
                 dp.apply(wrong, X)
+            with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
+                jax.jit(lambda wrong=wrong: dp.apply(wrong, X))()
 
 
 def test_errors_are_those_of_a_call_that_is_not_known():
@@ -194,6 +196,8 @@ def test_transformations_and_replicas_after_a_call_that_is_known():
         assert jax.grad(lambda s, batch=batch: (dp.apply(params, batch) * s).sum())(2.0) == EXPECTED.sum()
         grads = jax.grad(lambda p, batch=batch: dp.apply(p, batch).sum())(params)
         np.testing.assert_allclose(grads["b"], [16, 16, 16])
+    found, expected = (jax.jit(lambda dp=dp: dp.apply(elsewhere(params), X))() for dp in (dp, wrapper()))
+    same(found, expected)
     inside = jax.pmap(lambda x: dp.apply(host_params(), x))(X.reshape(8, 2, 2))
     np.testing.assert_allclose(inside.reshape(16, 3), EXPECTED)
 
@@ -338,6 +342,19 @@ def test_threads_that_call_at_once():
         for out in found:
             same(out, expected)
         assert len(found) == 3
+
+
+def test_only_one_thread_at_a_time_goes_straight(monkeypatch):
+    dp, params = wrapper(), jdp.replicate(host_params())
+    dp.apply(params, X)
+    (known,) = dp._config.calls.values()
+    turn = known.seen.turns.pop()  # as a thread does that is in the program now
+    with pytest.raises(AssertionError, match="four steps"), straight(monkeypatch):
+        dp.apply(params, X)
+    known.seen.turns.append(turn)
+    for _ in range(2):  # who was there gives it back
+        with straight(monkeypatch):
+            dp.apply(params, X)
 
 
 def test_collectives_that_depend_on_the_parameters_are_found_when_they_come():

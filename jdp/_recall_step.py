@@ -1,0 +1,52 @@
+"""recall_step runs a step like the one before it: on the state that it gave, and a batch that is cut the same way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.core import eval_trace, trace_ctx  # as in _recall.py
+
+from ._compiled import is_plain
+from ._dispatch import hold, may_deadlock
+from ._layout import Layout, Tree
+from ._scattered import Scattered
+from ._train_program import Flat, Program
+from ._train_state import TrainState, refuse_deleted
+
+
+class KnownStep(NamedTuple):
+    """A step that ran: what it takes to run its program again."""
+
+    layout: Layout  # of the batch
+    treedef: Any  # of the state
+    program: Any  # of the state's leaves and the batch's arrays
+    waits: bool  # for the steps before it
+
+
+def recall_step(known: KnownStep, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]] | None:
+    """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
+    if type(batch) is not Scattered or (batch._layout is not known.layout and batch._layout != known.layout):
+        return None
+    if trace_ctx.trace is not eval_trace:
+        return None
+    leaves, treedef = jax.tree.flatten(state)
+    if treedef != known.treedef:  # to compare takes half as long as to find it in a dict
+        return None
+    refuse_deleted(state, leaves)
+    try:
+        state, metrics = known.program(*leaves, *batch._arrays)
+    except (TypeError, ValueError):  # somebody put another array into it; nothing has run
+        return None
+    if known.waits:
+        hold(metrics["loss"])
+    return state, metrics
+
+
+def remember_step(program: Program, state: TrainState, batch: Scattered, flat: Flat) -> KnownStep | None:
+    """Of a step that has run, what it takes to run it again."""
+    if program.options.check_replicas or not is_plain():
+        return None
+    treedef, layout = flat[1], batch._layout
+    compiled = program.of_leaves(state, treedef, layout)
+    return KnownStep(layout, treedef, compiled, may_deadlock(layout.mesh))

@@ -1,0 +1,219 @@
+"""A step like the one before it goes straight to its program, and gives what a step without a memory gives."""
+
+import contextlib
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp._train_step import TrainStep
+
+X = np.arange(32, dtype=np.float32).reshape(16, 2) / 32
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(3)(x))
+        return nn.Dropout(0.5, deterministic=not self.has_rng("dropout"))(nn.Dense(1)(x))
+
+
+def loss_fn(variables, x, key=None):
+    rngs = None if key is None else {"dropout": key}
+    out, updates = Model().apply(variables, x, mutable=["batch_stats"], rngs=rngs)
+    return ((out - 1) ** 2).mean(), {"out": out}, updates
+
+
+def wrapper():
+    dp = jdp.DataParallel(Model())
+    return dp, dp.init(jax.random.key(0), X)
+
+
+@contextlib.contextmanager
+def straight(monkeypatch):
+    """In here not all of a step may be looked at."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("all of it was looked at")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "_ready", refuse)
+        yield
+
+
+def forgetful(dp, **options):
+    """A step that never recalls one."""
+    step = dp.train_step(loss_fn, optax.adam(0.1), **options)
+
+    def call(state, batch):
+        step._known = None
+        return step(state, batch)
+
+    return step.init, call
+
+
+def same(found, expected):
+    def equal(a, b):
+        assert a.dtype == b.dtype and a.sharding == b.sharding
+        a, b = (jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+    jax.tree.map(equal, found, expected)
+
+
+OPTIONS = [
+    {},
+    {"donate": False},
+    {"shard_optimizer": True},
+    {"accumulate_steps": 2},
+    {"skip_nonfinite": True},
+]
+
+
+@pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key):
+    dp, variables = wrapper()
+    key = None if key is None else jax.random.key(key)
+    init, expected = forgetful(dp, **options)
+    step = dp.train_step(loss_fn, optax.adam(0.1), **options)
+    a, b = step.init(variables, key), init(variables, key)
+    batches = list(dp.prefetch([X, X + 1, X[:5], X[:5], X + 2, X]))
+    known = [False, True, False, True, False, True]
+    for batch, recalled in zip(batches, known, strict=True):
+        with straight(monkeypatch) if recalled else contextlib.nullcontext():
+            found = step(a, batch)
+        wanted = expected(b, batch)
+        same(found, wanted)
+        a, b = found[0], wanted[0]
+    assert int(a.step) == 6
+
+
+def after_two_steps(**options):
+    dp, variables = wrapper()
+    step = dp.train_step(loss_fn, optax.adam(0.1), **options)
+    state = step.init(variables)
+    (batch,) = dp.prefetch([X])
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert step._known is not None
+    return dp, step, state, batch
+
+
+def test_what_somebody_puts_into_the_state_counts():
+    dp, step, state, batch = after_two_steps(donate=False)
+    init, expected = forgetful(dp, donate=False)
+    kernel = state.params["Dense_0"]["kernel"]
+    for new in (2 * kernel, np.ones((2, 3), np.float32), jnp.ones((2, 3))):
+        state.params["Dense_0"]["kernel"] = new
+        other = jax.tree.map(lambda x: x, state)
+        for _ in range(2):
+            same(step(state, batch), expected(other, batch))
+            step._last = lambda: state  # as if it had given it: what was changed is the last state
+
+
+def test_what_does_not_fit_is_refused_in_the_same_words():
+    """JAX's own refusal names an operand by its number, and a model's error the replica."""
+    _, step, state, batch = after_two_steps()
+    kernel = state.params["Dense_0"]["kernel"]
+    state.params["Dense_0"]["kernel"] = jdp.replicate(np.ones((5, 3), np.float32))
+    with pytest.raises(flax.errors.ScopeParamShapeError) as error:
+        step(state, batch)
+    assert any("replica 0" in note for note in error.value.__notes__)
+    state.params["Dense_0"]["kernel"] = "a kernel"
+    with pytest.raises(TypeError, match=r"state\.params\['Dense_0'\]\['kernel'\]") as error:
+        step(state, batch)
+    assert "operands[" not in str(error.value)
+    state.params["Dense_0"]["kernel"] = kernel
+    assert int(step(state, batch)[0].step) == 3  # nothing of it had run
+
+
+def test_an_array_that_was_freed_is_refused_with_its_path():
+    _, step, state, batch = after_two_steps()
+    state.params["Dense_1"]["bias"].delete()
+    with pytest.raises(RuntimeError, match=r"state\.params\['Dense_1'\]\['bias'\] was donated to an earlier step"):
+        step(state, batch)
+
+
+def test_a_parameter_that_gets_another_name():
+    dp = jdp.DataParallel(lambda v, x: x * sum(v["params"].values()))
+    step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(0.5))
+    state = step.init({"params": {"a": np.float32(1), "b": np.float32(2)}})
+    (batch,) = dp.prefetch([np.ones(8, np.float32)])
+    for _ in range(2):
+        state, _ = step(state, batch)
+    state.params["z"] = state.params.pop("a")
+    state, metrics = step(state, batch)
+    assert jax.device_get(state.params) == {"b": 0.5, "z": -0.5} and metrics["loss"] == 1
+
+
+def test_the_state_before_is_refused():
+    _, step, state, batch = after_two_steps()
+    after, _ = step(state, batch)
+    with pytest.raises(RuntimeError, match="was donated to an earlier step"):
+        step(state, batch)
+    assert int(step(after, batch)[0].step) == 4
+
+
+def test_another_state_is_looked_at():
+    _, step, state, batch = after_two_steps(donate=False)
+    narrow = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
+    with pytest.raises(ValueError, match=r"bfloat16\[3\], float32\[3\] is expected"):
+        step(narrow, batch)
+
+
+def test_none_is_refused_when_the_last_state_is_gone():
+    _, step, state, batch = after_two_steps()
+    del state
+    with pytest.raises(TypeError, match="state is a NoneType"):
+        step(None, batch)
+
+
+def test_traces_and_settings_are_looked_at(monkeypatch):
+    dp, step, state, batch = after_two_steps(donate=False)
+    _, expected = forgetful(dp, donate=False)
+    wanted = expected(state, batch)
+    traced = jax.jit(lambda: step(state, batch)[1]["loss"])
+    np.testing.assert_allclose(traced(), wanted[1]["loss"], rtol=1e-6)
+    step(state, batch)
+    step._last = lambda: state
+    mesh = jax.make_mesh((8,), ("other",))
+    with jax.sharding.set_mesh(mesh), pytest.raises(ValueError, match=r"called inside jax\.set_mesh"):
+        step(state, batch)
+    with jax.disable_jit():
+        found = step(state, batch)
+    np.testing.assert_allclose(found[1]["loss"], wanted[1]["loss"], rtol=1e-5)
+
+
+def test_explain_does_not_run_it():
+    _, step, state, batch = after_two_steps()
+    before = int(state.step)
+    assert jdp.explain(step, state, batch).flops == jdp.explain(lambda: step(state, batch)).flops > 0
+    assert int(state.step) == before and not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_a_state_of_another_model_forgets():
+    dp = jdp.DataParallel(lambda v, x: x * v["params"].sum())
+    step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(0.5, momentum=0.0), shard_optimizer=True)
+    (batch,) = dp.prefetch([np.ones(8, np.float32)])
+    for rows in (16, 3, 16):
+        state = step.init({"params": np.ones(rows, np.float32)})
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        assert step.optimizer_bytes(state).cut == (8 if rows == 16 else 0)
+        assert float(metrics["loss"]) == rows - rows * 0.5 * 2 and state.params.tolist() == [-0.5] * rows
+
+
+def test_replicas_are_compared_all_the_same():
+    dp, variables = wrapper()
+    step = dp.train_step(loss_fn, optax.adam(0.1), check_replicas=2)
+    state = step.init(variables)
+    (batch,) = dp.prefetch([X])
+    for _ in range(4):
+        state, _ = step(state, batch)
+    assert step._known is None and step._program.steps == 4
