@@ -74,6 +74,16 @@ def test_uneven_scattered_batches_are_recalled_and_trimmed(monkeypatch):
     np.testing.assert_allclose(again, EXPECTED[:13])
 
 
+def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
+    """Each has a layout of its own, equal to the others'."""
+    dp, params = wrapper(), jdp.replicate(host_params())
+    first = dp.apply(params, jdp.scatter(X))
+    with straight(monkeypatch):
+        same(dp.apply(params, jdp.scatter(X)), first)
+        with pytest.raises(AssertionError, match="four steps"):
+            dp.apply(params, jdp.scatter(X[:13]))
+
+
 @pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
 @pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])
 def test_parameters_elsewhere_are_moved_as_ever(moved, place):
