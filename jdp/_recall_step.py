@@ -9,7 +9,7 @@ from jax._src.core import eval_trace, trace_ctx  # as in _recall.py
 
 from ._compiled import is_plain
 from ._dispatch import hold, may_deadlock
-from ._layout import Layout, Tree
+from ._layout import Layout
 from ._scattered import Scattered
 from ._train_program import Flat, Program
 from ._train_state import TrainState, refuse_deleted
@@ -24,11 +24,9 @@ class KnownStep(NamedTuple):
     waits: bool  # for the steps before it
 
 
-def recall_step(known: KnownStep, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]] | None:
+def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]] | None:
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
-    if type(batch) is not Scattered or (batch._layout is not known.layout and batch._layout != known.layout):
-        return None
-    if trace_ctx.trace is not eval_trace:
+    if (batch._layout is not known.layout and batch._layout != known.layout) or trace_ctx.trace is not eval_trace:
         return None
     leaves, treedef = jax.tree.flatten(state)
     if treedef != known.treedef:  # to compare takes half as long as to find it in a dict

@@ -93,6 +93,9 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then."""
         if self._known is not None and state is self._last():
+            if type(batch) is not Scattered:
+                self._program.config.refuse_other_mesh()
+                batch = self._dp._scatter_batch(batch, VERB)
             found = recall_step(self._known, state, batch)
             if found is not None:
                 self._last = weakref.ref(found[0])

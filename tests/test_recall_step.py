@@ -75,15 +75,17 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
 @pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key):
+def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key, prefetched):
     dp, variables = wrapper()
     key = None if key is None else jax.random.key(key)
     init, expected = forgetful(dp, **options)
     step = dp.train_step(loss_fn, optax.adam(0.1), **options)
     a, b = step.init(variables, key), init(variables, key)
-    batches = list(dp.prefetch([X, X + 1, X[:5], X[:5], X + 2, X]))
+    batches = [X, X + 1, X[:5], X[:5], X + 2, X]
+    batches = list(dp.prefetch(batches)) if prefetched else batches
     known = [False, True, False, True, False, True]
     for batch, recalled in zip(batches, known, strict=True):
         with straight(monkeypatch) if recalled else contextlib.nullcontext():
@@ -183,11 +185,23 @@ def test_traces_and_settings_are_looked_at(monkeypatch):
     step(state, batch)
     step._last = lambda: state
     mesh = jax.make_mesh((8,), ("other",))
-    with jax.sharding.set_mesh(mesh), pytest.raises(ValueError, match=r"called inside jax\.set_mesh"):
-        step(state, batch)
+    for given in (batch, X):
+        with jax.sharding.set_mesh(mesh), pytest.raises(ValueError, match=r"called inside jax\.set_mesh"):
+            step(state, given)
     with jax.disable_jit():
         found = step(state, batch)
     np.testing.assert_allclose(found[1]["loss"], wanted[1]["loss"], rtol=1e-5)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_and_changes_nothing():
+    _, step, state, batch = after_two_steps()
+    for wrong, error, words in (
+        ({"x": X, "y": X[:3]}, ValueError, r"\['y'\] has 3"),
+        (np.ones((0, 2), np.float32), ValueError, "the batch has 0 rows"),
+    ):
+        with pytest.raises(error, match=words):
+            step(state, wrong)
+    assert int(step(state, batch)[0].step) == 3
 
 
 def test_explain_does_not_run_it():
