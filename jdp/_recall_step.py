@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax._src.core import eval_trace, trace_ctx  # as in _recall.py
 
-from ._compiled import is_plain
 from ._dispatch import hold, may_deadlock
-from ._layout import Layout
 from ._scattered import Scattered
 from ._train_program import Flat, Program
 from ._train_state import TrainState, refuse_deleted
@@ -18,7 +16,6 @@ from ._train_state import TrainState, refuse_deleted
 class KnownStep(NamedTuple):
     """A step that ran: what it takes to run its program again."""
 
-    layout: Layout  # of the batch
     treedef: Any  # of the state
     program: Any  # of the state's leaves and the batch's arrays
     waits: bool  # for the steps before it
@@ -26,7 +23,7 @@ class KnownStep(NamedTuple):
 
 def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]] | None:
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
-    if (batch._layout is not known.layout and batch._layout != known.layout) or trace_ctx.trace is not eval_trace:
+    if trace_ctx.trace is not eval_trace:
         return None
     leaves, treedef = jax.tree.flatten(state)
     if treedef != known.treedef:  # to compare takes half as long as to find it in a dict
@@ -41,10 +38,7 @@ def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[
     return state, metrics
 
 
-def remember_step(program: Program, state: TrainState, batch: Scattered, flat: Flat) -> KnownStep | None:
-    """Of a step that has run, what it takes to run it again."""
-    if program.options.check_replicas or not is_plain():
-        return None
-    treedef, layout = flat[1], batch._layout
-    compiled = program.of_leaves(state, treedef, layout)
-    return KnownStep(layout, treedef, compiled, may_deadlock(layout.mesh))
+def known_step(program: Program, state: TrainState, batch: Scattered, flat: Flat) -> KnownStep:
+    """Of a step that has run, what it takes to run it again with a batch of that layout."""
+    layout, treedef = batch._layout, flat[1]
+    return KnownStep(treedef, program.of_leaves(state, treedef, layout), may_deadlock(layout.mesh))

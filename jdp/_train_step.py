@@ -13,12 +13,13 @@ from jax.core import Tracer
 
 from ._capturing import capturing
 from ._check_replicas import check_replicas
+from ._compiled import is_plain
 from ._config import Config
 from ._layout import Tree
 from ._microbatch import Loss
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
-from ._recall_step import KnownStep, recall_step, remember_step
+from ._recall_step import KnownStep, known_step, recall_step
 from ._replicate import broadcast
 from ._scatter_gather import join
 from ._scattered import Scattered, is_scattered
@@ -47,7 +48,7 @@ class TrainStep:
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._last: Any = lambda: None  # a weak reference to the state it gave last
-        self._known: KnownStep | None = None
+        self._known: dict[object, KnownStep] = {}  # by the batch's layout
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
         """The state to begin with: a copy of the variables (the caller's own are never donated).
@@ -85,19 +86,19 @@ class TrainStep:
         shapes = jax.eval_shape(make, dict(variables), key)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
-            self._known = None
+            self._known.clear()
         state = jax.jit(make, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes, self._last = shapes, weakref.ref(state)
         return state
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then."""
-        if self._known is not None and state is self._last():
+        if self._known and state is self._last():
             if type(batch) is not Scattered:
                 self._program.config.refuse_other_mesh()
                 batch = self._dp._scatter_batch(batch, VERB)
-            found = recall_step(self._known, state, batch)
-            if found is not None:
+            known = self._known.get(batch._layout.token)
+            if known is not None and (found := recall_step(known, state, batch)) is not None:
                 self._last = weakref.ref(found[0])
                 return found
         before, scattered, flat = self._ready(state, batch)
@@ -107,7 +108,8 @@ class TrainStep:
             self._program.checked(state)
         if spans_processes(self._program.config.mesh):
             return state, own_metrics(metrics)
-        self._known = remember_step(self._program, state, scattered, flat)
+        if is_plain() and not self._options.check_replicas:
+            self._known[scattered._layout.token] = known_step(self._program, state, scattered, flat)
         return state, metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
