@@ -3,8 +3,8 @@
 The model has nothing to compute, only leaves: numbers that are added up, as many as the table says. So a call is what
 Python, JAX's dispatch and the devices' threads take. In one process for each number of virtual devices jdp and the
 direct call take turns, in an order that is shuffled every round. A turn is five calls, then a wait until they have run;
-figures are medians over the turns, and ratios of medians. With --mixed all contenders take turns, and push each other's
-code out of the processor's caches: what Python there is in a call then takes about twice as long.
+figures are medians over the turns, and ratios of medians. With --mixed all contenders take turns, those
+that begin with a numpy batch among them, and meet each other's code in the processor's caches.
 
     direct, apply  jit(shard_map(model)) on placed parameters and a batch that is cut already
     direct, step   the very program that jdp compiled for the step, on the state and the cut batch: a hand-written one

@@ -47,8 +47,7 @@ class Known(NamedTuple):
 def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, Layout] | None:
     """The outputs, and their layout, where such a call is known; None where not, or where something has to be moved.
 
-    The devices' threads empty the processor's caches between two calls. So all of this takes ten times as long as by
-    itself, and what counts is how much code it touches, not how often.
+    The devices' threads empty the processor's caches between two calls: what counts is how much code this touches.
     """
     config: Config = dp._config
     key, batch = _known_by(args, kwargs)
@@ -83,7 +82,7 @@ def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, Layo
         return None
     finally:
         seen.turns.append(turn)
-    ((number, values),) = out.items()
+    ((number, values),) = out.items()  # seen.outputs, in line; as first_leaf above
     return values, seen.layouts[number]
 
 
@@ -135,6 +134,7 @@ def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any]]:
 
 
 def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
+    """The same of one argument that is not cut yet; False, if seldom seen."""
     try:
         found, treedef = jax.tree.flatten(x)
     except ValueError:  # keys of dicts that do not compare

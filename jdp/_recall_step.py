@@ -26,7 +26,7 @@ def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[
     if trace_ctx.trace is not eval_trace:
         return None
     leaves, treedef = jax.tree.flatten(state)
-    if treedef != known.treedef:  # to compare takes half as long as to find it in a dict
+    if treedef != known.treedef:  # no key of a dict, which would have to hash every name in it first
         return None
     refuse_deleted(state, leaves)
     try:
