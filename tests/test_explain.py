@@ -239,7 +239,8 @@ def test_what_does_not_fit(dp, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 17.2G of 16.0G hbm\nmore")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refused)
-    with pytest.raises(RuntimeError, match=r"Model with 8 rows on each cpu does not compile: .* 17.2G of 16.0G hbm; "):
+    words = r"Model with 8 rows on each cpu does not compile: .* 17.2G of 16.0G hbm; arguments, .* Pass fewer rows, "
+    with pytest.raises(RuntimeError, match=words):
         jdp.explain(dp.apply, VARIABLES, X)
 
 
