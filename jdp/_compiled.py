@@ -45,8 +45,8 @@ class Seen:
 
     def outputs(self, out: dict[int, Any]) -> tuple[Any, Layout]:
         """The arrays that the program returned, and their layout."""
-        ((number, arrays),) = out.items()
-        return arrays, self.layouts[number]
+        ((number, values),) = out.items()
+        return jax.tree.leaves(values), self.layouts[number]
 
     def look(self, program: Any, *operands: Any) -> None:
         """Sees whether the program has collectives for these operands."""
@@ -89,8 +89,8 @@ class Compiled:
     def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> Any:
         """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other.
 
-        It returns the arrays of the outputs, by the number of their layout: JAX makes a dict itself, and a `Scattered`
-        with a call back into Python.
+        It returns the outputs by the number of their layout, for a `Scattered` is a call back into Python: the tree
+        itself, or the padded arrays where gather has to trim them.
         """
         program = self._programs.get((inputs, kwargs))
         if program is None:
@@ -99,9 +99,10 @@ class Compiled:
             def of_arrays(replicas: Tree, *arrays: Any) -> dict[int, Any]:
                 kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
                 out = run(replicas, Scattered(arrays[:cut], inputs), kw)
-                if out._layout not in seen.layouts:
-                    seen.layouts.append(out._layout)
-                return {seen.layouts.index(out._layout): out._arrays}
+                layout = out._layout
+                if layout not in seen.layouts:
+                    seen.layouts.append(layout)
+                return {seen.layouts.index(layout): layout.fill(out._arrays) if layout.is_even else out._arrays}
 
             of_arrays.__name__ = of_arrays.__qualname__ = run.__name__
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put

@@ -18,7 +18,6 @@ from ._layout import Tree
 from ._processes import spans_processes
 from ._recall import recall
 from ._replicate import broadcast
-from ._scattered import Scattered
 from ._split import split
 from ._steps import Steps
 from ._training import Training
@@ -178,10 +177,7 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
         if config.calls:
             found = recall(self, variables, args, kwargs)
             if found is not None:
-                arrays, layout = found
-                if config.output_device is None and not stateful and layout.is_even:
-                    return layout.fill(arrays)  # what gather comes to
-                return self._gathered(Scattered(arrays, layout), True, stateful)
+                return found[0]
         if _in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":

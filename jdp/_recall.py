@@ -8,7 +8,7 @@ and if they were not in their place, the call is made again as others are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,10 @@ from jax.sharding import NamedSharding
 from ._compiled import Seen, is_plain
 from ._config import Config
 from ._dispatch import dispatch
-from ._layout import Layout, Tree
+from ._layout import Tree
 from ._processes import spans_processes
 from ._replicate import all_lie, first_leaf
 from ._scattered import Scattered
-
-STEPS = frozenset(("scatter", "replicate", "parallel_apply", "gather"))
-"""The names of the steps that a wrapper may have of its own."""
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -36,40 +33,44 @@ class Known(NamedTuple):
     """A call that ran: what it takes to run its program again."""
 
     module: Any
-    steps: Any  # of the wrapper's class
+    steps: Any  # the functions behind its four methods
     context: Any  # JAX's settings then, as disable_jit, and its mesh
     where: NamedSharding
     program: Any  # of the parameters and the arrays of the batch, one after the other
     seen: Seen
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
+    stateful: bool
+    stays: bool  # the output, where the program leaves it
 
 
-def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, Layout] | None:
-    """The outputs, and their layout, where such a call is known; None where not, or where something has to be moved.
+def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any] | None:
+    """What the call returns, where such a call is known; None where not, or where something has to be moved.
 
     The devices' threads empty the processor's caches between two calls: what counts is how much code this touches.
     """
     config: Config = dp._config
-    key, batch = _known_by(args, kwargs)
+    one = len(args) == 1 and not kwargs and type(args[0]) is Scattered  # what is called most, as in _known_by
+    key, batch = (args[0]._layout.token, args[0]._arrays) if one else _known_by(args, kwargs)
     known: Known | None = config.calls.get(key)
     if known is None:
         return None
-    module, steps, context, where, program, seen, arrays = known
-    kind = type(dp)
-    if dp.module is not module or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps:
-        return None
-    # Under a trace arrays may be tracers, and the call may run within a replica.
-    if not STEPS.isdisjoint(vars(dp)) or trace_context() != context or trace_ctx.trace is not eval_trace:
-        return None
-    leaf = params
-    while type(leaf) is dict and leaf:  # as nearly every tree begins
+    module, steps, context, where, program, seen, arrays, stateful, stays = known
+    leaf: Any = params
+    while leaf.__class__ is dict and leaf:  # as nearly every tree begins
         leaf = next(iter(leaf.values()))
-    found = getattr(leaf, "_sharding", None) or getattr(first_leaf(params), "_sharding", None)
-    if seen.misplaced or (found is not where and found != where):
-        return None
     try:
+        found = leaf._sharding
+    except AttributeError:
+        found = getattr(first_leaf(params), "_sharding", None)
+    # Under a trace arrays may be tracers, and the call may run within a replica.
+    traced = trace_ctx.trace is not eval_trace or trace_context() != context
+    if traced or (found is not where and found != where) or dp.module is not module or seen.misplaced:
+        return None
+    try:  # steps_of(dp), in line
+        if (dp.scatter.__func__, dp.replicate.__func__, dp.parallel_apply.__func__, dp.gather.__func__) != steps:
+            return None
         turn = seen.turns.pop()
-    except IndexError:  # of two threads at once the other takes all steps: what is new in the cache must be this call's
+    except (AttributeError, IndexError):  # no methods; or another thread is here, and what is new in the cache its own
         return None
     try:
         batch = batch if arrays is None else [batch[i] for i in arrays]
@@ -82,11 +83,13 @@ def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, Layo
         return None
     finally:
         seen.turns.append(turn)
-    ((number, values),) = out.items()  # seen.outputs, in line; as first_leaf above
-    return values, seen.layouts[number]
+    ((number, values),) = out.items()  # seen.outputs, in line
+    if (layout := seen.layouts[number]).is_even and stays:
+        return (values,)  # what gather comes to
+    return (dp._gathered(Scattered(jax.tree.leaves(values), layout), True, stateful),)
 
 
-def _look(known: Known, params: Tree, batch: list[Any]) -> bool:
+def _look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:
     """Looks at the parameters of a call that JAX may not have seen before; False where they were not in their place."""
     program, seen = known.program, known.seen
     if not all_lie(jax.tree.leaves(params), known.where):
@@ -97,7 +100,9 @@ def _look(known: Known, params: Tree, batch: list[Any]) -> bool:
     return True
 
 
-def remember(dp: Any, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
+def remember(
+    dp: Any, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered, stateful: bool
+) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
     if config.state_axes or spans_processes(config.mesh) or not is_plain():
@@ -110,18 +115,28 @@ def remember(dp: Any, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattere
         return
     program = compiled.of_arrays(inputs._layout, kw._layout)
     places, seen = None if len(at) == len(leaves) else at, compiled.seen[program]
-    where, kind = getattr(first_leaf(params), "_sharding", None), type(dp)
-    if where is None:  # no parameters, or keys first
+    where, steps = getattr(first_leaf(params), "_sharding", None), steps_of(dp)
+    if where is None or steps is None:  # no parameters, or keys first
         return
-    steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
-    config.calls[key] = Known(dp.module, steps, trace_context(), where, program, seen, places)
+    stays = config.output_device is None and not stateful
+    config.calls[key] = Known(dp.module, steps, trace_context(), where, program, seen, places, stateful, stays)
+
+
+def steps_of(dp: Any) -> tuple[Any, ...] | None:
+    """The functions behind the four methods; None where one is none: a step of the instance's own need not be."""
+    try:
+        return dp.scatter.__func__, dp.replicate.__func__, dp.parallel_apply.__func__, dp.gather.__func__
+    except AttributeError:
+        return None
 
 
 _STATICS = (bool, int, str)
 
 
-def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any]]:
+def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
     """The leaves, and what decides how they are cut and what of them is part of the program: None, if seldom seen."""
+    if len(args) == 1 and not kwargs and type(args[0]) is Scattered:
+        return args[0]._layout.token, args[0]._arrays
     key: list[Any] = [len(args)]
     leaves: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 from jax._src.core import eval_trace, trace_ctx  # as in _recall.py
 
 from ._dispatch import hold, may_deadlock
@@ -25,13 +24,13 @@ def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
     if trace_ctx.trace is not eval_trace:
         return None
-    leaves, treedef = jax.tree.flatten(state)
-    if treedef != known.treedef:  # no key of a dict, which would have to hash every name in it first
-        return None
-    refuse_deleted(state, leaves)
     try:
+        # Half of what it takes to flatten the state and to compare its treedef; and no key of a dict, which would have
+        # to hash every name in it first.
+        leaves = known.treedef.flatten_up_to(state)
+        refuse_deleted(state, leaves)
         state, metrics = known.program(*leaves, *batch._arrays)
-    except (TypeError, ValueError):  # somebody put another array into it; nothing has run
+    except (TypeError, ValueError):  # somebody put another array or tree into it; nothing has run
         return None
     if known.waits:
         hold(metrics["loss"])

@@ -10,7 +10,7 @@ from ._devices import DeviceLike, Devices
 from ._dispatch import dispatch
 from ._gather_list import scatter_list
 from ._layout import Tree
-from ._recall import STEPS, remember
+from ._recall import remember, steps_of
 from ._replicate import broadcast, first_leaf, lives_replicated
 from ._scatter_gather import gather, join
 from ._scattered import Scattered, on_mesh, parts
@@ -97,7 +97,7 @@ class Steps:
         outputs = self.parallel_apply(replicas, inputs, kw)
         in_place = replicas is params
         if in_place and not cut and config.kind != "nnx" and self._takes_own_steps:
-            remember(self, params, args, kwargs, inputs, kw)
+            remember(self, params, args, kwargs, inputs, kw, stateful)
         # (The first of the two tests is the fast one.)
         stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
         return self._gathered(outputs, stay and (in_place or lives_replicated(params, config.mesh)), stateful)
@@ -115,9 +115,7 @@ class Steps:
     @property
     def _takes_own_steps(self) -> bool:
         """Whether the four steps are these, and no subclass's."""
-        kind = type(self)
-        own = (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) == _STEPS
-        return own and STEPS.isdisjoint(vars(self))
+        return steps_of(self) == _STEPS
 
 
 _STEPS = Steps.scatter, Steps.replicate, Steps.parallel_apply, Steps.gather

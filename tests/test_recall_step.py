@@ -154,6 +154,26 @@ def test_a_parameter_that_gets_another_name():
     assert jax.device_get(state.params) == {"b": 0.5, "z": -0.5} and metrics["loss"] == 1
 
 
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_tree_where_an_array_was(freed):
+    dp = jdp.DataParallel(lambda v, x: x * sum(jax.tree.leaves(v["params"])))
+    step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(0.5))
+    state = step.init({"params": {"a": np.float32(1), "b": np.float32(2)}})
+    (batch,) = dp.prefetch([np.ones(8, np.float32)])
+    for _ in range(2):
+        state, _ = step(state, batch)
+    state.params["a"] = jdp.replicate({"c": np.float32(3), "d": np.float32(4)})
+    if freed:
+        state.params["a"]["d"].delete()
+        with pytest.raises(RuntimeError, match=r"state\.params\['a'\]\['d'\] was donated to an earlier step"):
+            step(state, batch)
+        return
+    for loss in (8, 6.5):  # b is 1 by now
+        state, metrics = step(state, batch)
+        assert metrics["loss"] == loss
+    assert jax.device_get(state.params) == {"a": {"c": 2, "d": 3}, "b": 0}
+
+
 def test_the_state_before_is_refused():
     _, step, state, batch = after_two_steps()
     after, _ = step(state, batch)
