@@ -33,7 +33,7 @@ class Known(NamedTuple):
     """A call that ran: what it takes to run its program again."""
 
     module: Any
-    steps: Any  # the functions behind its four methods
+    steps: Any  # of the wrapper's class
     context: Any  # JAX's settings then, as disable_jit, and its mesh
     where: NamedSharding
     program: Any  # of the parameters and the arrays of the batch, one after the other
@@ -55,22 +55,21 @@ def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any] | No
     if known is None:
         return None
     module, steps, context, where, program, seen, arrays, stateful, stays = known
-    leaf: Any = params
-    while leaf.__class__ is dict and leaf:  # as nearly every tree begins
+    leaf = params
+    while type(leaf) is dict and leaf:  # as nearly every tree begins
         leaf = next(iter(leaf.values()))
-    try:
-        found = leaf._sharding
-    except AttributeError:
-        found = getattr(first_leaf(params), "_sharding", None)
+    found = getattr(leaf, "_sharding", None) or getattr(first_leaf(params), "_sharding", None)
     # Under a trace arrays may be tracers, and the call may run within a replica.
     traced = trace_ctx.trace is not eval_trace or trace_context() != context
     if traced or (found is not where and found != where) or dp.module is not module or seen.misplaced:
         return None
-    try:  # steps_of(dp), in line
-        if (dp.scatter.__func__, dp.replicate.__func__, dp.parallel_apply.__func__, dp.gather.__func__) != steps:
-            return None
+    kind, own = type(dp), dp.__dict__  # steps_of(dp), in line
+    replaced = "scatter" in own or "replicate" in own or "parallel_apply" in own or "gather" in own
+    if replaced or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps:
+        return None
+    try:
         turn = seen.turns.pop()
-    except (AttributeError, IndexError):  # no methods; or another thread is here, and what is new in the cache its own
+    except IndexError:  # of two threads at once the other takes all steps: what is new in the cache must be this call's
         return None
     try:
         batch = batch if arrays is None else [batch[i] for i in arrays]
@@ -123,11 +122,11 @@ def remember(
 
 
 def steps_of(dp: Any) -> tuple[Any, ...] | None:
-    """The functions behind the four methods; None where one is none: a step of the instance's own need not be."""
-    try:
-        return dp.scatter.__func__, dp.replicate.__func__, dp.parallel_apply.__func__, dp.gather.__func__
-    except AttributeError:
+    """The four steps of the wrapper's class; None where the wrapper itself has one of its own."""
+    kind, own = type(dp), vars(dp)
+    if "scatter" in own or "replicate" in own or "parallel_apply" in own or "gather" in own:
         return None
+    return kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
 
 
 _STATICS = (bool, int, str)

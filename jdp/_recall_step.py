@@ -25,8 +25,8 @@ def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[
     if trace_ctx.trace is not eval_trace:
         return None
     try:
-        # Half of what it takes to flatten the state and to compare its treedef; and no key of a dict, which would have
-        # to hash every name in it first.
+        # Makes no treedef to compare, as flatten would; and none is the key of a dict, for which each name in it would
+        # have to be hashed.
         leaves = known.treedef.flatten_up_to(state)
         refuse_deleted(state, leaves)
         state, metrics = known.program(*leaves, *batch._arrays)

@@ -195,6 +195,18 @@ def test_replaced_steps_are_taken(monkeypatch, step, of):
     assert seen == [step, step]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_of_another_wrapper_is_taken(known):
+    """It is the same function, and another's method."""
+    dp, other = wrapper(lambda w, x: x * w), wrapper(lambda w, x: x - w)
+    w = jdp.replicate(np.float32(3))
+    for _ in range(2 * known):
+        dp.apply(w, X)
+    object.__setattr__(dp, "parallel_apply", other.parallel_apply)
+    for _ in range(3):
+        np.testing.assert_array_equal(dp.apply(w, X), X - 3)
+
+
 def test_transformations_and_replicas_after_a_call_that_is_known():
     dp, params = wrapper(), jdp.replicate(host_params())
     (scattered,) = dp.prefetch([X])
