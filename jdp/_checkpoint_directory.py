@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -96,8 +97,26 @@ def free_name(directory: Any, name: str) -> str:
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 10**6))) if n not in taken)
 
 
-def remove_unfinished(directory: Any) -> None:
-    """Deletes what saves have left that were killed, or failed."""
+def remove_unfinished(directory: Any, patience: float = 5) -> None:
+    """Deletes what saves have left that were killed, or failed.
+
+    Args:
+        directory: that of the checkpoints.
+        patience: the seconds for which a failed save may go on writing there: Orbax waits for none of the writes that
+            it abandons.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    end = time.monotonic() + patience
     for path in directory.iterdir() if directory.is_dir() else ():
-        if ".orbax-checkpoint-tmp" in path.name and path.is_dir():
-            path.rmtree(missing_ok=True)
+        while ".orbax-checkpoint-tmp" in path.name and path.is_dir():
+            try:
+                path.rmtree()
+            except OSError as e:
+                if time.monotonic() > end:
+                    raise type(e)(
+                        f"jdp.{VERB}: {path} cannot be deleted: {e.strerror or e}; it is what is left of a save that "
+                        f"did not end, and nothing reads it. Delete it by hand, or pass another directory."
+                    ) from e
+                time.sleep(0.02)

@@ -66,7 +66,8 @@ class Writer:
         if step is not None:
             self._steps.take_back()
         if jax.process_index() == 0:
-            remove_unfinished(self._directory)
+            with contextlib.suppress(OSError):  # the error to tell is the save's; the next Checkpointer deletes it
+                remove_unfinished(self._directory)
         self._manager.reload()
         last = self._steps.latest()
         raise RuntimeError(

@@ -66,11 +66,11 @@ class Checkpointer:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
         keep, self._every = _positive("keep", keep), _positive("every", every)
-        self._quiet = Quiet()
         self.directory = absolute(directory)
         make_writable(self.directory)
         if jax.process_index() == 0:
             remove_unfinished(self.directory)
+        self._quiet = Quiet()
         self._steps = Steps(self.directory)
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
         self._preemption = Preemption()

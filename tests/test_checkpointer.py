@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
+from jdp._checkpoint_directory import absolute, remove_unfinished
 from jdp._devices import make_mesh, replicated
 
 KEY = jax.random.key(5)
@@ -535,3 +536,29 @@ def test_what_a_killed_save_left_is_cleaned_up(tmp_path):
         assert checkpointer.latest_step is None
         checkpointer.save(8, np.ones(2))
     assert sorted(os.listdir(tmp_path)) == ["8", "notes.txt"]
+
+
+def late_writes(monkeypatch, number):
+    """So many directories get a file in the moment before they are removed, as from a write that nobody waits for."""
+    rmdir, left = os.rmdir, list(range(number))
+
+    def after_a_write(path, *, dir_fd=None):
+        if left:
+            os.close(os.open(f"{path}/late{left.pop()}", os.O_CREAT, dir_fd=dir_fd))
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", after_a_write)
+
+
+def test_what_a_failed_save_goes_on_writing_is_cleaned_up(tmp_path, monkeypatch):
+    (tmp_path / "7.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    late_writes(monkeypatch, 4)
+    remove_unfinished(absolute(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_cleaned_up_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+    late_writes(monkeypatch, 10**6)
+    with pytest.raises(OSError, match=r"jdp.Checkpointer: .*7.orbax.* cannot be deleted: .*not empty; .* Delete it"):
+        remove_unfinished(absolute(tmp_path), patience=0.1)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -192,6 +193,19 @@ def test_a_full_disk_at_the_end_is_an_error_of_with(small_disk, capfd, caplog):
         raise KeyError("mine")
     assert any("step 1 was not saved" in note for note in info.value.__notes__)
     assert capfd.readouterr() == ("", "") and not caplog.records  # of Orbax's own tracebacks
+
+
+def test_a_save_that_fails_and_leaves_what_cannot_be_deleted(small_disk, monkeypatch):
+    """The error is the save's all the same; the next Checkpointer deletes it."""
+    monkeypatch.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
+    with pytest.raises(RuntimeError, match="step 1 was not saved in .*; there is no checkpoint yet"):
+        with jdp.Checkpointer(small_disk / "run") as checkpointer:
+            checkpointer.save(1, {f"{k}{i}": v for i in range(3) for k, v in arrays(i).items()})
+    assert len(os.listdir(small_disk / "run")) == 1
+    monkeypatch.undo()
+    with jdp.Checkpointer(small_disk / "run") as checkpointer:
+        assert checkpointer.save(1, arrays(1))
+    assert os.listdir(small_disk / "run") == ["1"]
 
 
 def test_a_read_only_directory(small_disk):
