@@ -38,6 +38,8 @@ class Writer:
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
         self._steps.advance(step)
         self._running = step
+        if self._quiet.abandoned:  # writes of a save that failed may have come when it had been deleted
+            self._delete_unfinished()
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
@@ -65,9 +67,7 @@ class Writer:
         self._quiet.abandoned = True
         if step is not None:
             self._steps.take_back()
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # the error to tell is the save's; the next Checkpointer deletes it
-                remove_unfinished(self._directory)
+        self._delete_unfinished()
         self._manager.reload()
         last = self._steps.latest()
         raise RuntimeError(
@@ -75,3 +75,8 @@ class Writer:
             f"{'there is no checkpoint yet' if last is None else f'step {last} is the newest complete checkpoint'}. "
             f"Make room there, or make it writable, and save again."
         ) from error
+
+    def _delete_unfinished(self) -> None:
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # the error to tell is the save's; the next Checkpointer tries again
+                remove_unfinished(self._directory)

@@ -163,7 +163,7 @@ def small_disk():
     held = os.path.ismount(place)
     if held:
         subprocess.run(["umount", "--lazy", place], check=True)
-    place.rmdir()
+    shutil.rmtree(place)  # such a write makes its directories again
     assert not held
 
 
@@ -174,12 +174,17 @@ def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(small_disk):
         checkpointer.save(2, arrays(2), data=2)
         with pytest.raises(RuntimeError, match="step 2 was not saved in .*; step 1 is the newest complete"):
             checkpointer.save(3, arrays(3), data=3)
-        assert os.listdir(small_disk / "run") == ["1"] and checkpointer.latest_step == 1
+        assert checkpointer.latest_step == 1
+        time.sleep(1)  # what the failed save was still writing is there now
         subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+        late = small_disk / "run" / "2.orbax-checkpoint-tmp" / "state"
+        late.mkdir(parents=True, exist_ok=True)
         assert checkpointer.save(3, arrays(3), data=3)  # with room it goes on
+        assert not late.exists()
     with jdp.Checkpointer(small_disk / "run") as checkpointer:
         got, data = checkpointer.restore(arrays(0))
     assert data == 3 and time.monotonic() - began < 30
+    assert sorted(os.listdir(small_disk / "run")) == ["1", "3"]
     for k, v in arrays(3).items():
         np.testing.assert_array_equal(got[k], v)
 
@@ -197,11 +202,12 @@ def test_a_full_disk_at_the_end_is_an_error_of_with(small_disk, capfd, caplog):
 
 def test_a_save_that_fails_and_leaves_what_cannot_be_deleted(small_disk, monkeypatch):
     """The error is the save's all the same; the next Checkpointer deletes it."""
-    monkeypatch.setattr(shutil, "rmtree", lambda path: os.rmdir(path))
+    tried = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path: tried.append(os.path.basename(path)) or os.rmdir(path))
     with pytest.raises(RuntimeError, match="step 1 was not saved in .*; there is no checkpoint yet"):
         with jdp.Checkpointer(small_disk / "run") as checkpointer:
             checkpointer.save(1, {f"{k}{i}": v for i in range(3) for k, v in arrays(i).items()})
-    assert len(os.listdir(small_disk / "run")) == 1
+    assert set(tried) == set(os.listdir(small_disk / "run")) and len(set(tried)) == 1
     monkeypatch.undo()
     with jdp.Checkpointer(small_disk / "run") as checkpointer:
         assert checkpointer.save(1, arrays(1))
