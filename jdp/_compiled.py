@@ -33,7 +33,7 @@ _settings: Any = jax.config
 class Seen:
     """What is known of the calls of a program, all of which JAX keeps in one cache."""
 
-    __slots__ = ("turns", "misplaced", "communicates", "checked", "mesh", "layouts")
+    __slots__ = ("turns", "misplaced", "communicates", "checked", "mesh", "layouts", "even")
 
     def __init__(self, mesh: Mesh) -> None:
         self.turns = [object()]  # a lock: who takes it out has it, and a list is quicker there than a Lock
@@ -41,12 +41,12 @@ class Seen:
         self.communicates = False  # whether replicas wait for each other in one of them
         self.checked = 0  # how many there were when it was last known that none was misplaced
         self.mesh = mesh
-        self.layouts: list[Layout] = []  # of the outputs, by number
+        self.layouts: list[Layout] = []  # of the outputs
+        self.even = True  # whether all of them are
 
-    def outputs(self, out: dict[int, Any]) -> tuple[Any, Layout]:
+    def outputs(self, out: tuple[Any, ...]) -> tuple[Any, Layout]:
         """The arrays that the program returned, and their layout."""
-        ((number, values),) = out.items()
-        return jax.tree.leaves(values), self.layouts[number]
+        return jax.tree.leaves(out), self.layouts[len(out) - 1]
 
     def look(self, program: Any, *operands: Any) -> None:
         """Sees whether the program has collectives for these operands."""
@@ -89,20 +89,22 @@ class Compiled:
     def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> Any:
         """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other.
 
-        It returns the outputs by the number of their layout, for a `Scattered` is a call back into Python: the tree
-        itself, or the padded arrays where gather has to trim them.
+        It returns the outputs behind a None for each layout before theirs, for a `Scattered` is a call back into
+        Python: the tree itself, or the padded arrays where gather has to trim them.
         """
         program = self._programs.get((inputs, kwargs))
         if program is None:
             run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
-            def of_arrays(replicas: Tree, *arrays: Any) -> dict[int, Any]:
+            def of_arrays(replicas: Tree, *arrays: Any) -> tuple[Any, ...]:
                 kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
                 out = run(replicas, Scattered(arrays[:cut], inputs), kw)
                 layout = out._layout
                 if layout not in seen.layouts:
                     seen.layouts.append(layout)
-                return {seen.layouts.index(layout): layout.fill(out._arrays) if layout.is_even else out._arrays}
+                    seen.even = seen.even and layout.is_even
+                values = layout.fill(out._arrays) if layout.is_even else out._arrays
+                return *[None] * seen.layouts.index(layout), values
 
             of_arrays.__name__ = of_arrays.__qualname__ = run.__name__
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put

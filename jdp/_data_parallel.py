@@ -177,7 +177,7 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
         if config.calls:
             found = recall(self, variables, args, kwargs)
             if found is not None:
-                return found[0]
+                return found[-1]
         if _in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":

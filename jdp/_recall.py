@@ -43,8 +43,8 @@ class Known(NamedTuple):
     stays: bool  # the output, where the program leaves it
 
 
-def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any] | None:
-    """What the call returns, where such a call is known; None where not, or where something has to be moved.
+def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
+    """Ends with what the call returns, where such a call is known; None where not, or where something has to be moved.
 
     The devices' threads empty the processor's caches between two calls: what counts is how much code this touches.
     """
@@ -82,10 +82,9 @@ def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any] | No
         return None
     finally:
         seen.turns.append(turn)
-    ((number, values),) = out.items()  # seen.outputs, in line
-    if (layout := seen.layouts[number]).is_even and stays:
-        return (values,)  # what gather comes to
-    return (dp._gathered(Scattered(jax.tree.leaves(values), layout), True, stateful),)
+    if stays and seen.even:
+        return out  # what gather comes to
+    return (dp._gathered(Scattered(*seen.outputs(out)), True, stateful),)
 
 
 def _look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:

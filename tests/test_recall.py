@@ -63,6 +63,26 @@ def test_scattered_and_host_batches_of_placed_parameters_are_recalled(monkeypatc
         dp.apply(params, X[:8])  # of another shape: not known
 
 
+@pytest.mark.parametrize("rows", [16, 13])
+def test_one_program_with_outputs_of_several_trees(monkeypatch, rows):
+    """They depend on the parameters: how many arrays, and which of them have a row for each of the batch."""
+
+    def each(params, x):
+        return {k: x * w if k != "whole" else w + 1 for k, w in params.items()}
+
+    dp, kinds = wrapper(each), (["a"], ["a", "b"], ["whole"], ["a", "whole"])
+    params = [jdp.replicate({k: np.float32(i + 2) for i, k in enumerate(kind)}) for kind in kinds]
+    (scattered,) = dp.prefetch([X[:rows]])
+    first = [dp.apply(w, scattered) for w in params]
+    with straight(monkeypatch):
+        again = [dp.apply(w, scattered) for w in params]
+    for w, one, two in zip(params, first, again, strict=True):
+        assert one.keys() == two.keys() == w.keys()
+        for k, expected in each(jax.device_get(w), X[:rows]).items():
+            same(two[k], one[k])
+            np.testing.assert_array_equal(one[k], expected)
+
+
 def test_uneven_scattered_batches_are_recalled_and_trimmed(monkeypatch):
     dp = wrapper()
     params = jdp.replicate(host_params())
