@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.core import Tracer
 
 from ._layout import Tree
 
@@ -67,10 +66,13 @@ def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
         # Each step asks each leaf: no Python for it, and not even the look-up of a method.
         if not any(map(type(leaves[0]).is_deleted, leaves)):
             return
-    except (AttributeError, TypeError):  # of several types, keys among them; numbers, tracers
-        pass
+    except (AttributeError, TypeError):  # of several types: a key among arrays; numbers, tracers; a tree for an array
+        leaves = jax.tree.leaves(leaves)
+        kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # to which no tracer belongs
+        if not any(x.is_deleted() for x in leaves if type(x) in kinds):
+            return
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        if issubclass(type(x), jax.Array) and x.is_deleted():
             raise RuntimeError(
                 f"jdp.train_step: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed "
                 f"it; a state is good for one step. Pass on the state that the last step returned (to keep one, "

@@ -96,10 +96,10 @@ def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key, pr
     assert int(a.step) == 6
 
 
-def after_two_steps(**options):
+def after_two_steps(key=None, **options):
     dp, variables = wrapper()
     step = dp.train_step(loss_fn, optax.adam(0.1), **options)
-    state = step.init(variables)
+    state = step.init(variables, key=key)
     (batch,) = dp.prefetch([X])
     for _ in range(2):
         state, _ = step(state, batch)
@@ -135,10 +135,18 @@ def test_what_does_not_fit_is_refused_in_the_same_words():
     assert int(step(state, batch)[0].step) == 3  # nothing of it had run
 
 
-def test_an_array_that_was_freed_is_refused_with_its_path():
-    _, step, state, batch = after_two_steps()
+@pytest.mark.parametrize("key", [None, 0])
+def test_an_array_that_was_freed_is_refused_with_its_path(key):
+    _, step, state, batch = after_two_steps(None if key is None else jax.random.key(key))
     state.params["Dense_1"]["bias"].delete()
     with pytest.raises(RuntimeError, match=r"state\.params\['Dense_1'\]\['bias'\] was donated to an earlier step"):
+        step(state, batch)
+
+
+def test_a_key_that_was_freed_is_refused_with_its_path():
+    _, step, state, batch = after_two_steps(jax.random.key(0))
+    state.key.delete()
+    with pytest.raises(RuntimeError, match=r"state\.key was donated to an earlier step"):
         step(state, batch)
 
 
