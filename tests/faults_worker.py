@@ -395,13 +395,19 @@ def case_restart_nnx():
     run(*nnx_run())
 
 
+def alive():
+    """The seconds since this process was started; Linux keeps them, from before Python's imports."""
+    ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def run(dp, begin, step):
     """Training that goes on from the last checkpoint; FOLDER/kills.json has who is killed when: `[[rank, step]]`."""
     kills = json.loads((folder() / "kills.json").read_text())
     with jdp.Checkpointer(folder() / "run", every=3) as checkpointer:
         state, data = checkpointer.restore(begin)
         first = data["next"] if data else 0
-        note("from", k=first)
+        note("from", k=first, alive=alive())
         for k, batch in enumerate(dp.prefetch(batch_of(HERE, k) for k in range(first, TOTAL)), first):
             state, metrics = step(state, batch)
             if ATTEMPT < len(kills) and kills[ATTEMPT] == [HERE, k]:
