@@ -3,10 +3,12 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import pathlib
 import shutil
 import signal
+import sys
 import warnings
 
 import jax
@@ -562,3 +564,12 @@ def test_what_cannot_be_cleaned_up_is_an_error(tmp_path, monkeypatch):
     late_writes(monkeypatch, 10**6)
     with pytest.raises(OSError, match=r"jdp.Checkpointer: .*7.orbax.* cannot be deleted: .*not empty; .* Delete it"):
         remove_unfinished(absolute(tmp_path), patience=0.1)
+
+
+def test_one_that_cannot_be_opened_leaves_the_log_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    absl = logging.getLogger("absl")
+    filters, hook = list(absl.filters), sys.unraisablehook
+    with pytest.raises(OSError, match="jdp.Checkpointer: .*file cannot be written"):
+        jdp.Checkpointer(tmp_path / "file")
+    assert absl.filters == filters and sys.unraisablehook is hook
