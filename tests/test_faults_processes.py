@@ -672,14 +672,11 @@ def test_restart_is_exact(start, row, tmp_path, case, count):
         first = bad.notes("step", rank=0, attempt=attempt + 1)[0]
         # It went on from a checkpoint, not from the beginning, and did what was lost again.
         assert 0 < first["k"] <= k and first["k"] % 3 == 0, first
-        # How long a start takes is for the machine's load to say; but this one waits for nothing that others do not.
+        # How long a start takes is for the machine's load to say; how soon it begins is for the launcher.
         started, start_up = begun(bad, attempt + 1)
-        seconds = first["time"] - fault["time"]
+        seconds, slowest = first["time"] - fault["time"], max(begun(job, 0)[1] for job in runs.values())
         assert 0 < started - fault["time"] < 15, f"{seconds:.1f} s, of which {start_up:.1f} are the start"
-        others = [begun(job, 0)[1] for job in runs.values()]
-        assert start_up < 2 * max(others), (
-            f"a start takes {start_up:.1f} s, and {others} where nothing was killed before"
-        )
+        assert seconds < 15 + 2 * slowest, f"{seconds:.1f} s; a start of a run from its beginning took {slowest:.1f}"
         print(f"killed {rank} at {k}: next good step after {seconds:.1f} s; a start takes {start_up:.1f} s")
         lost = f"steps {first['k']} to {k} are made again, to the last bit"
         row(f"kill -9 of rank {rank} at step {k}, {case}", bad, seconds, lost, said=bad.said().splitlines()[attempt])
