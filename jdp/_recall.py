@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src.config import trace_context  # not public; what JAX itself knows a compiled call by
-from jax._src.core import eval_trace, trace_ctx
+from jax._src.core import eval_trace, trace_state_strong_ref  # trace_ctx.trace, without its frame in Python
 from jax.sharding import NamedSharding
 
 from ._compiled import Seen, is_plain
@@ -60,7 +60,7 @@ def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, ...]
         leaf = next(iter(leaf.values()))
     found = getattr(leaf, "_sharding", None) or getattr(first_leaf(params), "_sharding", None)
     # Under a trace arrays may be tracers, and the call may run within a replica.
-    traced = trace_ctx.trace is not eval_trace or trace_context() != context
+    traced = trace_state_strong_ref.value is not eval_trace or trace_context() != context
     if traced or (found is not where and found != where) or dp.module is not module or seen.misplaced:
         return None
     kind, own = type(dp), dp.__dict__  # steps_of(dp), in line

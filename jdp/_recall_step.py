@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax._src.core import eval_trace, trace_ctx  # as in _recall.py
+from jax._src.core import eval_trace, trace_state_strong_ref  # as in _recall.py
 
 from ._dispatch import hold, may_deadlock
 from ._scattered import Scattered
@@ -22,7 +22,7 @@ class KnownStep(NamedTuple):
 
 def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]] | None:
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
-    if trace_ctx.trace is not eval_trace:
+    if trace_state_strong_ref.value is not eval_trace:
         return None
     try:
         # Makes no treedef to compare, as flatten would; and none is the key of a dict, for which each name in it would
