@@ -38,7 +38,8 @@ class Seen:
     def __init__(self, mesh: Mesh) -> None:
         self.turns = [object()]  # a lock: who takes it out has it, and a list is quicker there than a Lock
         self.misplaced = False  # whether one had parameters that were not whole on every device
-        self.communicates = False  # whether replicas wait for each other in one of them
+        # Whether replicas wait for each other in one of them. If not, any number may be in flight, as of others.
+        self.communicates = False
         self.checked = 0  # how many there were when it was last known that none was misplaced
         self.mesh = mesh
         self.layouts: list[Layout] = []  # of the outputs
@@ -97,6 +98,7 @@ class Compiled:
             run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
             def of_arrays(replicas: Tree, *arrays: Any) -> tuple[Any, ...]:
+                seen.checked = -1  # for JAX traces it now, or keeps nothing of this call
                 kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
                 out = run(replicas, Scattered(arrays[:cut], inputs), kw)
                 layout = out._layout

@@ -10,22 +10,21 @@ import jax
 from flax import nnx
 
 from . import _linen, _nnx
+from ._apply import Apply, in_replica
 from ._batches import Batches
 from ._check_replicas import check_replicas
 from ._config import Config, kind_of
 from ._devices import Device, DeviceLike, Devices
 from ._layout import Tree
 from ._processes import spans_processes
-from ._recall import recall
 from ._replicate import broadcast
 from ._split import split
-from ._steps import Steps
 from ._training import Training
 
 M = TypeVar("M")
 
 
-class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
+class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
     """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
 
     The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
@@ -126,7 +125,7 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
         """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
-        if _in_replica():
+        if in_replica():
             return cast(Any, self.module)(*args, **kwargs)
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
@@ -143,58 +142,6 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
         out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut)
         nnx.update(nodes, updates)
         return out
-
-    def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
-
-        For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
-        `mutable` the result is `(output, updated collections)`. Each replica draws from its own keys,
-        the primary from those given.
-
-        Args:
-            variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
-            *args: cut along `dim` (or `in_axes`).
-            **kwargs: likewise; also `rngs`, `mutable` and `method` for Linen.
-
-        Raises:
-            ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
-            RuntimeError: parameters on a device that is neither the host nor the primary device.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> dp.apply(np.float32(2), np.arange(3.0)).tolist()
-            [0.0, 2.0, 4.0]
-        """
-        config = self._config
-        if config.kind == "nnx":
-            raise TypeError("jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply.")
-        stateful = False
-        if config.kind == "linen":
-            _linen.check_variables(variables)
-            kwargs = _linen.normal_options(kwargs)
-            stateful = _linen.is_stateful(kwargs)
-        if config.calls:
-            found = recall(self, variables, args, kwargs)
-            if found is not None:
-                return found[-1]
-        if _in_replica():
-            module = cast(Any, self.module)
-            if config.kind == "linen":
-                return module.apply(_linen.unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
-            return module(variables, *args, **kwargs)
-        cut = {
-            name: split(variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state {name}", axes=axis)
-            for name, axis in config.state_axes.items()
-            if name in variables
-        }
-        if cut:
-            variables = {**variables, **cut}
-        try:
-            return self._forward(variables, args, kwargs, stateful, cut)
-        except Exception as error:
-            _linen.explain_stacked(error, variables, len(config.devices))
-            raise
 
     @property
     def init(self) -> Any:
@@ -243,8 +190,3 @@ class DataParallel(Steps, Training, Batches, nnx.Module, Generic[M]):
 def _devices_of(x: Any) -> int:
     """How many devices hold an array; none where only its shape is known."""
     return len(x.sharding.device_set) if getattr(x, "sharding", None) is not None else 0
-
-
-def _in_replica() -> bool:
-    """Whether this is traced inside a replica's program already."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)

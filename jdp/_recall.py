@@ -2,8 +2,8 @@
 
 Parameters that are whole on every device, and a batch that is cut already or can be handed over as it is, pass through
 scatter and replicate unchanged. To look at them leaf by leaf takes as long as JAX takes to dispatch the program. JAX
-looks at them anyway, and its cache of calls grows when it has not seen any like these before. Then they are looked at,
-and if they were not in their place, the call is made again as others are.
+looks at them anyway, and its cache of calls grows when it has not seen any like these before, or not with its settings
+of now. Then they are looked at, and if they were not in their place, the call is made again as others are.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src.config import trace_context  # not public; what JAX itself knows a compiled call by
-from jax._src.core import eval_trace, trace_state_strong_ref  # trace_ctx.trace, without its frame in Python
 from jax.sharding import NamedSharding
 
 from ._compiled import Seen, is_plain
 from ._config import Config
-from ._dispatch import dispatch
 from ._layout import Tree
 from ._processes import spans_processes
 from ._replicate import all_lie, first_leaf
@@ -34,7 +31,6 @@ class Known(NamedTuple):
 
     module: Any
     steps: Any  # of the wrapper's class
-    context: Any  # JAX's settings then, as disable_jit, and its mesh
     where: NamedSharding
     program: Any  # of the parameters and the arrays of the batch, one after the other
     seen: Seen
@@ -43,53 +39,11 @@ class Known(NamedTuple):
     stays: bool  # the output, where the program leaves it
 
 
-def recall(dp: Any, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
-    """Ends with what the call returns, where such a call is known; None where not, or where something has to be moved.
-
-    The devices' threads empty the processor's caches between two calls: what counts is how much code this touches.
-    """
-    config: Config = dp._config
-    one = len(args) == 1 and not kwargs and type(args[0]) is Scattered  # what is called most, as in _known_by
-    key, batch = (args[0]._layout.token, args[0]._arrays) if one else _known_by(args, kwargs)
-    known: Known | None = config.calls.get(key)
-    if known is None:
-        return None
-    module, steps, context, where, program, seen, arrays, stateful, stays = known
-    leaf = params
-    while type(leaf) is dict and leaf:  # as nearly every tree begins
-        leaf = next(iter(leaf.values()))
-    found = getattr(leaf, "_sharding", None) or getattr(first_leaf(params), "_sharding", None)
-    # Under a trace arrays may be tracers, and the call may run within a replica.
-    traced = trace_state_strong_ref.value is not eval_trace or trace_context() != context
-    if traced or (found is not where and found != where) or dp.module is not module or seen.misplaced:
-        return None
-    kind, own = type(dp), dp.__dict__  # steps_of(dp), in line
-    replaced = "scatter" in own or "replicate" in own or "parallel_apply" in own or "gather" in own
-    if replaced or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps:
-        return None
-    try:
-        turn = seen.turns.pop()
-    except IndexError:  # of two threads at once the other takes all steps: what is new in the cache must be this call's
-        return None
-    try:
-        batch = batch if arrays is None else [batch[i] for i in arrays]
-        before = program._cache_size()
-        # Without collectives any number may be in flight, as of any other program.
-        out = dispatch(program, config.mesh, params, *batch) if seen.communicates else program(params, *batch)
-        if not before == program._cache_size() == seen.checked and not _look(known, params, batch):
-            return None
-    except Exception:  # what is wrong is said, in better words, by the call that takes all steps
-        return None
-    finally:
-        seen.turns.append(turn)
-    if stays and seen.even:
-        return out  # what gather comes to
-    return (dp._gathered(Scattered(*seen.outputs(out)), True, stateful),)
-
-
-def _look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:
-    """Looks at the parameters of a call that JAX may not have seen before; False where they were not in their place."""
+def look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:
+    """Looks at a call that JAX may not have seen before; False where it has to take all steps."""
     program, seen = known.program, known.seen
+    if not is_plain():  # with disable_jit JAX keeps nothing
+        return False
     if not all_lie(jax.tree.leaves(params), known.where):
         seen.misplaced = True  # and from now on JAX knows these as well as the others
         return False
@@ -106,7 +60,7 @@ def remember(
     if config.state_axes or spans_processes(config.mesh) or not is_plain():
         return  # (with state_axes some of the variables may have to be cut, another time)
     compiled = config.program(dp.module)
-    key, leaves = _known_by(args, kwargs)
+    key, leaves = known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
     arrays = [*inputs._arrays, *kw._arrays]
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
@@ -117,7 +71,7 @@ def remember(
     if where is None or steps is None:  # no parameters, or keys first
         return
     stays = config.output_device is None and not stateful
-    config.calls[key] = Known(dp.module, steps, trace_context(), where, program, seen, places, stateful, stays)
+    config.calls[key] = Known(dp.module, steps, where, program, seen, places, stateful, stays)
 
 
 def steps_of(dp: Any) -> tuple[Any, ...] | None:
@@ -131,7 +85,7 @@ def steps_of(dp: Any) -> tuple[Any, ...] | None:
 _STATICS = (bool, int, str)
 
 
-def _known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
+def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
     """The leaves, and what decides how they are cut and what of them is part of the program: None, if seldom seen."""
     if len(args) == 1 and not kwargs and type(args[0]) is Scattered:
         return args[0]._layout.token, args[0]._arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax._src.core import eval_trace, trace_state_strong_ref  # as in _recall.py
+from jax._src.core import eval_trace, trace_state_strong_ref  # not public; trace_ctx.trace, without its Python frame
 
 from ._dispatch import hold, may_deadlock
 from ._scattered import Scattered

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
 import jdp._data_parallel as door
@@ -135,6 +136,21 @@ def test_parameters_of_another_device_are_refused_as_ever():
                 jax.jit(lambda wrong=wrong: dp.apply(wrong, X))()
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+def test_parameters_that_are_cut_are_refused_as_ever(evicted):
+    """JAX traces nothing anew for these, so only the number of its calls shows them."""
+    dp, params = wrapper(), jdp.replicate({"a": np.ones((2, 16), np.float32), "b": np.ones(16, np.float32)})
+    for _ in range(3):
+        dp.apply(params, X)
+    (known,) = dp._config.calls.values()
+    cut = jax.device_put(params["b"], NamedSharding(params["a"].sharding.mesh, PartitionSpec("data")))
+    if evicted:  # as happens to the oldest of thousands
+        known.program._clear_cache()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
+            dp.apply(params | {"b": cut}, X)
+
+
 def test_errors_are_those_of_a_call_that_is_not_known():
     dp, params = wrapper(), jdp.replicate(host_params())
     dp.apply(params, X)
@@ -242,6 +258,53 @@ def test_transformations_and_replicas_after_a_call_that_is_known():
     same(found, expected)
     inside = jax.pmap(lambda x: dp.apply(host_params(), x))(X.reshape(8, 2, 2))
     np.testing.assert_allclose(inside.reshape(16, 3), EXPECTED)
+
+
+def per_replica(call):
+    """The call on each of eight devices, which have an axis of the name that the program's own has."""
+    each = PartitionSpec("data")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(lambda i: call().sum() + i, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
+    return jax.jit(mapped)(np.zeros(8, np.float32))
+
+
+TRACES = {  # of a call of the other parameters, with the batch and the first of them no tracers
+    "replica": lambda call, b: per_replica(lambda: call(b)),
+    "pmap": lambda call, b: jax.pmap(lambda i: call(b).sum() + i)(np.zeros(8, np.float32)),
+    "vmap": lambda call, b: jax.vmap(lambda i: call(b).sum() + i)(np.zeros(8, np.float32)),
+    "vmap of parameters": lambda call, b: jax.vmap(call)(jnp.stack([b, b * 2])),
+    "grad": lambda call, b: jax.grad(lambda b: call(b).sum())(b),
+    "hessian": lambda call, b: jax.hessian(lambda b: (call(b) ** 2).sum())(b),
+    "jit": lambda call, b: jax.jit(lambda: call(b))(),
+    "jit of parameters": lambda call, b: jax.jit(call)(b),
+    "jit of the host's": lambda call, b: jax.jit(lambda: call(np.asarray(b)))(),
+    "scan": lambda call, b: jax.lax.scan(lambda c, i: (c + call(b).sum(), i), 0.0, np.arange(3))[0],
+    "remat": lambda call, b: jax.grad(jax.checkpoint(lambda b: call(b).sum()))(b),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize("cut", [False, True], ids=["host", "scattered"])
+def test_a_known_call_in_a_trace(trace, devices, cut):
+    """Is what one is that is not known: within a replica the module itself, and elsewhere the program."""
+    found = []
+    for calls in (0, 3):
+        dp = wrapper(devices=range(devices))
+        params = jdp.replicate(host_params(), devices=dp.devices)
+        batch = jdp.scatter(X, devices=dp.devices) if cut else X
+        for _ in range(calls):
+            dp.apply(params, batch)
+        assert bool(dp._config.calls) == bool(calls)
+        try:
+            found.append(trace(lambda b, dp=dp, params=params, x=batch: dp.apply(params | {"b": b}, x), params["b"]))
+        except TypeError as error:  # a replica's module does not take what is scattered
+            found.append(error)
+    if cut and trace in (TRACES["replica"], TRACES["pmap"]):
+        assert [type(x) for x in found] == [TypeError, TypeError]
+        assert str(found[0]) == str(found[1])
+    else:
+        same(*found)
 
 
 def test_linen_with_updates_and_options(monkeypatch):
@@ -354,15 +417,68 @@ def test_what_others_have_called_the_program_with_is_not_trusted():
     same(dp.apply(elsewhere(params), X), expected)
 
 
-@pytest.mark.parametrize("between", [jax.disable_jit, jax.clear_caches], ids=lambda f: f.__name__)
-def test_where_jax_keeps_nothing_parameters_are_looked_at(between):
+BETWEEN = {
+    "disable_jit": lambda known: jax.disable_jit(),
+    "clear_caches": lambda known: jax.clear_caches(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_where_jax_keeps_nothing_parameters_are_looked_at(between, monkeypatch):
     params = jdp.replicate(host_params())
     expected = wrapper().apply(elsewhere(params), X)
     dp = wrapper()
     for _ in range(2):
         dp.apply(params, X)
-    with between() or contextlib.nullcontext():
+    (known,) = dp._config.calls.values()
+    with between(known) or contextlib.nullcontext():
         assert dp.apply(elsewhere(params), X).sharding == expected.sharding
+    if between is BETWEEN["disable_jit"]:  # which does not count: JAX does not know them now
+        with straight(monkeypatch):
+            dp.apply(params, X)
+
+
+SETTINGS = {
+    "float64": lambda: jax.enable_x64(True),
+    "precision": lambda: jax.default_matmul_precision("float32"),
+    "device": lambda: jax.default_device(jax.devices()[3]),
+    "nans": lambda: jax.debug_nans(True),
+    "its own mesh": lambda: jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_settings_of_jax_that_come_and_go(settings, dtype):
+    """What is known from outside of them is right inside, and the other way around; numbers and their types."""
+    params, batch = jdp.replicate(host_params()), X.astype(dtype)
+    with settings():
+        inside, moved = wrapper().apply(params, batch), wrapper().apply(elsewhere(params), batch)
+    outside = wrapper().apply(params, batch)
+    dp = wrapper()
+    for _ in range(2):
+        for _ in range(3):
+            same(dp.apply(params, batch), outside)
+            assert dp.apply(params, batch).dtype == outside.dtype
+        with settings():
+            for _ in range(3):
+                same(dp.apply(params, batch), inside)
+                assert dp.apply(params, batch).dtype == inside.dtype
+            same(dp.apply(elsewhere(params), batch), moved)
+
+
+def test_another_mesh_around_the_call_is_refused_as_ever(monkeypatch):
+    dp, params = wrapper(), jdp.replicate(host_params())
+    (scattered,) = dp.prefetch([X])
+    around = jax.make_mesh((4, 2), ("a", "b"))
+    for batch in (scattered, X):
+        for _ in range(3):
+            for _ in range(2):
+                dp.apply(params, batch)
+            with jax.set_mesh(around), pytest.raises(ValueError, match=r"inside jax\.set_mesh of .*outside"):
+                dp.apply(params, batch)
+    with straight(monkeypatch):
+        same(dp.apply(params, X), dp.apply(params, scattered))
 
 
 def test_threads_that_call_at_once():
