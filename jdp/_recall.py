@@ -1,9 +1,10 @@
-"""recall knows a call by one before it, and goes straight to the program: most calls have nothing to move.
+"""recall keeps a call that ran; apply knows one like it, and goes straight to the program: most have nothing to move.
 
 Parameters that are whole on every device, and a batch that is cut already or can be handed over as it is, pass through
 scatter and replicate unchanged. To look at them leaf by leaf takes as long as JAX takes to dispatch the program. JAX
 looks at them anyway, and its cache of calls grows when it has not seen any like these before, or not with its settings
-of now. Then they are looked at, and if they were not in their place, the call is made again as others are.
+of now; where it traces the program, the program takes note. Then they are looked at, and if they were not in their
+place, the call is made again as others are.
 """
 
 from __future__ import annotations
