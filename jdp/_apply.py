@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
+from jax._src.config import disable_jit  # what jax.config.jax_disable_jit reads, without its frames in Python
 
 from . import _linen
 from ._dispatch import dispatch
@@ -65,7 +66,7 @@ class Apply(Steps):
         kind, own = type(self), self.__dict__  # steps_of(self)
         replaced = "scatter" in own or "replicate" in own or "parallel_apply" in own or "gather" in own
         replaced = replaced or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps
-        if moved or replaced or self.module is not module:
+        if moved or replaced or self.module is not module or disable_jit.value:
             return self._all_steps(variables, args, kwargs)
         turn = out = None
         try:

@@ -98,7 +98,6 @@ class Compiled:
             run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
             def of_arrays(replicas: Tree, *arrays: Any) -> tuple[Any, ...]:
-                seen.checked = -1  # for JAX traces it now, or keeps nothing of this call
                 kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
                 out = run(replicas, Scattered(arrays[:cut], inputs), kw)
                 layout = out._layout

@@ -3,8 +3,7 @@
 Parameters that are whole on every device, and a batch that is cut already or can be handed over as it is, pass through
 scatter and replicate unchanged. To look at them leaf by leaf takes as long as JAX takes to dispatch the program. JAX
 looks at them anyway, and its cache of calls grows when it has not seen any like these before, or not with its settings
-of now; where it traces the program, the program takes note. Then they are looked at, and if they were not in their
-place, the call is made again as others are.
+of now. Then they are looked at, and if they were not in their place, the call is made again as others are.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Known(NamedTuple):
 def look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:
     """Looks at a call that JAX may not have seen before; False where it has to take all steps."""
     program, seen = known.program, known.seen
-    if not is_plain():  # with disable_jit JAX keeps nothing
+    if not is_plain():  # in a trace JAX keeps nothing of it
         return False
     if not all_lie(jax.tree.leaves(params), known.where):
         seen.misplaced = True  # and from now on JAX knows these as well as the others

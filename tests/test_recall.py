@@ -438,6 +438,57 @@ def test_where_jax_keeps_nothing_parameters_are_looked_at(between, monkeypatch):
             dp.apply(params, X)
 
 
+def grown(dp, params):
+    """JAX has seen more calls of the program than apply has looked at: one by hand, of other parameters."""
+    (known,) = dp._config.calls.values()
+    dp.parallel_apply(jax.tree.map(lambda x: x.astype(np.float16), params), *dp.scatter((X,), {}, dp.devices))
+    assert known.program._cache_size() > known.seen.checked
+
+
+def test_tracers_among_the_parameters_do_not_count_as_misplaced(monkeypatch):
+    dp, params = wrapper(), jdp.replicate(host_params())
+    for _ in range(3):
+        dp.apply(params, X)
+    grown(dp, params)
+    grad = jax.grad(lambda b: dp.apply(params | {"b": b}, X).sum())(params["b"])
+    np.testing.assert_allclose(grad, [16, 16, 16])
+    with straight(monkeypatch):
+        np.testing.assert_allclose(dp.apply(params, X), EXPECTED)
+
+
+def test_parameters_that_apply_was_interrupted_at_are_looked_at(monkeypatch):
+    """JAX knows them then, so its number of calls does not grow again."""
+    dp, params = wrapper(), jdp.replicate({"a": np.ones((2, 16), np.float32), "b": np.ones(16, np.float32)})
+    for _ in range(3):
+        dp.apply(params, X)
+    cut = params | {"b": jax.device_put(params["b"], NamedSharding(params["a"].sharding.mesh, PartitionSpec("data")))}
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jdp._apply, "look", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dp.apply(cut, X)
+    with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
+        dp.apply(cut, X)
+
+
+def test_without_jit_the_module_runs_no_oftener_for_a_call_that_is_known():
+    """Who turns it off looks at the module with prints and breakpoints."""
+    runs, params = [], jdp.replicate(host_params())
+    known, other = (wrapper(lambda *args: runs.append(args) or affine(*args)) for _ in range(2))
+    for _ in range(3):
+        known.apply(params, X)
+    counts = []
+    for dp in (known, other):
+        runs.clear()
+        with jax.disable_jit():
+            np.testing.assert_allclose(dp.apply(params, X), EXPECTED)
+        counts.append(len(runs))
+    assert counts[0] == counts[1] > 0
+
+
 SETTINGS = {
     "float64": lambda: jax.enable_x64(True),
     "precision": lambda: jax.default_matmul_precision("float32"),
