@@ -17,6 +17,7 @@ from ._data_parallel import DataParallel as DataParallel
 from ._explain import explain as explain
 from ._functional import data_parallel as data_parallel
 from ._mean import Mean as Mean
+from ._mean import Sum as Sum
 from ._parallel_apply import parallel_apply as parallel_apply
 from ._reduce_add import reduce_add as reduce_add
 from ._replicate import replicate as replicate

@@ -63,10 +63,10 @@ def differentiate(
         return loss.compute(diff, state, args, kwargs)
 
     def shapes_of_more(rows: int) -> Tree:
-        def aux(part: list[Any]) -> Tree:
-            return run(diff, _chosen(loss, signature, part), part, state)[1]
+        def returned(part: list[Any]) -> Tree:
+            return run(diff, _chosen(loss, signature, part), part, state)[:2]
 
-        return jax.eval_shape(aux, _more(part, signature, rows))
+        return jax.eval_shape(returned, _more(part, signature, rows))
 
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
     # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.

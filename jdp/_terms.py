@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from ._check import is_array
 from ._layout import Tree
-from ._mean import Mean
+from ._mean import Mean, Sum
 from ._outputs import Marked
 
 
 class Form(NamedTuple):
-    """How one value goes on: the mean over rows, a total over a count, or one entry per row along `axis`."""
+    """How one value goes on: the mean over rows, a total over a count, a sum, or entries per row along `axis`."""
 
-    kind: Literal["mean", "ratio", "rows"]
+    kind: Literal["mean", "ratio", "sum", "rows"]
     dtype: Any
     axis: int | None = None
 
@@ -46,6 +46,8 @@ class Terms:
                 leaves.append(Marked(next(rows), form.axis))
             elif form.kind == "mean":
                 leaves.append(Marked(next(sums), None, "sum", over=weight, dtype=form.dtype))
+            elif form.kind == "sum":
+                leaves.append(Marked(next(sums), None, "sum", dtype=form.dtype))
             else:
                 total, count = next(sums), next(sums)
                 counts.append(Marked(count, None, "sum"))
@@ -92,70 +94,138 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
 def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[[int], Tree], verb: str) -> Terms:
     """The terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
 
-    `more` gives the shapes of `aux` for a microbatch of more rows, for the axis that counts them.
+    `more` gives the shapes of `(loss, aux)` for a microbatch of so many rows more: what follows them is told by that,
+    never by sizes that happen to be equal.
 
     Raises:
-        TypeError: a value that is none of the three forms, with its path.
+        TypeError: a value that is none of the forms, or of which it cannot be told what it is, with its path.
     """
     number = loss_value(loss, rows, verb)
-    loss = loss if is_mean(loss) else number
-    leaves, treedef = jax.tree.flatten((loss, aux), is_leaf=is_mean)
-    axes = [None] + _row_axes(leaves[1:], rows, more)
-    sums: list[Any] = []
-    stacked: list[Any] = []
-    forms: list[Form] = []
-    for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
-        if is_mean(x) and _is_number(x.total) and _is_number(x.count):
-            total, count = jnp.asarray(x.total), jax.lax.stop_gradient(jnp.asarray(x.count))
-            sums += [_wide(total), _wide(count)]
-            forms.append(Form("ratio", total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None))
-            continue
-        if isinstance(x, float):
-            x = jnp.asarray(x)
-        if axis is not None:
-            stacked.append(x)
-            forms.append(Form("rows", x.dtype, axis))
-        elif is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
-            sums.append(_wide(x) if weight == 1 else _wide(x) * weight)
-            forms.append(Form("mean", x.dtype))
+    followed = Followed((loss, aux), rows, more)
+    if not is_mean(loss) and jnp.ndim(loss) and followed.shapes and followed.axis(0) != 0:
+        raise TypeError(
+            f"jdp.{verb}: the loss is {_described(loss)} for {rows} rows and for other numbers of them; a vector has "
+            f"one entry per row. Return its mean, a scalar."
+        )
+    paths, treedef = jax.tree_util.tree_flatten_with_path((loss if is_mean(loss) else number, aux), is_leaf=is_marker)
+    found: list[tuple[Form, list[Any]]] = []
+    at = 0  # the number of a leaf among all arrays: a marker has several
+    for path, x in paths:
+        name = f"jdp.{verb}: {'metrics' if verb == 'train_step' else 'aux'}{jax.tree_util.keystr(path[1:])}"
+        if is_marker(x) and all(map(_is_number, vars(x).values())):
+            found.append(_marked(x, name, followed, at))
         else:
-            path = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path((loss, aux), is_leaf=is_mean)[i][0][1:])
-            what = f"{x.dtype}{list(x.shape)}" if is_array(x) else f"a {type(x).__name__}"
+            found.append(_unmarked(x, name, followed, at, weight))
+        at += len(jax.tree.leaves(x))
+    forms = tuple(form for form, _ in found)
+    rows_of = [x for form, values in found for x in values if form.kind == "rows"]
+    sums = [x for form, values in found for x in values if form.kind != "rows"]
+    return Terms(sums, rows_of, treedef, forms)
+
+
+def _marked(x: Any, name: str, followed: Followed, at: int) -> tuple[Form, list[Any]]:
+    """The form and the summands of a `Mean` or a `Sum`, whose first array is the one with number `at`."""
+    for i in range(at, at + len(vars(x))) if followed.shapes else ():
+        if (axis := followed.axis(i)) is not None:
+            where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
             raise TypeError(
-                f"jdp.{verb}: {path or 'aux'} is {what}; beside the loss stand floats (the mean over the rows), arrays "
-                f"with an entry per row (which are gathered) and jdp.Mean(total, count), which is right for a sum or "
-                f"a number of hits. Return one of these three."
+                f"{name} is a jdp.{type(x).__name__} of {list(followed.leaves[i])} for {followed.rows} rows, with rows "
+                f"{where}; replicas add up arrays of one shape. Sum over the rows in it first, or return the array "
+                f"itself, which is gathered."
             )
-    return Terms(sums, stacked, treedef, tuple(forms))
+    total = jnp.asarray(x.total)
+    dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
+    if not is_mean(x):
+        return Form("sum", dtype), [_wide(total)]
+    return Form("ratio", dtype), [_wide(total), _wide(jax.lax.stop_gradient(jnp.asarray(x.count)))]
 
 
-def _row_axes(leaves: list[Any], rows: int | None, more: Callable[[int], Tree]) -> list[int | None]:
-    """For each leaf the axis that has an entry per row."""
-    like = [
-        not is_mean(x)
-        and is_array(x)
-        and rows is not None
-        and rows in x.shape  # an array as long may have another meaning
-        for x in leaves
-    ]
-    if not any(like):
-        return [None] * len(leaves)
-    others: list[Any] = [None] * len(leaves)
-    for extra in (1, rows or 0):  # one more; or twice as many, for a model of pairs or groups of rows
+def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """The form and the value of what is no marker: entries per row, or a mean over the rows."""
+    if isinstance(x, float):
+        x = jnp.asarray(x)
+    axis = followed.axis(at) if is_array(x) and x.ndim else None
+    if isinstance(axis, str):
+        raise TypeError(
+            f"{name} is {_described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
+            f"one axis (it is gathered) or along none (it is a mean over the rows). Return jdp.Mean(total, count) for "
+            f"a mean, jdp.Sum(total) for a sum, or an array with rows along one axis."
+        )
+    if axis is not None:
+        return Form("rows", x.dtype, axis), [x]
+    if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
+        return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
+    raise TypeError(
+        f"{name} is {_described(x)}; beside the loss stand floats (the mean over the rows), arrays with entries per "
+        f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
+        f"Return one of these."
+    )
+
+
+class Followed:
+    """How the shapes of a tree of arrays follow the number of rows: seen by tracing with other numbers of them."""
+
+    def __init__(self, tree: Tree, rows: int | None, more: Callable[[int], Tree]) -> None:
+        self.rows, self._more = rows, more
+        self.leaves = [jnp.shape(x) if is_array(x) else () for x in jax.tree.leaves(tree)]
+        self.shapes: list[list[tuple[int, ...]]] = []  # of the leaves, for other numbers of rows
+        self._problem = ""  # why none was seen
+        if rows is None or not any(self.leaves):
+            return
+        # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
+        self.others = rows * 2 if self._see(rows * 2) else rows + 1
+        if not self.shapes and not self._see(rows + 1):
+            return
+        if any(x and x == y for x, y in zip(self.leaves, self.shapes[0], strict=True)):
+            # What did not follow may have been padded, to a size that holds twice as many rows as well.
+            self._see(-(-_MANY // rows) * rows)
+
+    def _see(self, rows: int) -> bool:
+        """Adds the shapes for so many rows; whether the function takes as many."""
         try:
-            others = jax.tree.leaves(more(extra), is_leaf=is_mean)
-            break
-        except Exception:  # a model for this number of rows alone
-            continue
+            found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
+        except Exception as error:  # a model for one number of rows alone
+            text = (str(error).splitlines() or [""])[0][:200]
+            self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
+            return False
+        if [*map(len, found)] != [*map(len, self.leaves)]:
+            self._problem = "another tree or rank"
+            return False
+        self.shapes.append(found)
+        return True
 
-    def axis(x: Any, other: Any) -> int | None:
-        if other is None:
-            return x.shape.index(rows)
-        return next((i for i, (a, b) in enumerate(zip(x.shape, other.shape, strict=True)) if a != b), None)
+    def axis(self, index: int) -> int | str | None:
+        """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
+        shape, rows = self.leaves[index], self.rows
+        if rows is None or not shape:
+            return None
+        if not self.shapes:
+            if not any(size and size % rows == 0 for size in shape):
+                return None  # no axis can be made of rows
+            return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
+        apart = {i for other in self.shapes for i in range(len(shape)) if shape[i] != other[index][i]}
+        other = self.shapes[0][index]
+        if len(apart) > 1 or any(shape[i] * self.others != other[i] * rows for i in apart):
+            return f"{list(other)} for {self.others} rows, which is not in proportion along one axis"
+        return apart.pop() if apart else None
 
-    return [axis(x, other) if candidate else None for x, other, candidate in zip(leaves, others, like, strict=True)]
+
+_MANY = 129  # rows: more than arrays are usually padded to
+
+
+def is_marker(x: Any) -> bool:
+    return isinstance(x, Mean | Sum)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else f"a {type(x).__name__}"
 
 
 def _wide(x: Any) -> Any:
-    """Sums of 16-bit floats are made in 32 bits."""
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
+    """Sums of 16-bit floats are made in 32 bits, and those of bools and small integers, as by `jnp.sum`."""
+    dtype = x.dtype
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    if dtype.itemsize < 4 and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)):
+        return x.astype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return x

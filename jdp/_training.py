@@ -39,7 +39,9 @@ class Training:
         Args:
             loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
                 rows of its chunk), a vector with one entry per row, or `jdp.Mean(total, count)`. The leaves
-                of `aux` likewise; arrays with an entry per row come back gathered, in input order.
+                of `aux` likewise, or `jdp.Sum(total)`. An array whose shape follows the rows (one entry per row,
+                or as many for each, as in flattened logits) comes back gathered, in input order; any other array
+                of floats is a mean over the rows. Which it is, is seen by tracing `loss_fn` with more rows.
             argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
                 gradient of an argument that is cut has its rows.
             has_aux: whether `loss_fn` returns a pair.
@@ -54,7 +56,8 @@ class Training:
             A function like `jax.value_and_grad(loss_fn)`. Results come back where the first argument lives.
 
         Raises:
-            TypeError: a loss of none of the three forms; parameters without a gradient.
+            TypeError: a loss of none of the three forms; parameters without a gradient; a leaf of `aux` of which
+                nothing tells whether it is a mean, a sum or an entry per row.
             ValueError: the batch has no rows.
 
         Example:
@@ -114,8 +117,8 @@ class Training:
             loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
                 `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
                 metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
-                entry per row, or `jdp.Mean(total, count)`; each metric likewise, and one that is an array with
-                an entry per row comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
+                entry per row, or `jdp.Mean(total, count)`; each metric likewise, or `jdp.Sum(total)`, and one whose
+                shape follows the rows comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
             tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
             accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
                 the memory of one; fewer where a chunk has fewer rows.

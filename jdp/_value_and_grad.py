@@ -23,7 +23,7 @@ from ._parallel_apply import on_replicas
 from ._replicate import broadcast, lives_replicated
 from ._scatter_gather import join
 from ._scattered import Scattered, parts
-from ._terms import is_mean, loss_value
+from ._terms import is_marker, is_mean, loss_value
 
 VERB = "value_and_grad"
 
@@ -120,12 +120,17 @@ def _in_replica(loss_fn: Callable[..., Any], options: Options, kind: str) -> Cal
         loss, aux = out if options.has_aux else (out, None)
         value = loss_value(loss, None, VERB)
         value = value / loss.count if is_mean(loss) else value
-        aux = jax.tree.map(lambda x: x.total / x.count if is_mean(x) else x, aux, is_leaf=is_mean)
+        aux = jax.tree.map(_plain, aux, is_leaf=is_marker)
         return (value, aux) if options.has_aux else value
 
     transform = nnx.value_and_grad if kind == "nnx" else jax.value_and_grad
     argnums: Any = tuple(nnx.DiffState(p, wrt) if kind == "nnx" else p for p, wrt in options.argnums)
     return transform(plain, argnums=argnums[0] if options.single else argnums, has_aux=options.has_aux)
+
+
+def _plain(x: Any) -> Any:
+    """What a marked value comes to where it is all there is."""
+    return x.total / x.count if is_mean(x) else x.total if is_marker(x) else x
 
 
 def _axes(config: Config, in_axes: Any, count: int) -> list[Any]:

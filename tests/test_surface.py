@@ -21,6 +21,7 @@ NAMES = [
     "DataParallel",
     "Mean",
     "Scattered",
+    "Sum",
     "TrainState",
     "chunk_sizes",
     "data_parallel",
@@ -136,7 +137,7 @@ def test_every_method_of_the_wrapper_has_a_docstring(name):
     assert inspect.getdoc(inspect.getattr_static(jdp.DataParallel, name))
 
 
-NO_VERBS = ("Checkpointer", "Mean", "Scattered", "TrainState", "virtual_cpu_devices")
+NO_VERBS = ("Checkpointer", "Mean", "Scattered", "Sum", "TrainState", "virtual_cpu_devices")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_VERBS])

@@ -1,0 +1,266 @@
+"""What stands beside the loss: a mean over the rows, entries per row, a `Mean` or a `Sum`; sizes that are equal by
+chance decide nothing."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jdp
+
+W = np.float32(1.5)
+
+
+@functools.cache
+def wrapper(n):
+    return jdp.DataParallel(lambda w, x: w * x, devices=range(n))
+
+
+def plain(tree):
+    """Of one device and all rows: a sum is what it holds, a mean its total over its count."""
+    is_marker = lambda x: isinstance(x, jdp.Mean | jdp.Sum)  # noqa: E731
+    value = lambda x: x.total / x.count if isinstance(x, jdp.Mean) else x.total if is_marker(x) else x  # noqa: E731
+    return jax.tree.map(value, tree, is_leaf=is_marker)
+
+
+def close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert jnp.shape(a) == jnp.shape(b), f"{where}: {jnp.shape(a)}, {jnp.shape(b)} is right"
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6, err_msg=where)
+
+
+# --- the law: 200 random shapes, many of them as long as a chunk has rows ---
+
+KINDS = {
+    "per row": lambda w, x: w * x,
+    "turned": lambda w, x: jnp.moveaxis(w * x, 0, -1),
+    "flat": lambda w, x: (w * x).reshape(-1, *x.shape[2:]),
+    "flat to the end": lambda w, x: (w * x).ravel(),
+    "mean": lambda w, x: jnp.mean(w * x, axis=0),
+    "mean of all": lambda w, x: jnp.mean(x),
+    "integers": lambda w, x: (x[:, 0] > 0).astype(jnp.int8),
+    "bools": lambda w, x: x > 0,
+    "sum": lambda w, x: jdp.Sum(jnp.sum(w * x, axis=0)),
+    "hits": lambda w, x: jdp.Sum(jnp.sum(x > 0)),
+    "table": lambda w, x: jdp.Sum(jnp.einsum("bi,bj->ij", *[(x.reshape(len(x), -1) > k).astype(int) for k in (0, 1)])),
+    "small integers": lambda w, x: jdp.Sum(jnp.sum(x > 0, axis=0, dtype=jnp.uint8)),
+    "ratio": lambda w, x: jdp.Mean(jnp.sum(x * (x > 0), axis=0), 1 + jnp.sum(0 * x, axis=0) + jnp.float32(len(x)) - 1),
+    "share": lambda w, x: jdp.Mean(jnp.sum(x > 0), x.size),
+}
+# Few numbers, so that a trailing axis is often as long as a chunk or a microbatch, or as there are devices.
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple)
+LEAVES = st.lists(st.tuples(st.sampled_from(sorted(KINDS)), SHAPES), min_size=8, max_size=8)
+
+
+@settings(max_examples=26)  # of 8 arrays each
+@given(
+    leaves=LEAVES,
+    n=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.integers(1, 16),
+    steps=st.integers(1, 3),
+    door=st.sampled_from(["value_and_grad", "train_step"]),
+)
+def test_what_stands_beside_the_loss_is_that_of_one_device(leaves, n, rows, steps, door):
+    random = np.random.RandomState(rows)
+    batch = [random.randn(rows, *shape).astype(np.float32) for _, shape in leaves]
+
+    def measured(w, batch):
+        out = {f"{i} {kind}": KINDS[kind](w, x) for i, ((kind, _), x) in enumerate(zip(leaves, batch, strict=True))}
+        return jnp.mean(w * batch[0]), out
+
+    loss, want = measured(W, batch)
+    dp = wrapper(n)
+    if door == "value_and_grad":
+        (got_loss, got), _ = dp.value_and_grad(measured, has_aux=True, accumulate_steps=steps)(W, batch)
+    else:
+        step = dp.train_step(lambda v, b: measured(v["params"], b), optax.sgd(0.1), accumulate_steps=steps)
+        _, got = step(step.init({"params": W}), batch)
+        got_loss = got.pop("loss")
+    close((got_loss, got), (loss, plain(want)))
+
+
+# --- the cases that this came from ---
+
+
+@pytest.mark.parametrize("rows", [16, 8, 3, 13, 2])
+@pytest.mark.parametrize("classes", [7, 2])
+def test_flattened_logits_are_gathered(rows, classes):
+    """Five tokens a row: (rows * 5, classes), for even and uneven batches, and as many rows as classes."""
+    x = np.random.RandomState(0).randn(rows, 5, 3).astype(np.float32)
+    w = np.random.RandomState(1).randn(3, classes).astype(np.float32)
+
+    def loss_fn(w, x):
+        logits = (x @ w).reshape(-1, classes)
+        return logits.mean(), logits
+
+    close(wrapper(4).value_and_grad(loss_fn, has_aux=True)(w, x), jax.value_and_grad(loss_fn, has_aux=True)(w, x))
+
+
+def test_confusion_matrix_is_a_sum():
+    """3 classes and chunks of 3 rows, in a model that takes no other number of rows."""
+    guess, truth = np.random.RandomState(0).randint(0, 3, (2, 12))
+
+    def loss_fn(w, guess, truth):
+        assert guess.shape[0] == 3
+        table = jnp.zeros((3, 3), jnp.int32).at[truth, guess].add(1)
+        return w * jnp.mean(guess * 1.0), {"table": jdp.Sum(table)}
+
+    (_, aux), _ = wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, guess, truth)
+    want = np.zeros((3, 3), int)
+    np.add.at(want, (truth, guess), 1)
+    np.testing.assert_array_equal(aux["table"], want)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_sum_of_linen_and_nnx_steps(n):
+    """Idle replicas and microbatches add nothing twice; the dtype of a float stays."""
+    x = np.random.RandomState(0).randn(7, 4).astype(np.float32)
+
+    def measured(y):
+        return jnp.mean(y**2), {
+            "hits": jdp.Sum(jnp.sum(y > 0)),
+            "half": jdp.Sum(jnp.sum(y * 0 + 1, dtype=jnp.bfloat16)),
+        }
+
+    dense = nn.Dense(2)
+    dp = jdp.DataParallel(dense, devices=range(n))
+    variables = dense.init(jax.random.key(0), x)
+    step = dp.train_step(lambda v, x: measured(dense.apply(v, x)), optax.sgd(0.1), accumulate_steps=2)
+    _, metrics = step(step.init(variables), x)
+    assert int(metrics["hits"]) == int(np.sum(np.asarray(dense.apply(variables, x)) > 0))
+    assert metrics["hits"].dtype == jnp.int32 and metrics["half"].dtype == jnp.bfloat16 and float(metrics["half"]) == 14
+
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    want = int(np.sum(np.asarray(model(x)) > 0))
+    dp = jdp.DataParallel(model, devices=range(n))
+    metrics = dp.train_step(lambda m, x: measured(m(x)), optax.sgd(0.1), accumulate_steps=2)(x)
+    assert int(metrics["hits"]) == want
+
+
+def test_scalars_of_any_kind_may_be_marked():
+    """Integers and bools, of JAX, NumPy and Python: each replica's is one summand."""
+    values = {"int": 3, "bool": True, "float": 0.5, "numpy": np.int8(100), "jax": jnp.bool_(True)}
+
+    def loss_fn(w, x):
+        return jnp.mean(w * x), {k: (jdp.Sum(v), jdp.Mean(v, 2), jdp.Mean(1, v)) for k, v in values.items()}
+
+    (_, aux), _ = wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, np.ones(8, np.float32))
+    for name, (total, mean, over) in aux.items():
+        value = float(values[name])
+        assert float(total) == 4 * value and float(mean) == value / 2, name
+        np.testing.assert_allclose(over, 1 / value, rtol=1e-6, err_msg=name)
+
+
+def test_a_loss_vector_follows_the_rows(refused):
+    """Losses of 3 classes are no losses of 3 rows."""
+    dp = wrapper(2)
+    with refused(TypeError, "value_and_grad", r"the loss is float32\[3\] for 3 rows and for other numbers of them"):
+        dp.value_and_grad(lambda w, x: w * jnp.mean(x, axis=0))(W, np.ones((6, 3), np.float32))
+    loss, _ = dp.value_and_grad(lambda w, x: w * jnp.mean(x, axis=1))(W, np.ones((6, 3), np.float32))
+    assert float(loss) == 1.5
+
+
+def test_inside_a_replica_a_sum_is_its_total():
+    def step(w, x):
+        (_, aux), _ = wrapper(2).value_and_grad(lambda w, x: (jnp.mean(w * x), jdp.Sum(jnp.sum(x))), has_aux=True)(w, x)
+        return aux
+
+    np.testing.assert_array_equal(jax.pmap(step, "data", in_axes=(None, 0))(W, np.ones((8, 3), np.float32)), [3] * 8)
+
+
+def test_groups_of_rows():
+    """One entry for each pair of rows, in a model that takes even numbers only."""
+    x = np.random.RandomState(0).randn(16, 3).astype(np.float32)
+
+    def loss_fn(w, x):
+        pairs = w * x[::2] * x[1::2]
+        return jnp.mean(pairs), pairs
+
+    close(wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, x), jax.value_and_grad(loss_fn, has_aux=True)(W, x))
+
+
+# --- where nothing tells ---
+
+
+def square(w, x):
+    return x @ x.T
+
+
+def with_a_prefix(w, x):
+    return jnp.concatenate([jnp.zeros((2, x.shape[1])), x])
+
+
+def padded(w, x):
+    return jnp.zeros((-(-len(x) // 8) * 8, 2)).at[: len(x)].set(x)
+
+
+def for_four_rows(w, x):
+    assert len(x) == 4
+    return x
+
+
+UNKNOWN = [
+    (square, r"\['a'\] is float32\[4, 4\] for 4 rows, and \[8, 8\] for 8 rows"),
+    (with_a_prefix, r"\['a'\] is float32\[6, 2\] for 4 rows, and \[10, 2\] for 8 rows"),
+    (padded, r"\['a'\] is float32\[8, 2\] for 4 rows, and \[8, 2\] for 8 rows"),
+    (for_four_rows, r"\['a'\] is float32\[4, 2\] for 4 rows, and loss_fn fails for other numbers .*AssertionError"),
+]
+
+
+@pytest.mark.parametrize("fn, match", UNKNOWN, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("door", ["value_and_grad", "train_step"])
+def test_what_cannot_be_told_is_refused(refused, fn, match, door):
+    """By its path, and with both markers."""
+    x, dp = np.ones((8, 2), np.float32), wrapper(2)
+    root = "aux" if door == "value_and_grad" else "metrics"
+    with refused(TypeError, door, root + match + r".*jdp\.Mean.*jdp\.Sum"):
+        if door == "value_and_grad":
+            dp.value_and_grad(lambda w, x: (jnp.mean(w * x), {"a": fn(w, x)}), has_aux=True)(W, x)
+        else:
+            step = dp.train_step(lambda v, x: (jnp.mean(v["params"] * x), {"a": fn(v, x)}), optax.sgd(0.1))
+            step(step.init({"params": W}), x)
+
+
+def test_a_model_for_one_number_of_rows_keeps_what_no_rows_can_be_in():
+    """7 classes are not made of 4 rows: the mean, as in any other model."""
+
+    def loss_fn(w, x):
+        assert len(x) == 4
+        return jnp.mean(w * x), jnp.mean(x, axis=0)
+
+    x = np.random.RandomState(0).randn(8, 7).astype(np.float32)
+    (_, aux), _ = wrapper(2).value_and_grad(loss_fn, has_aux=True)(W, x)
+    close(aux, x.mean(0))
+
+
+@pytest.mark.parametrize("marker", [jdp.Sum, lambda x: jdp.Mean(x, 1.0), lambda x: jdp.Mean(1.0, x)])
+def test_rows_in_a_marker(refused, marker):
+    """Rows are summed before: replicas would add row 0 to row 4."""
+    with refused(
+        TypeError, "value_and_grad", r"aux\['a'\] is a jdp\.(Sum|Mean) of \[4\] for 4 rows, with rows along axis 0"
+    ):
+        wrapper(2).value_and_grad(lambda w, x: (jnp.mean(w * x), {"a": marker(x)}), has_aux=True)(
+            W, np.ones(8, np.float32)
+        )
+
+
+@pytest.mark.parametrize("value", ["text", None, [1.0]])
+def test_a_sum_of_what_is_no_number(refused, value):
+    with refused(TypeError, "value_and_grad", r"aux\['a'\].*jdp\.Sum"):
+        wrapper(2).value_and_grad(lambda w, x: (jnp.mean(w * x), {"a": jdp.Sum(value)}), has_aux=True)(
+            W, np.ones(8, np.float32)
+        )
+
+
+def test_a_sum_is_no_loss(refused):
+    with refused(TypeError, "value_and_grad", r"the loss is Sum; it is a real scalar"):
+        wrapper(2).value_and_grad(lambda w, x: jdp.Sum(jnp.sum(w * x)))(W, np.ones(8, np.float32))
