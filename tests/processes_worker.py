@@ -189,7 +189,9 @@ def case_train():
 def case_train_rows():
     def loss(v, batch):
         error = (MLP.apply(v, batch["x"]) - batch["y"]) ** 2
-        return jnp.mean(error, -1), {"rows": jnp.sum(error, -1), "hits": jdp.Mean(jnp.sum(error > 1), error.size)}
+        hits = jnp.sum(error > 1)
+        metrics = {"rows": jnp.sum(error, -1), "hits": jdp.Mean(hits, error.size), "number of hits": jdp.Sum(hits)}
+        return jnp.mean(error, -1), metrics
 
     return train(jdp.DataParallel(MLP), 1, loss)[3]
 

@@ -249,6 +249,7 @@ def test_train_rows(found):
         np.testing.assert_allclose(metrics["loss"], error.mean(), rtol=1e-5)
         np.testing.assert_allclose(metrics["rows"], error.sum(-1)[PARTS[process]], rtol=1e-5)
         np.testing.assert_allclose(metrics["hits"], (error > 1).mean(), rtol=1e-6)
+        assert int(metrics["number of hits"]) == (error > 1).sum()
 
 
 def test_train_key(found):
