@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import hmac
 import json
 import secrets
@@ -14,7 +16,21 @@ from multiprocessing.connection import Connection, wait
 from ._coordination import client, coordinator_host, get
 
 _TO_CONNECT = 5  # seconds, for each address; and for a stranger to say who it is
+_STRANGERS = 64  # that may wait to say who they are, beside those of the group
+_GREETING = struct.Struct("!64sI")  # the token, and the number of the process
 # Sockets and not the coordination service, whose gRPC takes ten times as long: a step's rows go this way.
+
+
+@dataclasses.dataclass(eq=False)
+class _Stranger:
+    """Who has connected, and has not yet said who it is."""
+
+    socket: socket.socket
+    deadline: float
+    said: bytes = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
 
 
 class Connections:
@@ -24,10 +40,11 @@ class Connections:
         self._key, self._first, self._here = f"{group}/address", processes[0], here
         self._listens, self._connected = here == processes[0], False
         self._open: dict[int, Connection] = {}
-        self._strangers: list[Connection] = []
+        self._others = frozenset(processes) - {here}
+        self._strangers: list[_Stranger] = []  # the one that came first is the first
         self._unsent: list[bytes] = []
         if self._listens:
-            self._listen(len(processes))
+            self._listen()
 
     def send(self, message: bytes, to: int) -> None:
         """Sends a message; one for the first process waits here until that listens."""
@@ -56,12 +73,14 @@ class Connections:
     def _read_ready(self, found: list[tuple[int, bytes]], seconds: float) -> bool:
         """Adds what is ready; whether all connections are still there."""
         listening = [self._server] if self._listens else []
+        if self._strangers:
+            seconds = min(seconds, max(0.0, self._strangers[0].deadline - time.monotonic()))
         ready = wait([*listening, *self._strangers, *self._open.values()], seconds)
+        for stranger in [*self._strangers]:
+            if stranger in ready or stranger.deadline <= time.monotonic():
+                self._hear(stranger)
         if self._listens and self._server in ready:
-            self._strangers.append(_connection(self._server.accept()[0]))
-        for stranger in [c for c in self._strangers if c in ready]:
-            self._strangers.remove(stranger)
-            self._welcome(stranger)
+            self._accept()
         complete = True
         for process, connection in [(p, c) for p, c in self._open.items() if c in ready]:
             try:
@@ -72,22 +91,58 @@ class Connections:
                 complete = False
         return complete
 
-    def _listen(self, backlog: int) -> None:
+    def _listen(self) -> None:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
+        # While this process computes nobody accepts, and whoever finds the queue full cannot connect.
+        backlog = len(self._others) + 1024
         self._server = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dual)
-        self._token = secrets.token_hex()
+        self._server.setblocking(False)
+        self._token = secrets.token_hex(32)
         address = [_own_hosts(self._here), self._server.getsockname()[1], self._token]
         client().key_value_set(self._key, json.dumps(address))
 
-    def _welcome(self, stranger: Connection) -> None:
-        """Only a process of the job knows the token, which the coordination service gave it."""
+    def _accept(self) -> None:
+        """Takes in who has connected; of too many that say nothing the one that has waited longest goes."""
         try:
-            token, process = json.loads(stranger.recv_bytes(maxlength=1000))
-        except (OSError, EOFError, ValueError, TypeError):
+            accepted, _ = self._server.accept()
+            accepted.setblocking(False)
+        except OSError as error:  # it has gone already, or this process has no file descriptor left
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                self._dismiss(self._strangers[0])
+            else:
+                time.sleep(0.01)
             return
-        if hmac.compare_digest(str(token), self._token):
-            self._open[process] = stranger
+        self._strangers.append(_Stranger(accepted, time.monotonic() + _TO_CONNECT))
+        if len(self._strangers) > len(self._others) + _STRANGERS:
+            self._dismiss(self._strangers[0])
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Reads what is there of a greeting; only a process of the job has the token, from the coordination service."""
+        over = stranger.deadline <= time.monotonic()
+        try:
+            some = stranger.socket.recv(_GREETING.size - len(stranger.said))
+            stranger.said += some
+            over |= not some  # it has closed the connection
+        except BlockingIOError:
+            pass
+        except OSError:
+            over = True
+        if len(stranger.said) < _GREETING.size:
+            if over:
+                self._dismiss(stranger)
+            return
+        token, process = _GREETING.unpack(stranger.said)
+        expected = process in self._others and process not in self._open  # nobody takes the place of one that is there
+        if not (hmac.compare_digest(token, self._token.encode()) and expected):
+            self._dismiss(stranger)
+            return
+        self._strangers.remove(stranger)
+        self._open[process] = _connection(stranger.socket)
+
+    def _dismiss(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        stranger.socket.close()
 
     def _connect(self, seconds: float) -> bool:
         """Connects to the first process, if it listens by then."""
@@ -98,12 +153,13 @@ class Connections:
         failed = []
         for host in hosts:
             try:
-                connection = _connection(socket.create_connection((host, port), timeout=_TO_CONNECT))
+                connected = socket.create_connection((host, port), timeout=_TO_CONNECT)
+                connected.sendall(_GREETING.pack(token.encode(), self._here))
             except OSError as error:
                 failed.append(f"{host} ({error})")
                 continue
-            self._connected, self._open[self._first] = True, connection
-            for message in [json.dumps([token, self._here]).encode(), *self._unsent]:
+            self._connected, self._open[self._first] = True, _connection(connected)
+            for message in self._unsent:
                 self.send(message, self._first)
             self._unsent.clear()
             return True

@@ -1,6 +1,10 @@
 """Messages between processes, here between two ends in one process: what is sent comes, whole and in order."""
 
+import contextlib
 import json
+import os
+import random
+import resource
 import socket
 import threading
 import time
@@ -40,7 +44,10 @@ def kept(monkeypatch):
 
 @pytest.fixture
 def first(kept):
-    return Connections("g", (FIRST, OTHER), FIRST)
+    made = Connections("g", (FIRST, OTHER), FIRST)
+    yield made
+    for stranger in made._strangers:
+        stranger.socket.close()
 
 
 @pytest.fixture
@@ -108,8 +115,13 @@ def test_the_first_is_lost(first, other):
         b"\xff\xff\xff\xff" + (2**62).to_bytes(8, "big"),
         b"\x00\x00\x00\x09[1,",
         b"",
+        framed('["\u00e9", 3]'.encode()),
+        framed(b"[" * 999),
+        framed(b'[{"a": 1}, []]'),
+        b"\xc3\xa9" * 500,
+        *(random.Random(seed).randbytes(68) for seed in range(3)),
     ],
-    ids=["http", "text", "token", "huge", "half", "nothing"],
+    ids=["http", "text", "token", "huge", "half", "nothing", "letter", "deep", "types", "letters", "1", "2", "3"],
 )
 def test_strangers_are_not_heard_and_stop_nobody(first, other, kept, words, monkeypatch):
     monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
@@ -125,6 +137,145 @@ def test_strangers_are_not_heard_and_stop_nobody(first, other, kept, words, monk
             got = first.receive(0.5)
         assert got == [(OTHER, b"mine")]
         assert list(first._open) == [OTHER]
+
+
+@pytest.fixture
+def knock(first, kept):
+    """`knock()`: a connection to the first process, from anywhere."""
+    _, port, _ = json.loads(kept["g/address"])
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+
+def hear(first, seconds):
+    """What the first process receives within so many seconds, until there is something."""
+    end, got = time.monotonic() + seconds, []
+    while not got and time.monotonic() < end:
+        got = first.receive(0.2)
+    return got
+
+
+def is_closed(stranger):
+    stranger.settimeout(0.01)
+    try:
+        return stranger.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("head", [b"", framed(b"x" * 900)[:5]], ids=["bare", "header"])
+def test_who_says_who_it_is_byte_by_byte_stops_nobody_and_is_closed_in_time(first, other, knock, head, monkeypatch):
+    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    stranger, stop = knock(), threading.Event()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            stranger.sendall(head)
+            for _ in range(60):
+                if stop.wait(0.1):
+                    return
+                stranger.sendall(b"x")
+
+    trickler = threading.Thread(target=trickle)
+    trickler.start()
+    try:
+        first.receive(0.3)
+        start = time.monotonic()
+        other.send(b"mine", FIRST)
+        other.receive(0.01)
+        assert hear(first, 5) == [(OTHER, b"mine")]
+        assert time.monotonic() - start < 0.5
+        assert first.receive(1.5) == []
+        trickler.join(1)
+        assert not trickler.is_alive()  # who sends to a closed connection is told so
+    finally:
+        stop.set()
+        trickler.join()
+
+
+def test_a_greeting_that_was_there_in_time_is_heard_however_late(first, other, monkeypatch):
+    """Process 0 computes for longer than a stranger may take, after it has accepted the connection."""
+    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    create_connection = socket.create_connection
+    sent = threading.Event()
+
+    class Late(socket.socket):
+        def sendall(self, *args):
+            assert sent.wait(5)
+            super().sendall(*args)
+
+    def connect(*args, **kwargs):
+        connected = create_connection(*args, **kwargs)
+        return Late(fileno=connected.detach())
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    other.send(b"mine", FIRST)
+    connecting = threading.Thread(target=other.receive, args=(0.01,))
+    connecting.start()
+    while not first._strangers:
+        assert first.receive(0.05) == []
+    sent.set()
+    connecting.join()
+    time.sleep(1.2)
+    assert hear(first, 2) == [(OTHER, b"mine")]
+
+
+def test_who_says_nothing_is_closed_and_so_many_are_not_kept(first, other, knock, monkeypatch):
+    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    strangers = [knock() for _ in range(200)]  # before anybody accepts one: they fit into the queue
+    assert first.receive(0.3) == []
+    assert len(first._strangers) < 100
+    other.send(b"mine", FIRST)
+    other.receive(0.01)
+    assert hear(first, 5) == [(OTHER, b"mine")]
+    end = time.monotonic() + 5
+    while first._strangers:
+        assert first.receive(0.2) == [] and time.monotonic() < end
+    assert all(map(is_closed, strangers))
+
+
+def test_without_file_descriptors_nobody_is_accepted_and_the_job_goes_on(first, other, knock):
+    other.send(b"mine", FIRST)
+    other.receive(0.01)
+    assert hear(first, 5) == [(OTHER, b"mine")]
+    strangers = [knock(), knock()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        assert first.receive(0.2) == []
+        other.send(b"more", FIRST)
+        assert first.receive(1) == [(OTHER, b"more")]
+        os.close(held.pop())
+        assert first.receive(0.2) == []  # one of the strangers, and of the other again there is no room
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    other.send(b"last", FIRST)
+    assert first.receive(1) == [(OTHER, b"last")]
+    assert len(strangers) == 2
+
+
+@pytest.mark.parametrize("claimed", [7, FIRST, OTHER], ids=["foreign", "the first", "connected"])
+def test_who_knows_the_token_is_still_only_one_of_the_group_and_once(first, other, kept, claimed):
+    other.send(b"mine", FIRST)
+    other.receive(0.01)
+    assert hear(first, 5) == [(OTHER, b"mine")]
+    impostor = Connections("g", (FIRST, OTHER), 99)
+    impostor._here = claimed
+    impostor.send(b"false", FIRST)
+    impostor.receive(0.01)
+    assert first.receive(0.3) == []
+    assert list(first._open) == [OTHER]
+    assert impostor._open[FIRST].poll(1)  # its end
+    other.send(b"more", FIRST)
+    assert first.receive(1) == [(OTHER, b"more")]
 
 
 def test_an_address_that_cannot_be_reached_is_named(kept, monkeypatch):
