@@ -1,12 +1,13 @@
 """One process of the job that test_processes.py starts: runs the cases, and leaves what each gave in a file.
 
-Usage: processes_worker.py FOLDER, under `jdp launch` or with its environment.
+Usage: processes_worker.py FOLDER [CASE ...], under `jdp launch` or with its environment; without CASE all of them.
 """
 
 import pathlib
 import pickle
 import sys
 import threading
+import time
 import traceback
 from typing import Any, NamedTuple
 
@@ -512,19 +513,30 @@ def case_global_parameters_here():
     return jdp.DataParallel(MLP, devices=jax.local_devices()).apply(everywhere, X)
 
 
+def slow_training():
+    """Steps with a pause between two, for somebody to disturb them."""
+    dp = jdp.DataParallel(MLP)
+    step = dp.train_step(mse, optax.sgd(0.1))
+    state, losses = step.init(variables()), []
+    for k in range(16):
+        state, metrics = step(state, {name: rows + 0.1 * k for name, rows in BATCH.items()})
+        losses.append(metrics["loss"])
+        time.sleep(0.5)
+    return {"losses": np.stack(losses), "params": state.params}
+
+
 def host(x):
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def main():
     found = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
-            print(name, flush=True)
-            try:
-                found[name.removeprefix("case_")] = jax.tree.map(host, case())
-            except Exception:
-                found[name.removeprefix("case_")] = RuntimeError(traceback.format_exc())
+    for name in sys.argv[2:] or [name for name in globals() if name.startswith("case_")]:
+        print(name, flush=True)
+        try:
+            found[name.removeprefix("case_")] = jax.tree.map(host, globals()[name]())
+        except Exception:
+            found[name.removeprefix("case_")] = RuntimeError(traceback.format_exc())
     pathlib.Path(sys.argv[1], f"{P}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -1,11 +1,14 @@
 """Data parallelism over processes: two processes with two CPU devices each, against one device and the whole batch."""
 
+import collections
+import contextlib
 import os
 import pathlib
 import pickle
 import socket
 import subprocess
 import sys
+import time
 
 import flax.linen as nn
 import jax
@@ -29,7 +32,7 @@ Y = RNG.normal(size=(14, 3)).astype(np.float32)
 BATCH = {"x": X, "y": Y}
 
 
-def start(folder, process, port):
+def start(folder, process, port, *cases):
     environ = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -41,20 +44,19 @@ def start(folder, process, port):
         "PYTHONPATH": str(HERE.parent),
     }
     environ.pop("XLA_FLAGS", None)
-    command = [sys.executable, str(HERE / "processes_worker.py"), str(folder)]
+    command = [sys.executable, str(HERE / "processes_worker.py"), str(folder), *cases]
     with (folder / f"{process}.log").open("w") as log:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """What each process found, by the name of the case."""
-    folder = tmp_path_factory.mktemp("processes")
+def results(folder, *cases, meanwhile=lambda workers: None):
+    """What each process found, by the name of the case; `meanwhile` is called while they run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    workers = [start(folder, process, port) for process in range(PROCESSES)]
+    workers = [start(folder, process, port, *cases) for process in range(PROCESSES)]
     try:
+        meanwhile(workers)
         codes = [worker.wait(timeout=240) for worker in workers]
     finally:
         for worker in workers:
@@ -62,6 +64,11 @@ def job(tmp_path_factory):
     logs = "\n".join((folder / f"{p}.log").read_text()[-2000:] for p in range(PROCESSES))
     assert codes == [0] * PROCESSES, logs
     return [pickle.loads((folder / f"{p}.pickle").read_bytes()) for p in range(PROCESSES)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("processes"))
 
 
 @pytest.fixture
@@ -455,6 +462,60 @@ def test_local_devices(found):
     close(found[0]["out"], MLP.apply(v, X))
     close(found[0]["grad"], jax.grad(lambda v: MLP.apply(v, X).sum())(v), rtol=1e-4)
     assert found[1] is None
+
+
+def listening(worker):
+    """The ports at which a process listens, on every address."""
+    inodes = set()
+    with contextlib.suppress(OSError):  # it has ended, or has just closed one
+        for path in pathlib.Path(f"/proc/{worker.pid}/fd").iterdir():
+            inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    rows = [row.split() for row in pathlib.Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def framed(message):
+    return len(message).to_bytes(4, "big") + message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_job_that_strangers_attack_trains_as_if_alone(tmp_path):
+    """They know its ports and not its token: words that break parsers, bytes that trickle, silence, ends."""
+    kept, attacked = [], collections.Counter()
+
+    def knock(port, words):
+        with contextlib.suppress(OSError):  # closed to us: the better
+            kept.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+            attacked[port] += 1
+            kept[-1].sendall(words)
+
+    def attack(workers):
+        while all(worker.poll() is None for worker in workers):
+            for port in listening(workers[0]):
+                for words in ('["\u00e9", 1]'.encode(), b"[" * 999, b'["token", 1]', os.urandom(68)):
+                    knock(port, framed(words))
+                for words in (b"GET / HTTP/1.1\r\n\r\n", framed(b"x" * 900)[:5], os.urandom(68), *[b""] * 5):
+                    knock(port, words)
+            while len(kept) > 200:
+                kept.pop(0).close()
+            for trickling in kept:
+                with contextlib.suppress(OSError):
+                    trickling.sendall(b"x")
+            time.sleep(0.5)
+
+    try:
+        found = results(tmp_path, "slow_training", meanwhile=attack)
+    finally:
+        for stranger in kept:
+            stranger.close()
+    batches = [{name: rows + np.float32(0.1 * k) for name, rows in BATCH.items()} for k in range(16)]
+    losses, params = train(optax.sgd(0.1), 16, batches.__getitem__)
+    for result in found:
+        if isinstance(result["slow_training"], Exception):
+            raise result["slow_training"]
+        np.testing.assert_allclose(result["slow_training"]["losses"], losses, rtol=1e-5)
+        close(result["slow_training"]["params"], params, rtol=1e-4, atol=1e-5)
+    assert len(attacked) >= 2 and min(attacked.values()) > 50  # JAX's coordination service and jdp's own
 
 
 def test_initialize_is_nothing_for_one_process(monkeypatch):
