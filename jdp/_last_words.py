@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ _FAILED = "jdp/failed"
 _GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
 
 
+@functools.cache  # once
 def install() -> None:
     """Hooks into the end of this process, of whatever kind."""
     before = sys.excepthook
@@ -84,13 +86,13 @@ def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
     if _Exit.code and _Exit.calls == Exchange.calls:  # else it was caught, and the program went on
         _tell(f"SystemExit: {_Exit.code}")
         _end(_Exit.code)
-    wait_for_all()
     try:
-        client().key_value_set(left_key(own_process()), "")
-    except Exception:
-        pass
-    leaving.set()
-    listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
+        wait_for_all()
+    finally:  # a program that has failed on the device raises there; Python prints what, and the others go on
+        with contextlib.suppress(Exception):
+            client().key_value_set(left_key(own_process()), "")
+        leaving.set()
+        listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
 
 
 def _short(what: str) -> str:
@@ -106,6 +108,8 @@ def _pause() -> float:
 def _listen(leaving: threading.Event) -> None:
     """Looks for word of a failure, and ends this process, too."""
     while not leaving.wait(_pause()):
+        if client() is None:
+            return  # jax.distributed.shutdown, which the program has called
         try:
             word = now(_FAILED)
         except DesyncError:

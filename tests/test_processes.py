@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp import _exchange
 
 HERE = pathlib.Path(__file__).parent
 PROCESSES, LOCAL = 2, 2
@@ -30,39 +31,54 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(14, 5)).astype(np.float32)
 Y = RNG.normal(size=(14, 3)).astype(np.float32)
 BATCH = {"x": X, "y": Y}
+# What tells a process of others; the tests may run under one of those that set it.
+LAUNCHERS = """
+JAX_COORDINATOR_ADDRESS JDP_NUM_PROCESSES JDP_PROCESS_ID JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_LOCAL_DEVICE_IDS
+WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE
+HOROVOD_SIZE SLURM_JOB_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID
+""".split()
 
 
-def start(folder, process, port, *cases):
-    environ = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(LOCAL),
-        "NPROC": "8",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JDP_NUM_PROCESSES": str(PROCESSES),
-        "JDP_PROCESS_ID": str(process),
-        "PYTHONPATH": str(HERE.parent),
-    }
-    environ.pop("XLA_FLAGS", None)
-    command = [sys.executable, str(HERE / "processes_worker.py"), str(folder), *cases]
-    with (folder / f"{process}.log").open("w") as log:
-        return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+def by_jdp(process, port):
+    """What `jdp launch` sets."""
+    address = f"127.0.0.1:{port}"
+    return {
+        "JAX_COORDINATOR_ADDRESS": address, "JDP_NUM_PROCESSES": str(PROCESSES), "JDP_PROCESS_ID": str(process)
+    }  # fmt: skip
 
 
-def results(folder, *cases, meanwhile=lambda workers: None):
-    """What each process found, by the name of the case; `meanwhile` is called while they run."""
+def start(log, command, **said):
+    """A process with two CPU devices, and what it prints in a file."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", *LAUNCHERS)}
+    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(LOCAL), "NPROC": "8", "PYTHONPATH": str(HERE.parent)}
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, *command], env=environ | said, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent
+        )
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    workers = [start(folder, process, port, *cases) for process in range(PROCESSES)]
+        return free.getsockname()[1]
+
+
+def results(folder, *cases, said=by_jdp, head=(), meanwhile=lambda workers: None):
+    """What each process found, by the name of the case; `meanwhile` is called while they run.
+
+    `said(process, port)` is what a launcher tells a process; None where `head` is one that starts them all.
+    """
+    script, port = [*head, str(HERE / "processes_worker.py"), str(folder), *cases], free_port()
+    each = [{}] if said is None else [said(process, port) for process in range(PROCESSES)]
+    workers = [start(folder / f"{process}.log", script, **environ) for process, environ in enumerate(each)]
     try:
         meanwhile(workers)
         codes = [worker.wait(timeout=240) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    logs = "\n".join((folder / f"{p}.log").read_text()[-2000:] for p in range(PROCESSES))
-    assert codes == [0] * PROCESSES, logs
+    logs = "\n".join((folder / f"{p}.log").read_text()[-2000:] for p in range(len(workers)))
+    assert codes == [0] * len(workers), logs
     return [pickle.loads((folder / f"{p}.pickle").read_bytes()) for p in range(PROCESSES)]
 
 
@@ -518,9 +534,197 @@ def test_a_job_that_strangers_attack_trains_as_if_alone(tmp_path):
     assert len(attacked) >= 2 and min(attacked.values()) > 50  # JAX's coordination service and jdp's own
 
 
-def test_initialize_is_nothing_for_one_process(monkeypatch):
-    for name in ("JAX_COORDINATOR_ADDRESS", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID"):
+def check_rows(found):
+    """That the processes were one job, by the mean over the rows of both."""
+    error = (MLP.apply(variables(), X) - Y) ** 2
+    for process, result in enumerate(found):
+        metrics = result["train_rows"]
+        if isinstance(metrics, Exception):
+            raise metrics
+        np.testing.assert_allclose(metrics["loss"], error.mean(), rtol=1e-5)
+        np.testing.assert_allclose(metrics["rows"], error.sum(-1)[PARTS[process]], rtol=1e-5)
+
+
+def test_torchrun(tmp_path):
+    """The real one, which listens at MASTER_PORT itself."""
+    pytest.importorskip("torch")
+    head = ["-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}", "--master-addr=127.0.0.1"]
+    check_rows(results(tmp_path, "case_train_rows", said=None, head=[*head, f"--master-port={free_port()}"]))
+
+
+def by_jax(process, port):
+    """What Kubeflow Trainer sets."""
+    address = f"127.0.0.1:{port}"
+    return {
+        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(PROCESSES), "JAX_PROCESS_ID": str(process)
+    }  # fmt: skip
+
+
+def by_torchrun(process, port):
+    return {
+        "WORLD_SIZE": str(PROCESSES), "RANK": str(process), "LOCAL_RANK": str(process), "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("said", [by_jax, by_torchrun])
+def test_variables_of_other_launchers(tmp_path, said):
+    check_rows(results(tmp_path, "case_train_rows", said=said))
+
+
+BY_JAX_ITSELF = """
+import os, runpy, sys, jax
+jax.distributed.initialize(os.environ.pop("ADDRESS"), 2, int(os.environ["PROCESS"]))
+sys.argv.pop(0)
+"""
+
+
+def by_hand(process, port):
+    return {"ADDRESS": f"127.0.0.1:{port}", "PROCESS": str(process)}
+
+
+def test_jax_is_initialized_already(tmp_path):
+    """As under Ray Train, which calls jax.distributed.initialize itself: jdp's initialize finds the job."""
+    head = ["-c", BY_JAX_ITSELF + "runpy.run_path(sys.argv[0], run_name='__main__')"]
+    check_rows(results(tmp_path, "case_train_rows", said=by_hand, head=head))
+
+
+FAILS = """
+import jdp, numpy as np
+for _ in range(2): jdp.distributed.initialize(timeout=60)
+for wrong in ({"num_processes": 3}, {"process_id": 1 - jax.process_index()}):
+    try: jdp.distributed.initialize(**wrong)
+    except ValueError as error: print(error)
+if jax.process_index() == 1: raise KeyError("here")
+jdp.DataParallel(lambda w, x: w * x)(2.0, np.ones(4))
+"""
+
+
+def test_a_failure_ends_the_others_where_jax_is_initialized_already(tmp_path):
+    port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]
+    workers = [start(logs[p], ["-c", BY_JAX_ITSELF + FAILS, "x"], **by_hand(p, port)) for p in range(2)]
+    try:
+        codes = [worker.wait(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [75, 1], said
+    assert "jdp: process 1 has failed (KeyError: 'here'); process 0 ends" in said[0]
+    for process, text in enumerate(said):
+        for asked in ("None of 3", f"{1 - process} of None"):
+            assert (
+                f"jdp.distributed.initialize: called for process {asked}, and JAX is initialized already as process "
+                f"{process} of 2; a process belongs to one job. Leave out" in text
+            )
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """An environment that tells of no other process."""
+    for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    limits = _exchange.limits
+    monkeypatch.setattr(limits, "step", limits.step)
+    monkeypatch.setattr(limits, "start", limits.start)
+    return monkeypatch
+
+
+NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} not set\); the processes become one job"
+
+
+@pytest.mark.parametrize(
+    "environ, arguments, match",
+    [
+        ({"WORLD_SIZE": "4", "RANK": "1"}, (), NOT_SET.format(
+            "WORLD_SIZE=4, RANK=1", "coordinator_address, num_processes, process_id", "MASTER_ADDR, MASTER_PORT")),
+        ({"WORLD_SIZE": "4"}, ("h:1",), NOT_SET.format(
+            "WORLD_SIZE=4", "num_processes, process_id", "RANK, MASTER_ADDR, MASTER_PORT")),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, (), "coordinator_address cannot"),
+        ({"JAX_NUM_PROCESSES": "4"}, (), NOT_SET.format(
+            "JAX_NUM_PROCESSES=4", "coordinator_address, process_id", "JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS")),
+        ({"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}, (), NOT_SET.format(
+            "JAX_NUM_PROCESSES=4, JAX_PROCESS_ID=1", "coordinator_address", "JAX_COORDINATOR_ADDRESS")),
+        ({"JDP_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "h:1"}, (), NOT_SET.format(
+            "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id cannot"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
+        ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, (), "by PMI_SIZE=2, and"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),
+        ({"HOROVOD_SIZE": "2"}, (), "by HOROVOD_SIZE=2, and"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, (), "by SLURM_STEP_NUM_TASKS=2, and"),
+        ({}, ("h:1", 2), r'by the arguments, and process_id cannot.*initialize\("host:port", 2, i\)'),
+        ({}, (None, None, 0), r'by the arguments, and coord.*initialize\("host:port", n, i\).* num_processes=1'),
+    ],
+)  # fmt: skip
+def test_several_processes_are_one_job_or_an_error(nothing_said, refused, environ, arguments, match):
+    for name, value in environ.items():
+        nothing_said.setenv(name, value)
+    with refused(ValueError, "distributed.initialize", match):
+        jdp.distributed.initialize(*arguments)
+    jdp.distributed.initialize(num_processes=1)  # the way out that it names
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # one process, in an allocation for more
+        {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "HOROVOD_SIZE": "", "WORLD_SIZE": "many"},
+        {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "h"},
+    ],
+)
+def test_one_process_needs_no_job(nothing_said, environ):
+    for name, value in environ.items():
+        nothing_said.setenv(name, value)
+    nothing_said.setattr(jax.distributed, "initialize", None)
+    jdp.distributed.initialize()
+
+
+class Asked(Exception):
+    pass
+
+
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h",
+            "MASTER_PORT": "29500"}  # fmt: skip
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+         "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
+JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    "environ, arguments, expected",
+    [
+        (TORCHRUN, {}, ("h:29501", 4, 3, 1)),
+        (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, {}, ("[fe80::1]:29501", 4, 3, 1)),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, {}, ("h:29501", 4, 3, None)),  # all devices of the machine
+        (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "c:2"}, {}, ("c:2", 4, 3, 1)),
+        (TORCHRUN | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, {}, ("h:29501", 4, 3, None)),  # JAX reads it
+        (TORCHRUN, {"local_device_ids": [0, 5]}, ("h:29501", 4, 3, [0, 5])),
+        (TORCHRUN, {"coordinator_address": "mine:3"}, ("mine:3", 4, 3, 1)),
+        (TORCHRUN | SLURM, {}, ("h:29501", 4, 3, 1)),  # torchrun started by Slurm
+        (JAX_SAID | TORCHRUN, {}, ("c:2", 3, 2, None)),
+        (JAX_SAID, {"num_processes": 5, "process_id": 4}, ("c:2", 5, 4, None)),
+        (SLURM, {}, ("n1:61447", 2, 1, None)),  # JAX's own detection
+        (SLURM | {"WORLD_SIZE": "2"}, {}, ("n1:61447", 2, 1, None)),
+    ],
+)
+def test_what_jax_is_told(nothing_said, environ, arguments, expected):
+    for name, value in environ.items():
+        nothing_said.setenv(name, value)
+
+    def initialize(coordinator_address, num_processes, process_id, *, local_device_ids=None, **options):
+        raise Asked(coordinator_address, num_processes, process_id, local_device_ids)
+
+    nothing_said.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(Asked) as asked:
+        jdp.distributed.initialize(**arguments)
+    assert asked.value.args == expected
+
+
+def test_initialize_is_nothing_for_one_process(nothing_said):
     before = sys.excepthook, os.environ.get("XLA_FLAGS")
     jdp.distributed.initialize()  # JAX has started already, which its own initialize refuses
     jdp.distributed.initialize("127.0.0.1:1", 1, 0)
