@@ -76,12 +76,16 @@ class Config:
         self.reduce_state: Reduce = reduce_state
         self.state_axes = dict(state_axes or {})
         self.mesh = make_mesh(self.devices, axis_name)
-        self.is_described = are_described(self.mesh)
         self._programs: dict[int, tuple[Any, Compiled]] = {}
         self.layouts: dict[Any, Layout] = {}
         self.batch_layouts: dict[Any, Layout] = {}
         self.calls: dict[Any, Any] = {}  # that recall knows
         warn_imbalance(self.devices)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the devices are those of a topology, on which nothing runs."""
+        return are_described(self.mesh)
 
     def mesh_of(self, devices: Devices) -> Mesh:
         """The mesh of the devices that a step is given: the wrapper's own, unless a subclass chose others."""

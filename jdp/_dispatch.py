@@ -66,7 +66,10 @@ def wait_for_all() -> None:
 def _wait(most: int) -> None:
     """Waits for the oldest, until there are no more than that."""
     while len(_running) > most:
-        oldest = _running.popleft()
+        try:
+            oldest = _running.popleft()
+        except IndexError:  # another thread has taken the last one
+            return
         if not oldest.is_deleted():  # the user may have donated it
             oldest.block_until_ready()
 

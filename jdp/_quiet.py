@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
 # Lines of XLA's and libtpu's loggers, written before they can be told not to: of drivers and hosts that are absent.
@@ -18,22 +18,33 @@ _LOGGED = re.compile(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops such lines; what else is written to stderr meanwhile comes out at the end."""
+    """Drops such lines; what else is written to stderr meanwhile comes out, as it is written."""
     sys.stderr.flush()
     try:
         before = os.dup(2)  # of C++, which does not ask sys.stderr
     except OSError:  # there is no stderr
         yield
         return
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
+    # A process of its own: a compiler that aborts takes this one with it, and its last words tell why.
+    # In a session of its own, so that a Ctrl-C in the terminal spares it.
+    command = [sys.executable, "-I", "-S", __file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as filter_:
+        assert filter_.stdin is not None
+        os.dup2(filter_.stdin.fileno(), 2)
+        filter_.stdin.close()
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)
             os.close(before)
-            written.seek(0)
-            for line in written:
-                if not _LOGGED.match(line):
-                    os.write(2, line)
+
+
+def _filter() -> None:
+    for line in sys.stdin.buffer:
+        if not _LOGGED.match(line):
+            os.write(2, line)
+
+
+if __name__ == "__main__":
+    _filter()

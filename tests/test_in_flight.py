@@ -3,11 +3,14 @@
 In processes of their own, for the number of threads is fixed when JAX starts, and a deadlock aborts.
 """
 
+import collections
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from jdp import _dispatch
 
 STEPS = 20_000
 
@@ -120,6 +123,21 @@ def test_virtual_cpu_devices_sets_up_devices_and_threads():
 def test_virtual_cpu_devices_wins_over_the_older_flag():
     code = "import jdp; jdp.virtual_cpu_devices(3); import jax; print(len(jax.devices()))"
     assert run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "3"
+
+
+def test_two_threads_wait_for_the_last(monkeypatch):
+    """Both see that there is one, and the other takes it."""
+
+    class Shared(collections.deque):
+        def __len__(self):
+            seen = super().__len__()
+            self.clear()  # the other thread, between two steps of this one
+            return seen
+
+    running = Shared()
+    running.append(None)
+    monkeypatch.setattr(_dispatch, "_running", running)
+    _dispatch.wait_for_all()
 
 
 def test_virtual_cpu_devices_says_so_when_jax_has_started():

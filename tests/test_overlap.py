@@ -143,6 +143,20 @@ def test_what_is_asked_of_the_compiler(devices, monkeypatch):
     assert compiler_options(mesh, 1 << 30) == {kept: 30 << 20}
 
 
+def test_a_failure_that_is_not_of_the_options_is_raised_and_not_kept(devices, monkeypatch):
+    """Else a full memory, once, would take the overlap from all steps of the process."""
+    mesh, options = make_mesh(tuple(devices[:3])), (("xla_cpu_enable_fast_math", True),)
+
+    def full(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", full)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            _known(mesh, options)
+    assert _known(mesh, options)
+
+
 def test_a_step_with_options_also_runs_inside_of_a_jit(devices, monkeypatch):
     """Where JAX refuses any, for they are those of the outermost one."""
     asked = []

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp import _config
 
 ROWS = np.random.RandomState(0).randn(5, 3).astype(np.float32)
 
@@ -75,6 +76,16 @@ def test_linen(devices, again):
     assert y.devices() == {devices[5]}
     np.testing.assert_array_equal(again(copied).apply(variables, ROWS), before)  # and once more
     np.testing.assert_array_equal(dp.apply(variables, ROWS), before)
+
+
+def test_a_wrapper_of_described_devices_is_one_of_devices_where_they_are_real(devices, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(_config, "are_described", lambda mesh: True)
+        dp = jdp.DataParallel(double, devices[:2])
+        with pytest.raises(RuntimeError, match="devices of a topology, which are only described"):
+            dp(2.0, ROWS)
+        packed = pickle.dumps(dp)
+    np.testing.assert_allclose(pickle.loads(packed)(2.0, ROWS), 2 * ROWS)
 
 
 @pytest.mark.parametrize("again", COPIES)

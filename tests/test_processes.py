@@ -619,6 +619,37 @@ def test_a_failure_ends_the_others_where_jax_is_initialized_already(tmp_path):
             )
 
 
+LEAVES = """
+import jdp, numpy as np
+jdp.distributed.initialize(timeout=45, quiet=True)
+import jax, jax.numpy as jnp
+from jdp import _dispatch
+if jax.process_index() == 1:
+    class Failed:
+        def is_deleted(self): return False
+        def block_until_ready(self): raise RuntimeError("a program has failed on the device")
+    _dispatch.hold(Failed())
+else:
+    jdp.DataParallel(lambda w, x: w * x)(2.0, np.ones(4))
+"""
+
+
+def test_who_ends_with_a_program_that_failed_on_the_device_has_ended(tmp_path):
+    """Nobody waits for it until the time is over."""
+    port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]
+    workers = [start(logs[p], ["-c", LEAVES], **by_jdp(p, port)) for p in range(2)]
+    begin = time.monotonic()
+    try:
+        codes = [worker.wait(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    said = [log.read_text() for log in logs]
+    assert "RuntimeError: a program has failed on the device" in said[1]
+    assert codes[0] == 1 and "process 1 has ended its program, and process 0 waits there" in said[0], said[0]
+    assert time.monotonic() - begin < 40
+
+
 @pytest.fixture
 def nothing_said(monkeypatch):
     """An environment that tells of no other process."""

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -190,6 +191,18 @@ def test_quiet_drops_the_loggers_lines_alone(capfd):
         )
         print("and this", file=sys.stderr)
     assert sorted(capfd.readouterr().err.splitlines()) == ["and this", "something else"]
+
+
+def test_quiet_does_not_keep_the_last_words_of_a_compiler_that_aborts():
+    code = """
+import os
+from jdp._quiet import quiet
+with quiet():
+    os.write(2, b"I0000 00:00:1795306221.128085 1 a.cc:1] starting\\nF0000 a.cc:2] Check failed: size > 0\\nno newline")
+    os.abort()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "F0000 a.cc:2] Check failed: size > 0\nno newline")
 
 
 @needs_gpus
