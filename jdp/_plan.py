@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import pathlib
 import sys
@@ -15,7 +16,7 @@ from ._links import Network
 from ._plan_capture import PlanError, Step, capture_step
 from ._plan_lines import Line, attempt, available, estimate, line
 from ._plan_print import as_json, picture, show
-from ._topology import topology
+from ._topology import how_to_install, topology
 
 ABOUT = """\
 Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has said why
         return int(stop.code or 0)
     try:
+        _refuse_missing(args)
         devices = _topologies(args)
         step = capture_step(args.script, given[at + 1 :])
         if args.batch_per_device is not None and not step.is_cut:
@@ -93,15 +95,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"it is {text!r}; there is 1 or more of them. Pass a whole number, as 8.")
     return int(text)
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
-
-
-_count.__name__, _counts.__name__ = "positive number", "list of numbers"  # in argparse's "invalid ... value"
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}; a plan is made for 1 host or more. Pass whole numbers with commas, as 1,2,8."
+        )
+    return [int(part) for part in parts]
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -118,6 +122,16 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"argument --picture: {path} ends in none of .png, .svg, .pdf")
     if path is not None and not path.absolute().parent.is_dir():
         parser.error(f"argument --picture: there is no folder {path.parent}")
+
+
+def _refuse_missing(args: argparse.Namespace) -> None:
+    """What would be missing only at the end, after minutes of compiling."""
+    for module, wanted, instead in (
+        ("rich", not args.json, "the table needs rich; --json does not"),
+        ("matplotlib", args.picture is not None, "the picture needs matplotlib"),
+    ):
+        if wanted and importlib.util.find_spec(module) is None:
+            raise PlanError(f"jdp.plan: {module} is not installed; {instead}. {how_to_install('examples')}")
 
 
 def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]]:

@@ -136,13 +136,9 @@ def _plain(one: Line) -> dict[str, Any]:
 
 def picture(lines: Sequence[Line], chip: Chip, title: str) -> Any:
     """A figure of matplotlib's: the efficiency that is estimated, against the number of devices."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import PercentFormatter
-    except ImportError:
-        raise ImportError(
-            "jdp.plan: --picture needs matplotlib, which is not installed. Run pip install matplotlib."
-        ) from None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
     known = [one for one in lines if one.efficiency is not None]
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -160,7 +160,15 @@ def _installed(module: str) -> bool:
 def _missing(name: str, what: str, extra: str) -> ImportError:
     return ImportError(
         f"jdp.topology: {name} needs {what}, which is not installed; it is the compiler for them, and takes no such "
-        f'device. Run pip install "jax-data-parallel[{extra}]".'
+        f"device. {how_to_install(extra)}"
+    )
+
+
+def how_to_install(extra: str) -> str:
+    """What to do where something is missing that an extra of this package brings."""
+    return (
+        f'Run pip install "jax-data-parallel[{extra}]", or pip install -e ".[{extra}]" in a checkout; what PyPI calls '
+        f"jdp is another package."
     )
 
 

@@ -201,9 +201,13 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--hosts", "0"], "invalid list of numbers value"),
-        (["--hosts", "1,two"], "invalid list of numbers value"),
-        (["--batch-per-device", "-1"], "invalid positive number value"),
+        (
+            ["--hosts", "0"],
+            "--hosts: it is '0'; a plan is made for 1 host or more. Pass whole numbers with",
+        ),
+        (["--hosts", "1,two"], "--hosts: it is '1,two'; a plan is made for 1 host"),
+        (["--batch-per-device", "-1"], "--batch-per-device: it is '-1'; there is 1 or more of them. Pass a whole"),
+        (["--per-host", "0"], "--per-host: it is '0'; there is 1 or more"),
         (["--shapes", "4x4"], "h100 is a GPU"),
         (["--topology", "v5e", "--hosts", "2"], "v5e is a TPU"),
         (["--topology", "v5e"], "give shapes"),
@@ -214,6 +218,28 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
 def test_arguments_that_make_no_sense(script, capsys, arguments, said):
     assert main(["plan", script("raise KeyError"), "--topology", "h100", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "module, options",
+    [("rich", []), ("matplotlib", ["--picture", "plan.png"]), ("matplotlib", ["--picture", "x.svg", "--json"])],
+)
+def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, module, options):
+    """It is said before the script runs, with the extra that brings it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
+    assert main(["plan", script("raise KeyError"), "--topology", "h100", *options]) == 1
+    said = capsys.readouterr().err
+    with refused(RuntimeError, "plan", rf'{module} is not installed; .* pip install "jax-data-parallel\[examples\]"'):
+        raise RuntimeError(said.strip())
+    assert 'pip install -e ".[examples]" in a checkout; what PyPI calls jdp is another package.' in said
+
+
+def test_without_rich_there_is_json(script, cpus, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a))
+    assert main(["plan", script(STEP), "--topology", "h100", "--no-search", "--json"]) == 0
+    assert list(lines_of(capsys)) == [2]
 
 
 def test_what_cannot_be_planned_is_said_in_a_line(script, cpus, capsys):
