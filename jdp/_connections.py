@@ -29,9 +29,6 @@ class _Stranger:
     deadline: float
     said: bytes = b""
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
 
 class Connections:
     """Connections of their own, of the processes in `group`; the coordination service brings them together."""
@@ -75,9 +72,9 @@ class Connections:
         listening = [self._server] if self._listens else []
         if self._strangers:
             seconds = min(seconds, max(0.0, self._strangers[0].deadline - time.monotonic()))
-        ready = wait([*listening, *self._strangers, *self._open.values()], seconds)
+        ready = wait([*listening, *(s.socket for s in self._strangers), *self._open.values()], seconds)
         for stranger in [*self._strangers]:
-            if stranger in ready or stranger.deadline <= time.monotonic():
+            if stranger.socket in ready or stranger.deadline <= time.monotonic():
                 self._hear(stranger)
         if self._listens and self._server in ready:
             self._accept()

@@ -200,8 +200,8 @@ def _incomplete(address: str | None, count: int | None, here: int | None, severa
     return (
         f"jdp.distributed.initialize: this is one of several processes by {', '.join(said) or 'the arguments'}, and "
         f"{', '.join(missing)} cannot be found{why}; the processes become one job when each knows where all meet, how "
-        f'many they are, and which one it is. Pass jdp.distributed.initialize("host:port", {count or "n"}, i), with the '
-        f"host of process 0 and with i from 0, or num_processes=1 to run alone."
+        f'many they are, and which one it is. Pass jdp.distributed.initialize("host:port", {count or "n"}, i), with '
+        f"the host of process 0 and with i from 0, or num_processes=1 to run alone."
     )
 
 
@@ -211,8 +211,8 @@ def _refuse_other_job(count: int | None, here: int | None) -> None:
     if count not in (None, processes) or here not in (None, own):
         raise ValueError(
             f"jdp.distributed.initialize: called for process {here} of {count}, and JAX is initialized already as "
-            f"process {own} of {processes}; a process belongs to one job. Leave out the arguments, or call this instead "
-            f"of jax.distributed.initialize."
+            f"process {own} of {processes}; a process belongs to one job. Leave out the arguments, or call this "
+            f"instead of jax.distributed.initialize."
         )
 
 

@@ -679,7 +679,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
             "JAX_NUM_PROCESSES=4, JAX_PROCESS_ID=1", "coordinator_address", "JAX_COORDINATOR_ADDRESS")),
         ({"JDP_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "h:1"}, (), NOT_SET.format(
             "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id cannot"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
         ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, (), "by PMI_SIZE=2, and"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),
