@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from flax import nnx
 
+from ._check import ARRAYS, USUAL, no_further
 from ._check_replicas import check_replicas
 from ._config import Config
-from ._layout import Tree
-from ._prefetch import prefetch, prefetch_together
-from ._prepare import Prepared, prepare
+from ._layout import Layout, Tree
+from ._nnx import is_node, put_nodes, take_nodes
+from ._prefetch import on_host, prefetch, prefetch_together, refuse_one_batch
+from ._prepare import Prepared, flat, known_by, prepare
 from ._processes import spans_processes
-from ._scattered import Scattered, is_scattered, placed
+from ._scattered import Scattered, holds_scattered, leaf_by_leaf, placed
 from ._split import split
+
+
+class BatchAxes(NamedTuple):
+    """The `in_axes` of a door of its own, and the layouts of the batches that were cut by them."""
+
+    in_axes: Tree
+    layouts: dict[Any, Layout]
+
+
+class Taken(NamedTuple):
+    """A batch in which there are NNX objects: scattered with stand-ins for them, and the objects by number."""
+
+    rows: Scattered
+    nodes: dict[int, Any]
 
 
 class Batches:
@@ -25,67 +41,103 @@ class Batches:
     _config: Config
     module: Any
 
-    def prefetch(self, batches: Iterable[Tree], size: int = 2) -> Iterator[Scattered]:
-        """Scatters the next batches ahead: yields `scatter(batch)` for each batch, in order.
+    def prefetch(self, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Iterator[Tree]:
+        """Scatters the next batches ahead: yields each batch, in order, with a `jdp.Scattered` for each of its arrays.
 
-        What it yields goes in place of the batch: a call takes a `jdp.Scattered` for any argument. The
-        batches are copied, so that the iterable may use its buffers again. An exception of the iterable
-        comes after the batches before it.
+        What it yields has the containers of the batch, and goes in its place, as a whole or in parts: every call takes
+        a `jdp.Scattered` where it takes an array, and `jdp.gather` gives the batch back. Python values, strings, None
+        and NNX objects stay what they are. Batches are copied, so that the loader may use its buffers again; not
+        those of a torch `DataLoader` that makes each of new tensors. An exception of the loader comes after the
+        batches before it.
 
         Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
         out, with batches of no rows for those that have. The processes tell each other one batch ahead, so that no
         step waits for it.
 
         Args:
-            batches: any iterable of pytrees of arrays; with `in_axes` a tuple is the arguments, anything
-                else the first one.
+            batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
+                tensors).
             size: how many batches are on the devices ahead of the one in use.
+            in_axes: as in `jax.vmap`, a tree prefix of each batch: an int, None (whole to every replica), or a tuple,
+                list or dict of them. Default: that of the wrapper, with which a tuple is the arguments of a call, and
+                anything else the first one; without, `dim` for all.
+
+        Raises:
+            TypeError: `batches` is one array or one batch.
+            ValueError: `size` is negative; in its turn, a batch that cannot be cut.
 
         Example:
             >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> [dp(2.0, x).tolist() for x in dp.prefetch([np.arange(2.0), np.arange(3.0)])]
-            [[0.0, 2.0], [0.0, 2.0, 4.0]]
+            >>> dp = jdp.DataParallel(lambda w, x, y: x * w + y, devices=[0])
+            >>> [dp(2.0, x, y).tolist() for x, y in dp.prefetch([(np.arange(2.0), np.ones(2))])]
+            [[1.0, 3.0]]
 
         Source: `prefetch_to_device` in flax/jax_utils.py.
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
+        refuse_one_batch(batches)
+        config, own = self._config, None if in_axes is None else BatchAxes(in_axes, {})
+        convert = on_host(batches)
 
-        # Copied, for a loader may fill its buffer anew while the batch waits, and device_put may alias it.
-        copied = (jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch) for batch in batches)
-        config = self._config
+        def host(batch: Tree) -> Tree:
+            leaves, treedef = flat(batch, "prefetch", "batch", _stop)
+            return treedef.unflatten(map(convert, leaves))
+
+        source = map(host, batches)
         if not spans_processes(config.mesh):
-            return prefetch(copied, lambda batch: placed(self._scatter_batch(batch, "prefetch")), size)
+            return prefetch(source, lambda batch: self._leaf_by_leaf(batch, own), size)
 
         def begin(batch: Tree) -> Prepared:
-            if any(map(is_scattered, jax.tree.leaves(batch, is_leaf=is_scattered))):
+            if holds_scattered(batch):
                 raise ValueError(
                     "jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays."
                 )
-            axes, verb = self._batch_axes(batch), "prefetch"
-            return cast(Prepared, prepare(batch, config.mesh, config.dim, verb=verb, root="batch", axes=axes))
+            taken, nodes = self._take_nodes(batch)
+            axes = self._axes_of(batch, own)
+            prepared = prepare(taken, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
+            return cast(Prepared, prepared)._replace(nodes=nodes)
 
-        return prefetch_together(copied, begin, config.mesh, config.batch_layouts, size)
+        return prefetch_together(source, begin, config.mesh, config.batch_layouts, size)
 
-    def _scatter_batch(self, batch: Tree, verb: str) -> Scattered:
-        """One batch, scattered: a tuple is the arguments where `in_axes` says so, else the batch is one."""
+    def _leaf_by_leaf(self, batch: Tree, own: BatchAxes | None) -> Tree:
+        """A batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
+        found = self._scatter_batch(batch, "prefetch", own)
+        if type(found) is Taken:
+            return put_nodes(leaf_by_leaf(placed(found.rows)), found.nodes)
+        return placed(found) if type(batch) is Scattered else leaf_by_leaf(placed(found))
+
+    def _scatter_batch(self, batch: Tree, verb: str, own: BatchAxes | None = None) -> Scattered | Taken:
+        """One batch, scattered: by the `in_axes` of a door of its `own`, else by the wrapper's."""
         config = self._config
-        if type(batch) is Scattered and batch._layout.mesh == config.mesh:
+        if type(batch) is Taken or type(batch) is Scattered and batch._layout.mesh == config.mesh:
             return batch
-        # The batch of numpy arrays that was seen before: a step on a small model is no longer than all that follows.
-        leaves, treedef = jax.tree.flatten(batch)
-        seen = config.batch_layouts.get((treedef, *[(x.shape, x.dtype) for x in leaves if type(x) is np.ndarray]))
-        if seen is not None and len(leaves) == len(seen.arrays) and seen.is_even and jax.process_count() == 1:
-            return Scattered(leaves, seen)
-        axes, layouts = self._batch_axes(batch), config.batch_layouts
-        return split(batch, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
+        layouts = config.batch_layouts if own is None else own.layouts
+        # A batch that was seen before: a step on a small model is no longer than all that follows.
+        leaves, treedef = flat(batch, verb, "batch", _stop)
+        seen = layouts.get((treedef, *map(known_by, leaves)))
+        if seen is not None and (arrays := _at_hand(leaves, seen)) is not None:
+            return Scattered(arrays, seen)
+        taken, nodes = self._take_nodes(batch) if any(map(is_node, leaves)) else (batch, {})
+        axes = self._axes_of(batch, own)
+        rows = split(taken, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
+        return Taken(rows, nodes) if nodes else rows
 
-    def _batch_axes(self, batch: Tree) -> Tree:
-        axes = self._config.in_axes
-        if isinstance(axes, tuple | list):
-            axes = tuple(axes) if isinstance(batch, tuple) and len(batch) == len(axes) else axes[0]
-        return axes
+    def _take_nodes(self, batch: Tree) -> tuple[Tree, dict[int, Any]]:
+        """The batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
+        first = int(self._config.kind == "nnx")
+        taken, nodes = take_nodes(batch, first)
+        return taken, dict(enumerate(nodes, first))
+
+    def _axes_of(self, batch: Tree, own: BatchAxes | None) -> Tree:
+        """An axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""
+        axes = self._config.in_axes if own is None else own.in_axes
+        if type(axes) not in (tuple, list):
+            return axes
+        fits = isinstance(batch, tuple | list) and len(batch) == len(axes)
+        if own is None and not fits:
+            return axes[0]
+        return type(batch)(axes) if type(batch) in (tuple, list) else axes
 
     def check_replicas(self, tree: Tree = None) -> None:
         """Compares the replicas of a tree bit for bit, in the devices: each leaf is one value.
@@ -122,3 +174,21 @@ class Batches:
                 f"jdp.DataParallel: {method}() sets the mode of an NNX module, and this wraps none; it would do "
                 f"nothing. Pass the mode as an argument, dp.apply(variables, x, train={method == 'train'})."
             )
+
+
+def _stop(x: Any) -> bool:
+    """Where flattening a batch stops: as anywhere else, and at NNX objects."""
+    return type(x) not in USUAL and (no_further(x) or is_node(x))
+
+
+def _at_hand(leaves: Sequence[Any], layout: Layout) -> list[Any] | None:
+    """The arrays of a batch of that layout, if nothing is to be done to them; None if something is."""
+    arrays: list[Any] = []
+    for x in leaves:
+        if type(x) is Scattered:
+            arrays += x._arrays
+        elif isinstance(x, ARRAYS):  # numpy's, for the program's call to move; of several processes no program takes it
+            if type(x) is not np.ndarray or not layout.is_even or jax.process_count() > 1:
+                return None
+            arrays.append(x)
+    return arrays

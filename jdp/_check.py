@@ -16,7 +16,7 @@ from ._scattered import is_scattered
 
 _KEY = jax.dtypes.prng_key
 ARRAYS = (np.ndarray, jax.Array, np.generic)
-_USUAL = frozenset({dict, list, tuple, np.ndarray})
+USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(None)})
 
 
 def is_key(x: Any) -> bool:
@@ -38,7 +38,7 @@ def is_sparse(x: Any) -> bool:
 def no_further(x: Any) -> bool:
     """Where flattening stops: at what is scattered already, and at what `classify` must see whole."""
     # Nearly all are the usual ones, and it takes an abstract class longer to say no.
-    return type(x) not in _USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
+    return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
 
 
 def is_legacy_key(x: Any) -> bool:

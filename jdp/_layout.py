@@ -165,9 +165,10 @@ class Layout:
             for leaf in self.arrays
         )
 
-    def of(self, i: int) -> Layout:
-        """The layout of the i-th array alone."""
-        return Layout(_LEAF, (self.arrays[i],), self.sizes, self.mesh, self.dim)
+    @functools.cached_property
+    def each(self) -> tuple[Layout, ...]:
+        """The layout of each array alone."""
+        return tuple(Layout(_LEAF, (leaf,), self.sizes, self.mesh, self.dim) for leaf in self.arrays)
 
     @functools.cached_property
     def own(self) -> Layout:

@@ -92,17 +92,17 @@ class _Node:
     index: int
 
 
-def take_nodes(arguments: Tree) -> tuple[Tree, list[Any]]:
-    """The arguments with a stand-in for each NNX object, and the objects."""
+def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:
+    """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
     taken: list[Any] = []
 
     def take(x: Any) -> Any:
-        if not _is_node(x):
+        if not is_node(x):
             return x
         taken.append(x)
-        return _Node(len(taken) - 1)
+        return _Node(first + len(taken) - 1)
 
-    return jax.tree.map(take, arguments, is_leaf=lambda x: _is_node(x) or is_scattered(x)), taken
+    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or is_scattered(x)), taken
 
 
 def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
@@ -120,7 +120,8 @@ def _is_stand_in(x: Any) -> bool:
     return isinstance(x, _Node)
 
 
-def _is_node(x: Any) -> bool:
+def is_node(x: Any) -> bool:
+    """Whether `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 

@@ -18,11 +18,12 @@ from ._operands import Signature, flatten_call
 from ._outputs import Outputs, Returned, returned
 from ._replicate import broadcast
 from ._run_chunks import run_chunks
-from ._scattered import Scattered, placed
+from ._scattered import Scattered, holds_scattered, is_scattered, placed
+from ._split import split
 
 
 def parallel_apply(
-    fn: Callable[..., Tree], replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None
+    fn: Callable[..., Tree], replicas: Tree, inputs: Scattered | Tree, kwargs: Scattered | Tree = None
 ) -> Scattered:
     """Runs `fn(replicas, *inputs[i], **kwargs[i])` on every device i at once: `jit(shard_map(fn))`.
 
@@ -37,8 +38,9 @@ def parallel_apply(
         fn: the function; returns a pytree of arrays.
         replicas: its first argument, whole on every replica (`jdp.replicate`); arrays on the host or
             on the primary device are replicated first.
-        inputs: from `jdp.scatter`; a tuple or list holds the positional arguments, anything else is one.
-        kwargs: from `jdp.scatter`: the keyword arguments, a dict.
+        inputs: from `jdp.scatter`, or a batch from `dp.prefetch`; a tuple or list holds the positional arguments,
+            anything else is one.
+        kwargs: likewise: the keyword arguments, a dict.
 
     Returns:
         A `jdp.Scattered`: `s[i]` is what `fn` returned on replica i.
@@ -57,6 +59,7 @@ def parallel_apply(
 
     Source: torch/nn/parallel/parallel_apply.py; jax/_src/pmap.py.
     """
+    inputs, kwargs = _as_one(inputs), _as_one(kwargs)
     if not isinstance(inputs, Scattered) or not isinstance(kwargs, Scattered | None):
         found = inputs if not isinstance(inputs, Scattered) else kwargs
         raise TypeError(
@@ -68,6 +71,14 @@ def parallel_apply(
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
     inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
     return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
+
+
+def _as_one(batch: Tree) -> Tree:
+    """A batch whose leaves are scattered, as one `Scattered`; anything else as it is."""
+    if isinstance(batch, Scattered) or not holds_scattered(batch):
+        return batch
+    layout = next(x for x in jax.tree.leaves(batch, is_leaf=is_scattered) if is_scattered(x))._layout
+    return split(batch, layout.mesh, layout.dim, verb="parallel_apply", root="inputs")
 
 
 CallOf = Callable[[Signature, int], Callable[..., Tree]]

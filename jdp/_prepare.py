@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class Prepared(NamedTuple):
     dim: int
     key: Any  # under which the layout is kept; None where it is not
     described: Described | None  # for the other processes; None where there are none, or they know it
+    nodes: Mapping[int, Any] = {}  # the NNX objects that were taken out of it
 
 
 def prepare(
@@ -46,13 +47,13 @@ def prepare(
 ) -> Prepared | tuple[list[Any], Layout]:
     """The batch, checked; or its leaves and their layout, where that is known."""
     _refuse_trace(mesh, verb)
-    leaves, treedef = _flat(inputs, verb, root)
+    leaves, treedef = flat(inputs, verb, root)
     key: Any = None
     if layouts is not None:
-        key = (treedef, *map(_known_by, leaves))
+        key = (treedef, *map(known_by, leaves))
         if (layout := layouts.get(key)) is not None:
             return [y for x in leaves for y in (_ready(x) if type(x) is Scattered else (x,))], layout
-    axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs)
+    axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs, verb)
     given = leaves
     if any(map(is_scattered, leaves)):
         each = [len(x._layout.leaves) if is_scattered(x) else 1 for x in leaves]
@@ -63,11 +64,14 @@ def prepare(
     def name(i: int) -> str:
         return name_of(inputs, i, root)
 
+    if axes is not None:
+        _refuse_cut_otherwise(given, axis_of, dim, verb, name)
     leaves, specs = _specs(given, axis_of, verb, name)
     if stacked is not None:
         specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
     several = spans_processes(mesh)
-    if not all(x is y and not (several and type(x) is Ready) for x, y in zip(leaves, given, strict=True)):
+    mixed = several and any(type(x) is Ready for x in leaves) and not all(type(x) is Ready for x in leaves)
+    if mixed or any(x is not y for x, y in zip(leaves, given, strict=True)):
         key = None  # the layout does not hold for the next batch as it is: something was converted, or all must agree
     described = None
     if several:
@@ -81,9 +85,12 @@ def prepare(
     return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
 
 
-def _flat(inputs: Tree, verb: str, root: str | tuple[str, ...]) -> tuple[list[Any], Any]:
+def flat(
+    inputs: Tree, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
+) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and its treedef."""
     try:
-        return jax.tree.flatten(inputs, is_leaf=no_further)
+        return jax.tree.flatten(inputs, is_leaf=stop)
     except ValueError as error:  # JAX's, for dict keys that do not compare
         raise ValueError(
             f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
@@ -106,6 +113,20 @@ def _agreed(leaves: Sequence[Any], specs: Sequence[Any]) -> bool:
     ready = [type(x) is Ready for x in leaves]
     rows = [isinstance(s, int | Cut | Stack) for s in specs]
     return any(r and cut for r, cut in zip(ready, rows, strict=True)) or any(ready) and not any(rows)
+
+
+def _refuse_cut_otherwise(
+    given: Sequence[Any], axis_of: Sequence[int | None], dim: int, verb: str, name: Callable[[int], str]
+) -> None:
+    """A `ValueError` for what came cut, and that `in_axes` wants whole, or cut along another axis."""
+    for i, (x, axis) in enumerate(zip(given, axis_of, strict=True)):
+        if type(x) is not Ready or not isinstance(x.spec, Cut) or axis == dim:
+            continue
+        if axis is None or axis % x.array.ndim != x.spec.axis:
+            raise ValueError(
+                f"jdp.{verb}: {name(i)} came cut along axis {x.spec.axis}, and in_axes has {axis} for it; what is "
+                f"scattered stays as it was cut. Scatter it with the same in_axes, dp.prefetch(batches, in_axes=...)."
+            )
 
 
 def _specs(
@@ -164,7 +185,7 @@ def _chunks(
     return chunks
 
 
-def _known_by(x: Any) -> Any:
+def known_by(x: Any) -> Any:
     """What decides how a leaf of a batch is cut."""
     if type(x) is Scattered:
         return x._layout

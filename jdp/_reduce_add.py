@@ -21,14 +21,15 @@ from ._gather_list import device_of, transpose_list
 from ._layout import Cut, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
 from ._same_program import same_program
-from ._scattered import Scattered, concrete, placed, put_all
+from ._scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
-def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | None = None) -> Tree:
+def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None) -> Tree:
     """Sums a tree over the replicas: `reduce_add(s) == s[0] + s[1] + ...`.
 
     Args:
-        outputs: a `jdp.Scattered` with equal chunks, or a list with one tree of arrays per device.
+        outputs: a `jdp.Scattered` with equal chunks; a tree that holds some, as `dp.prefetch` yields; or a list with
+            one tree of arrays per device.
         destination: where the sum goes: a device, `"cpu"` or -1, or `"all"`: replicated over the
             devices of `outputs`. `None` is the primary device.
 
@@ -53,6 +54,8 @@ def reduce_add(outputs: Scattered | Sequence[Tree], destination: DeviceLike | No
         raise ValueError("jdp.reduce_add: destination 'sharded' has no rows to cut; pass a device, 'cpu' or 'all'.")
     if isinstance(outputs, Scattered):
         return _of_scattered(outputs, target, everywhere)
+    if holds_scattered(outputs):
+        return map_scattered(lambda s: _of_scattered(s, target, everywhere), outputs)
     return _of_list(outputs, target, everywhere)
 
 

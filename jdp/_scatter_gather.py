@@ -20,7 +20,7 @@ from ._dispatch import dispatch
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import spans_processes
 from ._same_program import same_program
-from ._scattered import Scattered, concrete, placed, put_all, reshard
+from ._scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard
 from ._split import split
 
 
@@ -36,7 +36,8 @@ def scatter(
     its own rows, which go to its own devices.
 
     Args:
-        inputs: a pytree; all its cut arrays have the same number of rows along `dim`.
+        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
+            (over these devices) stays so.
         devices: the devices, the primary first; `None` is all of `jax.devices()`.
         dim: the axis to cut along, negative allowed.
         chunk_sizes: rows per device, for uneven devices; zeros allowed. Default: torch's rule.
@@ -62,7 +63,7 @@ def scatter(
     return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
 
 
-def gather(outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
+def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
     """Concatenates the chunks of all replicas along `dim`, in input order: `gather(scatter(x)) == x`.
 
     True sizes only: padding never shows. 0-d arrays become a vector with one entry per replica
@@ -71,7 +72,8 @@ def gather(outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None
     rows of its own devices.
 
     Args:
-        outputs: a `jdp.Scattered`, or a list with one tree of arrays per device.
+        outputs: a `jdp.Scattered`; a tree that holds some, as `dp.prefetch` yields (what else is in it stays as it
+            is); or a list with one tree of arrays per device.
         output_device: the device of the result: a device, `"cpu"` or -1 (the host's CPU), or
             `"sharded"`: one array over the replicas, sharded along `dim` where its rows divide,
             else replicated. `None` is the primary device, torch's default.
@@ -96,6 +98,8 @@ def gather(outputs: Scattered | Sequence[Tree], output_device: DeviceLike | None
     check_dim("gather", dim)
     if isinstance(outputs, Scattered):
         return join(_along(placed(outputs), dim), device)
+    if holds_scattered(outputs):
+        return map_scattered(lambda s: join(_along(placed(s), dim), device), outputs)
     from ._gather_list import gather_list  # the rarer door; it needs this module
 
     return gather_list(outputs, device, dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
@@ -106,6 +106,11 @@ def parts(s: Scattered) -> tuple[Scattered, ...]:
     return tuple(found)
 
 
+def leaf_by_leaf(s: Scattered) -> Tree:
+    """The tree of `s` itself, with a `Scattered` for each of its arrays: `gather(leaf_by_leaf(s)) == gather(s)`."""
+    return s._layout.fill([Scattered((x,), one) for x, one in zip(s._arrays, s._layout.each, strict=True)])
+
+
 def placed(s: Scattered) -> Scattered:
     """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
     shardings, mesh = s._layout.shardings, s._layout.mesh
@@ -158,6 +163,20 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
 def is_scattered(x: Any) -> bool:
     return isinstance(x, Scattered)
+
+
+def holds_scattered(tree: Tree) -> bool:
+    """Whether there is a `Scattered` in the tree."""
+    return any(map(is_scattered, jax.tree.leaves(tree, is_leaf=is_scattered)))
+
+
+def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
+    """The tree with `fn` of each `Scattered` in it; what holds none stays as it is, an NNX object too."""
+
+    def stop(x: Any) -> bool:
+        return is_scattered(x) or not holds_scattered(x)
+
+    return jax.tree.map(lambda x: fn(x) if is_scattered(x) else x, tree, is_leaf=stop)
 
 
 def concrete(x: Any) -> Any:

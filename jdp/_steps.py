@@ -13,7 +13,7 @@ from ._layout import Tree
 from ._recall import remember, steps_of
 from ._replicate import broadcast, first_leaf, lives_replicated
 from ._scatter_gather import gather, join
-from ._scattered import Scattered, on_mesh, parts
+from ._scattered import Scattered, holds_scattered, map_scattered, on_mesh, parts
 from ._split import split
 
 
@@ -70,9 +70,11 @@ class Steps:
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
         """Step four: concatenates the outputs on the output device."""
-        if not isinstance(outputs, Scattered):
-            return gather(outputs, output_device, self._config.dim)
-        return join(outputs, output_device)
+        if isinstance(outputs, Scattered):
+            return join(outputs, output_device)
+        if holds_scattered(outputs):  # a batch, each array of which has its own axis
+            return map_scattered(lambda s: join(s, output_device), outputs)
+        return gather(outputs, output_device, self._config.dim)
 
     def _forward(
         self,

@@ -201,7 +201,7 @@ class Program:
         if spans_processes(layout.mesh):
             # Of metrics with an entry per row each process takes its own, when the program has run.
             arrays = [
-                x if isinstance(leaf, Whole) else Scattered((x,), outputs._layout.of(i))
+                x if isinstance(leaf, Whole) else Scattered((x,), outputs._layout.each[i])
                 for i, (x, leaf) in enumerate(zip(outputs._arrays, outputs._layout.arrays, strict=True))
             ]
             found = found._replace(out=outputs._layout.fill(arrays).out)
