@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
 from . import _nnx
 from ._config import Config
-from ._layout import Tree
+from ._layout import Layout, Tree, Whole
 from ._linen import unbox
 from ._microbatch import Loss
 from ._outputs import Reduce
+from ._replicate import broadcast
+from ._scattered import Scattered, parts
 from ._split import split
 from ._sync_batch_norm import sync_nodes, synced
 
@@ -62,7 +65,12 @@ class Call(NamedTuple):
 
 
 def divide(
-    args: Sequence[Any], kwargs: Mapping[str, Any], argnums: tuple[Position, ...], has_aux: bool, in_axes: Sequence[Any]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: tuple[Position, ...],
+    has_aux: bool,
+    in_axes: Sequence[Any],
+    verb: str,
 ) -> Call:
     """Divides a call's arguments; `in_axes` has an axis, or None, for each positional argument."""
     (taken, keywords), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
@@ -73,14 +81,16 @@ def divide(
     diff_state, rest, graph = None, None, None
     if nodes:
         graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
-        _refuse_shared(nodes, argnums, within)
+        _refuse_shared(nodes, argnums, within, verb)
     diff = (tuple(taken[p] for p in plan.plain), diff_state)
     held = tuple(taken[p] for p in whole if p not in plan.plain)
     inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
     return Call(plan, (diff, (held, graph, rest)), inputs, keywords, nodes, taken)
 
 
-def _refuse_shared(nodes: list[Any], argnums: tuple[Position, ...], within: Sequence[tuple[int, ...]]) -> None:
+def _refuse_shared(
+    nodes: list[Any], argnums: tuple[Position, ...], within: Sequence[tuple[int, ...]], verb: str
+) -> None:
     """A `ValueError` for a variable in two arguments, of which one is differentiated."""
     for (position, wrt), mine in zip(argnums, within, strict=True):
         own = {id(v) for i in mine for _, v in nnx.iter_graph(nodes[i]) if isinstance(v, nnx.Variable)}
@@ -88,8 +98,8 @@ def _refuse_shared(nodes: list[Any], argnums: tuple[Position, ...], within: Sequ
             for path, v in nnx.iter_graph(node) if i not in mine else ():
                 if id(v) in own and nnx.filterlib.to_predicate(wrt)(path, v):
                     raise ValueError(
-                        f"jdp.value_and_grad: {'.'.join(map(str, path))} stands in args[{position}] and in another; "
-                        f"a variable has one gradient. Pass it in one of them."
+                        f"jdp.{verb}: {'.'.join(map(str, path))} stands in args[{position}] and in another; a variable "
+                        f"has one gradient. Pass it in one of them."
                     )
 
 
@@ -108,10 +118,7 @@ def loss_of(
         call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)
         nodes: list[Any] = []
         if graph is not None:
-            # Copies, for merge takes the variables as they are, and the model changes them in place.
-            nodes = nnx.merge(graph, *_nnx.copies((diff_state, rest)))
-            if sync:
-                sync_nodes(nodes, axis_name)
+            nodes = own_nodes(graph, (diff_state, rest), axis_name if sync else None)
             call = _nnx.put_nodes(call, nodes)
         positional, keywords = call
         out = loss_fn(*positional, **keywords)
@@ -120,16 +127,44 @@ def loss_of(
             rest = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
         return loss, aux, (held, graph, rest)
 
-    def enter(state: Tree) -> Tree:
-        held, graph, rest = state
-        return held, graph, rest if graph is None else _nnx.fold_state(rest, axis_name)
-
     def leave(after: Tree, before: Tree) -> Tree:
-        if before[1] is None:
-            return ()
-        return _nnx.mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce_state)
+        return _nnx.leave(after, before, reduce_state)
 
-    return Loss(compute, verb, plan.rows, enter, leave, sync)
+    return Loss(compute, verb, plan.rows, lambda state: _nnx.enter(state, axis_name), leave, sync)
+
+
+def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> list[Any]:
+    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
+    # Copies, for merge takes the variables as they are, and the model changes them in place.
+    nodes = nnx.merge(graph, *_nnx.copies(states))
+    if sync_over is not None:
+        sync_nodes(nodes, sync_over)
+    return nodes
+
+
+class WithNodes(NamedTuple):
+    """A training step's batch with NNX objects: its rows hold stand-ins, `graph` and `state` are the objects'."""
+
+    rows: Tree
+    graph: Any
+    state: Any
+
+
+def with_nodes(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
+    """The batch, scattered, as `WithNodes`: the objects' state is whole on every replica."""
+    layout = rows._layout
+    state = broadcast(state, layout.mesh, verb)
+    arrays = jax.tree.leaves(state)
+    tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
+    leaves = (*layout.leaves, *[Whole()] * len(arrays))
+    whole = Layout(jax.tree.structure(tree), leaves, layout.sizes, layout.mesh, layout.dim)
+    return Scattered((*rows._arrays, *arrays), whole)
+
+
+def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
+    """The rows of a training step's batch, and what it is with NNX objects."""
+    tree = batch._layout.fill(batch._arrays)
+    return (parts(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)
 
 
 def _two(out: Any, verb: str) -> tuple[Any, Any]:

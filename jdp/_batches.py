@@ -35,6 +35,11 @@ class Taken(NamedTuple):
     nodes: dict[int, Any]
 
 
+def taken(batch: Scattered | Taken) -> tuple[Scattered, list[Any]]:
+    """A batch, scattered, and the NNX objects in it."""
+    return (batch.rows, list(batch.nodes.values())) if isinstance(batch, Taken) else (batch, [])
+
+
 class Batches:
     """What `jdp.DataParallel` does around calls."""
 
@@ -93,9 +98,9 @@ class Batches:
                 raise ValueError(
                     "jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays."
                 )
-            taken, nodes = self._take_nodes(batch)
+            inputs, nodes = self._take_nodes(batch)
             axes = self._axes_of(batch, own)
-            prepared = prepare(taken, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
+            prepared = prepare(inputs, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
             return cast(Prepared, prepared)._replace(nodes=nodes)
 
         return prefetch_together(source, begin, config.mesh, config.batch_layouts, size)
@@ -118,16 +123,16 @@ class Batches:
         seen = layouts.get((treedef, *map(known_by, leaves)))
         if seen is not None and (arrays := _at_hand(leaves, seen)) is not None:
             return Scattered(arrays, seen)
-        taken, nodes = self._take_nodes(batch) if any(map(is_node, leaves)) else (batch, {})
+        inputs, nodes = self._take_nodes(batch) if any(map(is_node, leaves)) else (batch, {})
         axes = self._axes_of(batch, own)
-        rows = split(taken, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
+        rows = split(inputs, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
         return Taken(rows, nodes) if nodes else rows
 
     def _take_nodes(self, batch: Tree) -> tuple[Tree, dict[int, Any]]:
         """The batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
         first = int(self._config.kind == "nnx")
-        taken, nodes = take_nodes(batch, first)
-        return taken, dict(enumerate(nodes, first))
+        inputs, nodes = take_nodes(batch, first)
+        return inputs, dict(enumerate(nodes, first))
 
     def _axes_of(self, batch: Tree, own: BatchAxes | None) -> Tree:
         """An axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""

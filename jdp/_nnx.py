@@ -79,6 +79,24 @@ def mark_updates(state: Tree, before: Sequence[tuple[Any, Any, int | None]], red
     return nnx.from_flat_state(updates)
 
 
+def enter(state: Tree, axis_name: str) -> Tree:
+    """`(what else, graph, state of the NNX objects)` as a replica's own; `graph` is None where there are no objects."""
+    other, graph, rest = state
+    return other, graph, rest if graph is None else fold_state(rest, axis_name)
+
+
+def leave(after: Tree, before: Tree, reduce: Reduce) -> Tree:
+    """What of the NNX objects' state has changed, each leaf with its rule."""
+    if before[1] is None:
+        return ()
+    return mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce)
+
+
+def own_values(updates: Tree) -> Tree:
+    """Updates of objects that each process has for itself: of what is whole on all processes, its own copy."""
+    return jax.tree.map(lambda x: x if x.is_fully_addressable else x.addressable_data(0), updates)
+
+
 def with_updates(state: Tree, updates: Tree) -> Tree:
     """The state, with what `mark_updates` found changed in place of what it was."""
     return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **dict(nnx.to_flat_state(updates))})

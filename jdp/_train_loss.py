@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.core
+from flax import nnx
 
+from . import _nnx
+from ._arguments import own_nodes
 from ._layout import Tree
 from ._linen import mark_state, unbox
 from ._microbatch import Loss
@@ -49,21 +52,32 @@ def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) 
 
 
 def variables_loss(
-    loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, sync_over: str | None
+    loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, axis_name: str, sync: bool
 ) -> Loss:
-    """The loss of `loss_fn(variables, batch[, key])`: `diff` is the parameters, `state` the other collections."""
-    if sync_over is not None:
-        loss_fn = synced(loss_fn, sync_over)
+    """The loss of `loss_fn(variables, batch[, key])`: `diff` is the parameters.
+
+    `state` is the other collections, then the graph and the state of the NNX objects in the batch.
+    """
+    sync_over = axis_name if sync else None
+    if sync:
+        loss_fn = synced(loss_fn, axis_name)
 
     def compute(params: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
-        out = loss_fn({"params": unbox(params), **state}, *args, *kwargs.values())
+        collections, graph, rest = state
+        nodes = None if graph is None else own_nodes(graph, (rest,), sync_over)
+        if nodes is not None:
+            args = _nnx.put_nodes(args, nodes)
+        out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = returned(out, reserved)
-        return loss, metrics, state if updates is None else _updated(state, updates)
+        after = collections if updates is None else _updated(collections, updates)
+        return loss, metrics, (after, graph, rest if nodes is None else nnx.state(nodes))
 
     def leave(after: Tree, before: Tree) -> Tree:
-        return {name: mark_state(after[name], before[name], name, reduce_state, None) for name in before}
+        new, old = after[0], before[0]
+        marked = {name: mark_state(new[name], old[name], name, reduce_state, None) for name in old}
+        return marked, _nnx.leave(after, before, reduce_state)
 
-    return Loss(compute, VERB, leave=leave, sync=sync_over is not None)
+    return Loss(compute, VERB, enter=lambda state: _nnx.enter(state, axis_name), leave=leave, sync=sync)
 
 
 def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:

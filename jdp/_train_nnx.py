@@ -10,24 +10,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ._arguments import divide, loss_of
+from ._arguments import divide, loss_of, with_nodes
 from ._assemble import put
+from ._batches import BatchAxes, taken
 from ._config import Config
 from ._devices import replicated
 from ._layout import Tree
+from ._nnx import own_values
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
 from ._train_loss import FORMS, VERB, returned
-from ._train_program import Program, StepOptions
+from ._train_program import Program, StepOptions, of_model
 from ._train_state import TrainState, first_difference, refuse_deleted
 from ._train_step import TrainStep, own_metrics, shapes_of
 from ._update import checked_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows, hashable
 
 
-def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> TrainStep | NNXTrainStep:
+def make_step(
+    dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, in_axes: Tree
+) -> TrainStep | NNXTrainStep:
     """The step for the kind of module that the wrapper holds."""
     config: Config = dp._config
     if not callable(loss_fn):
@@ -38,9 +42,10 @@ def make_step(dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOption
             f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
             f"where arrays with an entry per row are gathered."
         )
+    axes = None if in_axes is None else BatchAxes(in_axes, {})
     if config.kind == "nnx":
-        return NNXTrainStep(dp, loss_fn, tx, options)
-    return TrainStep(dp, loss_fn, checked_optimizer(tx), options)
+        return NNXTrainStep(dp, loss_fn, tx, options, axes)
+    return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
 
 
 class NNXTrainStep:
@@ -49,11 +54,13 @@ class NNXTrainStep:
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
     """
 
-    def __init__(self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> None:
+    def __init__(
+        self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+    ) -> None:
         if not isinstance(tx, nnx.Optimizer):
             tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer = tx
-        self._dp, self._options, self._loss_fn = dp, options, loss_fn
+        self._dp, self._options, self._loss_fn, self._axes = dp, options, loss_fn, axes
         self._programs: dict[Any, Program] = {}
         params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
@@ -85,8 +92,12 @@ class NNXTrainStep:
 
     def __call__(self, batch: Tree) -> dict[str, jax.Array]:
         """One step: the metrics; with `donate` the arrays that the model held before are gone then."""
-        program, state, scattered = self._ready(batch)
+        program, state, scattered, nodes = self._ready(batch)
         state, metrics = program(state, scattered, jax.tree.flatten(state))
+        if nodes:
+            own, updates = state.state
+            nnx.update([self._dp.module, *nodes], own_values(updates))
+            state = state.replace(state=own)
         self._put(state)
         if self._options.check_replicas:
             program.checked(state)
@@ -94,7 +105,7 @@ class NNXTrainStep:
 
     def lower(self, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`."""
-        program, state, scattered = self._ready(batch)
+        program, state, scattered, _ = self._ready(batch)
         return program.of(state, scattered).lower(state, scattered._arrays)
 
     def optimizer_bytes(self) -> OptimizerBytes:
@@ -107,15 +118,16 @@ class NNXTrainStep:
         Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
         does it alone) and `.paths` (of the parameters). The model is not changed.
         """
-        program, state, scattered = self._ready(batch)
+        program, state, scattered, _ = self._ready(batch)
         return program.find_nonfinite(state, scattered)
 
-    def _ready(self, batch: Tree) -> tuple[Program, TrainState, Scattered]:
+    def _ready(self, batch: Tree) -> tuple[Program, TrainState, Scattered, list[Any]]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
-        scattered = self._dp._scatter_batch(batch, VERB)
+        scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
         check_rows(VERB, scattered)
-        call = divide((self._dp.module, 0), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0])
+        # The objects in the batch are divided with the model, for they may share variables with it.
+        call = divide((self._dp.module, nodes), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0], VERB)
         program = self._programs.get(call.plan)
         if program is None:
             loss = functools.partial(loss_of, self._two, call.plan, VERB, config.axis_name, config.reduce_state)
@@ -123,9 +135,13 @@ class NNXTrainStep:
             program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
             self._programs[call.plan] = program
         params, rest = call.replicas
+        if nodes:  # whose state is not donated, and so no part of the step's own
+            held, graph, every = rest
+            own, given = of_model(every)
+            scattered, rest = with_nodes(scattered, None, given, VERB), (held, graph, own)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
         refuse_deleted(state, jax.tree.leaves(state), "model")
-        return program, program.placed(state), scattered
+        return program, program.placed(state), scattered, nodes
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
         loss, metrics, _ = returned(self._loss_fn(model, batch), self._options.reserved, FORMS[:2])

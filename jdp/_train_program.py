@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
+from ._arguments import WithNodes, nodes_of
 from ._assemble import put
 from ._capture import Captured
 from ._capturing import capturing
@@ -152,14 +154,17 @@ class Program:
         return Program(self.config.on(mesh), self.loss_of, self.tx, self.options, self.label, self.view)
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
-        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
+        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch.
+
+        With NNX objects in the batch the new state is a pair: the state, and what of the objects has changed.
+        """
         found = self.gradients(state, batch)
         loss, metrics = found.out
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
         shard = self.options.shard_optimizer
         before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
-        new_state, count = found.state, state.step + 1
+        (new_state, given), count = found.state, state.step + 1
         metrics = {"loss": loss, **metrics}
         if self.options.skip_nonfinite:
             finite = all_finite(grads)
@@ -171,10 +176,13 @@ class Program:
             choose = keep_if(finite)
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
+            if given is not None:
+                given = choose(given, _before(given, batch))
             metrics["skipped"] = ~finite
         if shard:
             after = whole(after, mesh)
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
+        new_state = new_state if given is None else (new_state, given)
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
 
     def checked(self, state: TrainState) -> None:
@@ -190,13 +198,16 @@ class Program:
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         key = step_key(state, batch._layout)
-        replicas, inputs = (state.params, state.state), placed(one_argument(batch))
+        rows, given = nodes_of(batch)
+        replicas, inputs = (state.params, entered(state.state, given)), placed(one_argument(rows))
         found = dispatch(self.flags, self.config.mesh, replicas, inputs, key)
         return report(found, self.view(state.params))
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
         layout = batch._layout
-        outputs = self.run((state.params, state.state), one_argument(batch), step_key(state, layout))
+        rows, given = nodes_of(batch)
+        replicas = (state.params, entered(state.state, given))
+        outputs = self.run(replicas, one_argument(rows), step_key(state, layout))
         found: Gradients = outputs._layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
             # Of metrics with an entry per row each process takes its own, when the program has run.
@@ -205,7 +216,8 @@ class Program:
                 for i, (x, leaf) in enumerate(zip(outputs._arrays, outputs._layout.arrays, strict=True))
             ]
             found = found._replace(out=outputs._layout.fill(arrays).out)
-        return found._replace(state=merged(state.state, found.state))
+        new_state, updates = left(state.state, found.state)
+        return found._replace(state=(new_state, None if given is None else updates))
 
 
 def one_argument(batch: Scattered) -> Scattered:
@@ -224,9 +236,38 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
 
 
-def merged(before: Tree, found: Tree) -> Tree:
-    """The state with what the step has changed of it: all collections, or of NNX what is another now."""
-    if isinstance(before, Mapping):
+def entered(state: Tree, given: WithNodes | None) -> Tree:
+    """The state, with that of the NNX objects in the batch."""
+    if isinstance(state, Mapping):
+        return (state, None, None) if given is None else (state, given.graph, given.state)
+    held, graph, rest = state
+    return held, graph, rest if given is None else with_updates(rest, given.state)
+
+
+def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
+    """The state with what the step has changed of it, and what has changed of the objects in the batch."""
+    if isinstance(state, Mapping):
         return found
-    held, graph, rest = before
-    return held, graph, with_updates(rest, found)
+    held, graph, rest = state
+    own, others = of_model(found)
+    return (held, graph, with_updates(rest, own)), others
+
+
+def of_model(state: Tree) -> tuple[Tree, Tree]:
+    """What of the state of several NNX objects is the first one's, the model's, and that of the others."""
+    flat = nnx.to_flat_state(state)
+    own, others = ([(path, v) for path, v in flat if (path[0] == 0) is mine] for mine in (True, False))
+    return nnx.from_flat_state(own), nnx.from_flat_state(others)
+
+
+def _before(updates: Tree, batch: Scattered) -> Tree:
+    """What the variables of these updates, of NNX objects in the batch, were."""
+    given = nodes_of(batch)[1]
+    known = dict(nnx.to_flat_state(given.state)) if given else {}
+    new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
+    if new:
+        raise ValueError(
+            f"jdp.train_step: {new[0]} of an NNX object in the batch was made in the step; a skipped one leaves all as "
+            f"it was. Make the variable when the object is made, or leave skip_nonfinite out."
+        )
+    return nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(updates)])

@@ -9,14 +9,18 @@ from typing import Any
 import flax.core
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.core import Tracer
 
+from ._arguments import with_nodes
+from ._batches import BatchAxes, taken
 from ._capturing import capturing
 from ._check_replicas import check_replicas
 from ._compiled import is_plain
 from ._config import Config
 from ._layout import Tree
 from ._microbatch import Loss
+from ._nnx import own_values
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
 from ._recall_step import KnownStep, known_step, recall_step
@@ -37,13 +41,15 @@ class TrainStep:
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
     """
 
-    def __init__(self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions) -> None:
-        self._dp, self._tx, self._options = dp, tx, options
+    def __init__(
+        self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+    ) -> None:
+        self._dp, self._tx, self._options, self._axes = dp, tx, options, axes
         config: Config = dp._config
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
         def loss(sync: bool) -> Loss:
-            return variables_loss(loss_fn, options.reserved, config.reduce_state, config.axis_name if sync else None)
+            return variables_loss(loss_fn, options.reserved, config.reduce_state, config.axis_name, sync)
 
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
@@ -96,25 +102,29 @@ class TrainStep:
         if self._known and state is self._last():
             if type(batch) is not Scattered:
                 self._program.config.refuse_other_mesh()
-                batch = self._dp._scatter_batch(batch, VERB)
-            known = self._known.get(batch._layout.token)
+                batch = self._dp._scatter_batch(batch, VERB, self._axes)
+            known = self._known.get(batch._layout.token) if type(batch) is Scattered else None
             if known is not None and (found := recall_step(known, state, batch)) is not None:
                 self._last = weakref.ref(found[0])
                 return found
-        before, scattered, flat = self._ready(state, batch)
+        before, scattered, flat, nodes = self._ready(state, batch)
         state, metrics = self._program(before, scattered, flat)
+        if nodes:
+            own, updates = state.state
+            nnx.update(nodes, own_values(updates))
+            state = state.replace(state=own)
         self._last = weakref.ref(state)
         if self._options.check_replicas:
             self._program.checked(state)
         if spans_processes(self._program.config.mesh):
             return state, own_metrics(metrics)
-        if is_plain() and not self._options.check_replicas:
+        if is_plain() and not self._options.check_replicas and not nodes:
             self._known[scattered._layout.token] = known_step(self._program, state, scattered, flat)
         return state, metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
-        state, scattered, _ = self._ready(state, batch)
+        state, scattered, _, _ = self._ready(state, batch)
         return self._program.of(state, scattered).lower(state, scattered._arrays)
 
     def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
@@ -127,10 +137,10 @@ class TrainStep:
         Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
         does it alone) and `.paths` (of the parameters). The state is not changed.
         """
-        state, scattered, _ = self._ready(state, batch)
+        state, scattered, _, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered, Flat]:
+    def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered, Flat, list[Any]]:
         config = self._program.config
         config.refuse_other_mesh()
         # What it gave itself is as it should be, unless some of it has been donated since.
@@ -138,9 +148,11 @@ class TrainStep:
             state = self._checked(state)
         flat = jax.tree.flatten(state)
         refuse_deleted(state, flat[0])
-        scattered = self._dp._scatter_batch(batch, VERB)
+        scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
         check_rows(VERB, scattered)
-        return state, scattered, flat
+        if nodes:
+            scattered = with_nodes(scattered, *nnx.split(nodes), VERB)
+        return state, scattered, flat, nodes
 
     def _checked(self, state: TrainState) -> TrainState:
         """A state that is not the last one: usable, of this model and optimizer, and in its place."""

@@ -98,6 +98,7 @@ class Training:
         loss_fn: Callable[..., Any],
         tx: Any,
         *,
+        in_axes: Tree = None,
         accumulate_steps: int = 1,
         shard_optimizer: bool = False,
         reduce_dtype: Any = None,
@@ -113,12 +114,17 @@ class Training:
         The numbers are those of one device and the whole batch, for every batch size; of several processes the
         batch is the rows of them all, and a metric with an entry per row comes back for each one's own.
 
+        NNX objects in the batch (an `nnx.Rngs`, a teacher) go whole to every replica, and their state is updated in
+        place, as that of the model; they are not differentiated, and their arrays not donated.
+
         Args:
             loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
                 `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
                 metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
                 entry per row, or `jdp.Mean(total, count)`; each metric likewise, or `jdp.Sum(total)`, and one whose
                 shape follows the rows comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
+            in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (whole to every replica: a teacher's
+                parameters, a table of class weights), or a tuple, list or dict of them. Default: that of the wrapper.
             tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
             accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
                 the memory of one; fewer where a chunk has fewer rows.
@@ -162,7 +168,7 @@ class Training:
             bool(sync_batch_norm),
             _value_and_grad.check_steps("train_step", check_replicas, "check_replicas", 0),
         )
-        return make_step(self, loss_fn, tx, options)
+        return make_step(self, loss_fn, tx, options, in_axes)
 
     def parallel(
         self,

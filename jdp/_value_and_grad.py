@@ -69,7 +69,7 @@ def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options
         config.refuse_other_mesh()
         axes = _axes(config, in_axes, len(args))
         positions = tuple((_position(p, len(args)), wrt) for p, wrt in options.argnums)
-        call = divide(args, kwargs, positions, options.has_aux, axes)
+        call = divide(args, kwargs, positions, options.has_aux, axes, VERB)
         _check(call, args)
         inputs = cut(
             config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.plan.whole), VERB
