@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ._check import ARRAYS, USUAL, no_further
+from ._check import ARRAYS, USUAL, no_further, refuse_loader
 from ._check_replicas import check_replicas
 from ._config import Config
 from ._layout import Layout, Tree
@@ -108,7 +108,7 @@ class Batches:
     def _leaf_by_leaf(self, batch: Tree, own: BatchAxes | None) -> Tree:
         """A batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
         found = self._scatter_batch(batch, "prefetch", own)
-        if type(found) is Taken:
+        if isinstance(found, Taken):
             return put_nodes(leaf_by_leaf(placed(found.rows)), found.nodes)
         return placed(found) if type(batch) is Scattered else leaf_by_leaf(placed(found))
 
@@ -123,6 +123,8 @@ class Batches:
         seen = layouts.get((treedef, *map(known_by, leaves)))
         if seen is not None and (arrays := _at_hand(leaves, seen)) is not None:
             return Scattered(arrays, seen)
+        if len(leaves) == 1 and leaves[0] is batch and not is_node(batch):
+            refuse_loader(batch, verb)
         inputs, nodes = self._take_nodes(batch) if any(map(is_node, leaves)) else (batch, {})
         axes = self._axes_of(batch, own)
         rows = split(inputs, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)

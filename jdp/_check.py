@@ -171,19 +171,41 @@ def _or_in_axes(verb: str) -> str:
     return ", or construct DataParallel with in_axes, None for an argument that is to go whole to every replica"
 
 
-def refuse_rows_of_numbers(inputs: Any, rows: int, verb: str, root: str | tuple[str, ...]) -> None:
-    """A `TypeError` for labels as a list of Python numbers: each would go whole to every replica."""
+def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
+    """A `TypeError` for rows as a list of Python numbers: each would go whole to every replica.
 
-    def labels(x: Any) -> bool:
-        return type(x) is list and len(x) == rows > 1 and all(isinstance(v, bool | int | float) for v in x)
+    `rows` is None where nothing is cut: then a batch's lists are its rows, and those of a call's arguments are not.
+    """
+    is_batch = isinstance(root, str)
 
-    for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: labels(x) or no_further(x)):
-        if labels(x):
+    def numbers(x: Any) -> bool:
+        inside = jax.tree.leaves(x) if is_batch else x
+        return len(x) > 1 and bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
+
+    def are_rows(x: Any) -> bool:
+        return type(x) is list and (len(x) == rows or rows is None and is_batch) and numbers(x)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
+        if are_rows(x):
             name = root[path[0].idx] + jax.tree_util.keystr(path[1:]) if isinstance(root, tuple) else root
+            name += jax.tree_util.keystr(path) if is_batch else ""
+            many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
+            of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
             raise TypeError(
-                f"jdp.{verb}: {name} is a list of {rows} Python numbers, as many as the batch has rows; each would go "
-                f"whole to every replica, and each new value compile anew. Pass np.asarray(x), which is cut."
+                f"jdp.{verb}: {name} is a list of {len(x)} {of}Python numbers, {many}; each would go whole to every "
+                f"replica, and each new value compile anew. Pass np.asarray(x), which is cut."
             )
+
+
+def refuse_loader(batch: Any, verb: str) -> None:
+    """A `TypeError` for a batch that is a loader, a dataset or an iterator."""
+    if isinstance(batch, (*ARRAYS, str, bytes, type)) or hasattr(batch, "__array__"):
+        return
+    if hasattr(batch, "__iter__") or hasattr(batch, "__getitem__"):
+        raise TypeError(
+            f"jdp.{verb}: batch is a {type(batch).__name__}, which holds batches or rows; one call takes one batch, a "
+            f"tree of arrays. Loop over it: for batch in dp.prefetch(loader)."
+        )
 
 
 def legacy_key_text(verb: str, name: str) -> str:

@@ -49,7 +49,7 @@ def refuse_one_batch(batches: Any) -> None:
         )
 
 
-def on_host(batches: Iterable[Tree]) -> Callable[[Any], Any]:
+def on_host(batches: Any) -> Callable[[Any], Any]:
     """What makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
     # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
     data = sys.modules.get("torch.utils.data")  # who has a loader of torch's has imported it

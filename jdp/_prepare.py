@@ -81,7 +81,8 @@ def prepare(
     chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
     if verb != "scatter":
         rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
-        refuse_rows_of_numbers(inputs, rows, verb, root)
+        cut = described is not None or any(isinstance(s, int | Cut | Stack) for s in specs)
+        refuse_rows_of_numbers(inputs, rows if cut else None, verb, root)
     return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
 
 

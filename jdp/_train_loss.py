@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.core
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from . import _nnx
@@ -51,6 +54,22 @@ def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) 
     return loss, dict(metrics), updates
 
 
+@contextlib.contextmanager
+def rows_explained(batch: Tree) -> Iterator[None]:
+    """Adds a note to what the loss function raises, where the batch looks like a list of its rows."""
+    try:
+        yield
+    except Exception as error:
+        rows = batch if type(batch) is list else []
+        kinds = {(jax.tree.structure(row), *map(jnp.shape, jax.tree.leaves(row))) for row in rows}
+        if len(kinds) == 1 and (len(rows) > 2 or len(rows) == 2 and not jax.tree_util.all_leaves(rows)):
+            error.add_note(
+                f"jdp.{VERB}: batch is a list of {len(rows)} parts of one shape, and each array in it is cut along an "
+                f"axis of its own; a batch is one tree of arrays. If the parts are its rows, pass np.stack(rows)."
+            )
+        raise
+
+
 def variables_loss(
     loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, axis_name: str, sync: bool
 ) -> Loss:
@@ -67,7 +86,8 @@ def variables_loss(
         nodes = None if graph is None else own_nodes(graph, (rest,), sync_over)
         if nodes is not None:
             args = _nnx.put_nodes(args, nodes)
-        out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
+        with rows_explained(*args):
+            out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = returned(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
         return loss, metrics, (after, graph, rest if nodes is None else nnx.state(nodes))

@@ -21,7 +21,7 @@ from ._nonfinite import Nonfinite
 from ._processes import spans_processes
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
-from ._train_loss import FORMS, VERB, returned
+from ._train_loss import FORMS, VERB, returned, rows_explained
 from ._train_program import Program, StepOptions, of_model
 from ._train_state import TrainState, first_difference, refuse_deleted
 from ._train_step import TrainStep, own_metrics, shapes_of
@@ -144,7 +144,9 @@ class NNXTrainStep:
         return program, program.placed(state), scattered, nodes
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
-        loss, metrics, _ = returned(self._loss_fn(model, batch), self._options.reserved, FORMS[:2])
+        with rows_explained(batch):
+            out = self._loss_fn(model, batch)
+        loss, metrics, _ = returned(out, self._options.reserved, FORMS[:2])
         return loss, metrics
 
     def _params(self, diff: Tree) -> Tree:

@@ -1,5 +1,7 @@
 """prefetch: the next batches are scattered ahead, in order, and whatever happens nothing is left behind."""
 
+import collections
+import functools
 import gc
 import itertools
 import threading
@@ -7,9 +9,14 @@ import time
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
+import torch
 from flax import nnx
+from torch.utils.data import DataLoader, TensorDataset
 
 import jdp
 
@@ -43,6 +50,7 @@ def test_pytree_batches_and_dim():
     dp = jdp.DataParallel(lambda w, batch: batch["x"] * w + batch["y"][0], devices=range(3), dim=1)
     data = [{"x": np.ones((2, n), np.float32), "y": (np.full((1, n), n, np.float32), "name", 3)} for n in (6, 4)]
     for scattered, batch in zip(dp.prefetch(data), data, strict=True):
+        assert scattered["y"][1:] == ("name", 3)
         np.testing.assert_array_equal(dp(WEIGHT, scattered), 2 + batch["y"][0] * np.ones((2, 1)))
 
 
@@ -216,9 +224,10 @@ def test_a_size_that_is_no_number_of_batches(size):
 def test_axes_are_those_of_the_call():
     dp = jdp.DataParallel(lambda w, x, table: x * w + table.sum(), devices=range(4), in_axes=(1, None), out_axes=1)
     x, table = np.arange(10, dtype=np.float32).reshape(2, 5), np.ones(3, np.float32)
-    (scattered,) = dp.prefetch([(x, table)])
-    assert scattered.sizes == (2, 2, 1)
-    assert scattered[1][1].shape == (3,)
+    ((rows, whole),) = dp.prefetch([(x, table)])
+    assert rows.sizes == (2, 2, 1) and rows[1].shape == (2, 2)
+    assert whole[1].shape == (3,)
+    np.testing.assert_array_equal(dp(np.float32(2), rows, whole), 2 * x + 3)
     one = jdp.DataParallel(lambda w, x: x * w, devices=range(4), in_axes=(1,), out_axes=1)
     (scattered,) = one.prefetch([x])
     np.testing.assert_array_equal(one(np.float32(2), scattered), 2 * x)
@@ -233,3 +242,296 @@ def test_a_scattered_tuple_is_the_arguments_of_data_parallel():
 
 def _add(w, x, y):
     return w * x + y
+
+
+Pair = collections.namedtuple("Pair", "x y")
+X = np.random.RandomState(0).randn(11, 3).astype(np.float32)
+Y = np.random.RandomState(1).randn(11).astype(np.float32)
+W = np.arange(1, 4, dtype=np.float32)
+
+
+def parts(rows):
+    return X[:rows], Y[:rows]
+
+
+CONTAINERS = {
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"image": x, "label": y},
+    "named": Pair,
+    "nested": lambda x, y: {"in": (x, [None, "name", 3, 0.5]), "out": {"y": y, "scale": np.float32(2)}},
+    "keys": lambda x, y: (x, jax.random.split(jax.random.key(3), len(x)), jax.random.key(4), y),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 5, 0], ids="{} rows".format)
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_a_batch_keeps_its_containers(make, rows, n, same):
+    """What comes out has the tree that went in, a `Scattered` for each array; `gather` gives the batch back."""
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(n))
+    batch = make(*parts(rows))
+    (got,) = dp.prefetch([batch])
+    is_scattered = lambda x: isinstance(x, jdp.Scattered)  # noqa: E731
+    leaves, treedef = jax.tree.flatten(got, is_leaf=is_scattered)
+    given, structure = jax.tree.flatten(batch)
+    assert treedef == structure and type(got) is type(batch)
+    for x, leaf in zip(given, leaves, strict=True):
+        if hasattr(x, "shape"):
+            assert is_scattered(leaf) and leaf.sizes == jdp.scatter(batch, range(n)).sizes
+        else:
+            assert leaf is x
+    same(jdp.gather(got), batch)
+    same(dp.gather(got, None), batch)
+    same(jdp.gather(jdp.scatter(got, range(n))), batch)
+
+
+def test_gather_and_reduce_add_of_a_batch():
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(2))
+    (got,) = dp.prefetch([{"x": X[:4], "name": "a", "list": [Y[:4]]}])
+    np.testing.assert_array_equal(jdp.gather(got, "cpu:3")["list"][0], Y[:4])
+    summed = jdp.reduce_add(got)
+    assert summed["name"] == "a"
+    np.testing.assert_array_equal(summed["x"], X[:2] + X[2:4])
+    axes = jdp.DataParallel(lambda w, x: x * w, devices=range(2), dim=1)
+    (got,) = axes.prefetch([(X, X[:4])])
+    np.testing.assert_array_equal(axes.gather(got, None)[1], X[:4])
+    np.testing.assert_array_equal(jdp.gather(got, dim=1)[0], X)
+
+
+def loss_of(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+@functools.cache
+def wanted(rows, steps=2):
+    """Parameters after some steps on one device, in plain optax."""
+    tx, w = optax.sgd(0.1), jnp.asarray(W)
+    state = tx.init(w)
+    for _ in range(steps):
+        updates, state = tx.update(jax.grad(loss_of)(w, *parts(rows)), state)
+        w = optax.apply_updates(w, updates)
+    return np.asarray(w)
+
+
+@pytest.mark.parametrize("rows", [8, 11, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_for_x_y_in_prefetch_does_not_depend_on_the_number_of_devices(n, rows):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], devices=range(n))
+    step = dp.train_step(lambda v, b: loss_of(v["params"], *b), optax.sgd(0.1))
+    state = step.init({"params": W})
+    for x, y in dp.prefetch([parts(rows)] * 2):
+        state, metrics = step(state, (x, y))
+    np.testing.assert_allclose(state.params, wanted(rows), rtol=2e-5)
+    by_name = dp.train_step(lambda v, b: loss_of(v["params"], b["x"], b["y"]), optax.sgd(0.1))
+    state = by_name.init({"params": W})
+    for batch in dp.prefetch([Pair(*parts(rows))] * 2):  # in another container
+        state, metrics = by_name(state, {"y": batch.y, "x": batch.x})
+    np.testing.assert_allclose(state.params, wanted(rows), rtol=2e-5)
+    for batch in dp.prefetch([{"x": X[:rows], "y": Y[:rows]}]):
+        state, metrics = by_name(by_name.init({"params": W}), batch)
+    np.testing.assert_allclose(metrics["loss"], loss_of(W, *parts(rows)), rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_every_door_takes_the_parts_of_a_batch(n, rows):
+    x, y = parts(rows)
+    want = x @ W + y
+    dp = jdp.DataParallel(lambda w, x, y: x @ w + y, devices=range(n))
+    ((a, b),) = dp.prefetch([(x, y)])
+    np.testing.assert_allclose(dp(W, a, b), want, rtol=2e-5)
+    np.testing.assert_allclose(dp.apply(W, a, y=b), want, rtol=2e-5)
+    np.testing.assert_allclose(dp(W, a, y), want, rtol=2e-5)  # beside one that is not scattered
+    np.testing.assert_allclose(jdp.data_parallel(_dot, W, (a, b), range(n)), want, rtol=2e-5)
+    np.testing.assert_allclose(jdp.gather(jdp.parallel_apply(_dot, W, (a, b))), want, rtol=2e-5)
+    np.testing.assert_allclose(jdp.gather(jdp.parallel_apply(_dot, W, (a,), {"y": b})), want, rtol=2e-5)
+    value, grad = dp.value_and_grad(loss_of)(W, a, b)
+    np.testing.assert_allclose(value, loss_of(W, x, y), rtol=2e-5)
+    np.testing.assert_allclose(grad, jax.grad(loss_of)(W, x, y), rtol=2e-4, atol=1e-5)
+    rows_of = dp.parallel(lambda w, batch: (w, batch["x"] @ w + batch["y"]))
+    np.testing.assert_allclose(rows_of(W, {"x": a, "y": b})[1], want, rtol=2e-5)
+    net, bare = (nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    wrapper = jdp.DataParallel(net, devices=range(n))
+    step = wrapper.train_step(lambda m, batch: jnp.mean((m(batch["x"])[:, 0] - batch["y"]) ** 2), optax.sgd(0.1))
+    (batch,) = wrapper.prefetch([{"x": x, "y": y}])
+    np.testing.assert_allclose(wrapper(batch["x"]), bare(x), rtol=2e-5, atol=1e-6)
+    want = float(jnp.mean((bare(x)[:, 0] - y) ** 2))
+    assert float(step(batch)["loss"]) == pytest.approx(want, rel=1e-5)
+
+
+def _dot(w, x, y):
+    return x @ w + y
+
+
+def test_a_key_of_a_batch_is_the_replicas_own():
+    """A 0-d key is whole: folded by each replica, as one that was not scattered."""
+    dp = jdp.DataParallel(lambda w, x, key: x + jax.random.normal(key, x.shape), devices=range(2))
+    key = jax.random.key(5)
+    ((x, k),) = dp.prefetch([(X, key)])
+    got = dp(W, x, k)
+    np.testing.assert_array_equal(got, dp(W, X, key))
+    assert not np.array_equal(got[:3] - X[:3], got[6:9] - X[6:9])
+
+
+def test_nnx_objects_of_a_batch_stay_what_they_are(n):
+    rngs = nnx.Rngs(dropout=3)
+    dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), devices=range(n))
+    for _, batch in zip(range(2), dp.prefetch({"x": X, "rngs": rngs} for _ in range(2)), strict=True):
+        assert batch["rngs"] is rngs and isinstance(batch["x"], jdp.Scattered)
+        assert jdp.gather(batch)["rngs"] is rngs
+
+
+def test_a_step_on_batches_that_were_seen_looks_at_none_anew(monkeypatch):
+    """The parts of a prefetched batch find its layout: nothing is split a second time, and nothing compiled."""
+    traced = []
+
+    def loss(v, batch):
+        traced.append(len(batch[0]))
+        return loss_of(v["params"], *batch)
+
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], devices=range(4))
+    step = dp.train_step(loss, optax.sgd(0.1))
+    state = step.init({"params": W})
+    *batches, one, other = dp.prefetch([parts(8), parts(11)] * 2)
+    for x, y in batches:
+        state, _ = step(state, (x, y))
+    before = len(traced)
+    monkeypatch.setattr(jdp._batches, "split", lambda *args, **kwargs: pytest.fail("split again"))
+    state, _ = step(state, one)
+    state, _ = step(state, other)
+    assert before and len(traced) == before
+
+
+ONE_BATCH = {
+    "an array": (lambda: X, r"one array of shape \(11, 3\).*dp\.prefetch\(\[x\]\)"),
+    "a jax array": (lambda: jnp.asarray(X), r"one array of shape \(11, 3\).*dp\.prefetch\(\[x\]\)"),
+    "a tensor": (lambda: torch.ones(4, 2), r"one array of shape \(4, 2\).*dp\.prefetch\(\[x\]\)"),
+    "a tuple": (lambda: (X, Y), r"a tuple of 2 with arrays in it.*dp\.prefetch\(\[\(x, y\)\]\)"),
+    "of tensors": (lambda: (torch.ones(4), torch.ones(4)), r"a tuple of 2.*dp\.prefetch\(\[\(x, y\)\]\)"),
+    "one in a tuple": (lambda: (X,), r"a tuple of 1.*dp\.prefetch\(\[\(x,\)\]\)"),
+    "a named tuple": (lambda: Pair(X, Y), r"a tuple of 2"),
+    "a tuple with a tree": (lambda: ({"a": X}, Y), r"a tuple of 2"),
+    "a dict": (lambda: {"x": X}, r"a dict of 1, and each of its keys.*dp\.prefetch\(\[batch\]\)"),
+    "a scattered": (lambda: jdp.scatter((X, Y), range(2)), r"a jdp\.Scattered of 2 chunks.*dp\.prefetch\(\[batch\]\)"),
+    "scattered parts": (lambda: tuple(jdp.scatter(v, range(2)) for v in (X, Y)), r"a tuple of 2"),
+    "a number": (lambda: 3, "batches is a int, in which there are no batches"),
+    "a name": (lambda: "train", "batches is a str, in which there are no batches"),
+    "None": (lambda: None, "batches is a NoneType"),
+}
+
+
+@pytest.mark.parametrize(("one", "match"), ONE_BATCH.values(), ids=ONE_BATCH.keys())
+def test_one_batch_is_no_loader(one, match, refused):
+    """Refused at the call, not when the first batch is asked for."""
+    with refused(TypeError, "prefetch", match):
+        DP.prefetch(one())
+
+
+def test_lists_and_tuples_of_batches_are_loaders():
+    for loader in ([X, X], ((X, Y), (X, Y)), iter([X, X]), (x for x in (X, X)), [torch.ones(4), torch.ones(4)]):
+        assert len(list(DP.prefetch(loader))) == 2
+    assert list(DP.prefetch(())) == []
+
+
+@pytest.mark.parametrize(("n", "workers"), [(1, 0), (3, 0), (8, 0), (3, 1)])
+def test_a_torch_loader(n, workers):
+    data = TensorDataset(torch.from_numpy(X), torch.arange(11))
+    dp = jdp.DataParallel(lambda w, x, y: x @ w + y, devices=range(n))
+    loader = DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context="spawn" if workers else None)
+    got = [dp(W, x, y) for x, y in dp.prefetch(loader)]
+    assert [len(y) for y in got] == [4, 4, 3]
+    np.testing.assert_allclose(np.concatenate(got), X @ W + np.arange(11), rtol=2e-5)
+
+
+def test_a_torch_loader_of_dicts_with_names():
+    rows = [{"x": X[i], "label": i, "name": f"row {i}"} for i in range(11)]
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(2))
+    (batch, *_) = dp.prefetch(DataLoader(rows, batch_size=8))
+    assert batch["name"] == [f"row {i}" for i in range(8)]
+    np.testing.assert_array_equal(jdp.gather(batch["label"]), np.arange(8))
+    np.testing.assert_allclose(dp(W, batch["x"]), X[:8] @ W, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float16", "float32", "int8", "uint8", "bool", "int32"])
+def test_tensors_keep_their_bits(name):
+    rows = torch.tensor([0.5, 1.5, -2.0, 0.0, 3.0]).to(getattr(torch, name))
+    (got,) = DP.prefetch([rows])
+    array = np.asarray(jdp.gather(got))
+    assert array.dtype == np.dtype(getattr(ml_dtypes, name, name))
+    np.testing.assert_array_equal(array.astype(np.float32), rows.to(torch.float32).numpy())
+
+
+def test_tensors_of_all_sorts(refused):
+    base = torch.arange(12.0).reshape(3, 4)
+    for rows in (base.t(), base[:, ::2], base.clone().requires_grad_(), base.to(torch.bfloat16).t()):
+        (got,) = DP.prefetch([rows])
+        np.testing.assert_array_equal(np.asarray(jdp.gather(got), np.float32), rows.detach().float().numpy())
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    (got,) = DP.prefetch([conjugated])
+    np.testing.assert_array_equal(jdp.gather(got), conjugated.resolve_conj().numpy())
+    with refused(TypeError, "prefetch", r"shape \(3, 4\) and layout torch.sparse_coo.*to_dense"):
+        next(DP.prefetch([base.to_sparse()]))
+
+
+def test_tensors_are_copied_where_their_loader_may_fill_them_anew():
+    """Not where torch's loader makes new ones: these are handed over as they are."""
+    buffer = torch.zeros(8)
+
+    def source():
+        for i in range(6):
+            yield buffer.fill_(i)
+
+    assert [float(jdp.gather(s)[0]) for s in DP.prefetch(source(), 3)] == [0, 1, 2, 3, 4, 5]
+
+    class Refilled(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return source()
+
+    loader = DataLoader(Refilled(), batch_size=None)
+    assert [float(jdp.gather(s)[0]) for s in DP.prefetch(loader, 3)] == [0, 1, 2, 3, 4, 5]
+    rows = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
+    tensor = next(iter(rows))[0]
+    assert np.shares_memory(jdp._prefetch.on_host(rows)(tensor), tensor.numpy())
+    assert not np.shares_memory(jdp._prefetch.on_host([tensor])(tensor), tensor.numpy())
+    own = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, collate_fn=lambda rows: [buffer])
+    assert not np.shares_memory(jdp._prefetch.on_host(own)(buffer), buffer.numpy())
+
+
+def test_other_loaders():
+    grain = pytest.importorskip("grain.python")
+    source = grain.MapDataset.source(list(X)).batch(4)
+    got = [jdp.gather(batch) for batch in DP.prefetch(source.to_iter_dataset())]
+    np.testing.assert_array_equal(np.concatenate(got), X)
+
+
+def test_hugging_face_datasets():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X, "label": np.arange(11)}).with_format("numpy")
+    got = list(DP.prefetch(rows.iter(batch_size=4)))
+    np.testing.assert_allclose(np.concatenate([jdp.gather(b)["x"] for b in got]), X)
+    np.testing.assert_array_equal(np.concatenate([jdp.gather(b)["label"] for b in got]), np.arange(11))
+
+
+def test_rows_as_lists_of_numbers_are_refused(refused):
+    """As Hugging Face's datasets give them without a format."""
+    with refused(TypeError, "prefetch", r"batch\['label'\] is a list of 11 Python numbers.*np\.asarray"):
+        next(DP.prefetch([{"x": X.tolist(), "label": [0] * 11}]))
+    with refused(TypeError, "prefetch", r"batch\['x'\] is a list of 11 lists of Python numbers, as many as"):
+        next(DP.prefetch([{"x": X.tolist(), "label": np.zeros(11)}]))
+
+
+def test_axes_of_its_own(refused):
+    dp = jdp.DataParallel(lambda w, x, table: x @ w + table.sum(), devices=range(4))
+    table = np.ones(8, np.float32)
+    for batch in ((X, table), [X, table]):  # torch's loader makes lists of tuples
+        ((x, whole),) = dp.prefetch([batch], in_axes=(0, None))
+        assert x.sizes == whole.sizes == (3, 3, 3, 2) and whole[2].shape == (8,)
+        np.testing.assert_allclose(dp(W, x, whole), X @ W + 8, rtol=2e-5)
+    (batch,) = dp.prefetch([{"x": X.T, "whole": {"a": table}}], in_axes={"x": 1, "whole": None})
+    assert batch["x"][0].shape == (3, 3) and batch["whole"]["a"][3].shape == (8,)
+    ahead = dp.prefetch([{"x": X}], in_axes={"y": 0})
+    with refused(ValueError, "prefetch", "in_axes does not fit the arguments.*tree prefix"):
+        next(ahead)
+    cut = jdp.DataParallel(lambda w, x, y: x, devices=range(4), in_axes=(0, None))
+    x, y = (jdp.scatter(v, range(4)) for v in (X, X))
+    with refused(ValueError, "DataParallel", r"args\[1\] came cut along axis 0, and in_axes has None.*in_axes"):
+        cut(W, x, y)
