@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax._src.core import eval_trace, trace_state_strong_ref  # not public; trace_ctx.trace, without its Python frame
 
 from ._dispatch import hold, may_deadlock
+from ._layout import Tree
 from ._scattered import Scattered
 from ._train_program import Flat, Program
 from ._train_state import TrainState, refuse_deleted
@@ -20,7 +23,42 @@ class KnownStep(NamedTuple):
     waits: bool  # for the steps before it
 
 
-def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]] | None:
+def known_by(batch: Tree) -> tuple[Any, Sequence[Any]]:
+    """What decides how a batch is cut, and its arrays as they are; None for containers and leaves that are seldom."""
+    # Written out, for what a step on a small model takes: a general flatten is a call back into Python for each leaf.
+    kind = type(batch)
+    if kind is Scattered:
+        return batch._layout.token, batch._arrays
+    key: list[Any] = [kind]
+    arrays: list[Any] = []
+    if kind is tuple or kind is list:
+        pass
+    elif kind is dict:
+        try:
+            names = sorted(batch)  # as JAX flattens it
+        except TypeError:
+            return None, arrays
+        key.append(tuple(names))
+        batch = [batch[name] for name in names]
+    elif kind is np.ndarray:
+        batch = (batch,)
+    else:
+        return None, arrays
+    for x in batch:
+        if type(x) is Scattered:
+            key.append(x._layout.token)
+            arrays += x._arrays
+        elif type(x) is np.ndarray:
+            key += x.shape, x.dtype
+            arrays.append(x)
+        else:
+            return None, arrays
+    return tuple(key), arrays
+
+
+def recall_step(
+    known: KnownStep, state: TrainState, arrays: Sequence[Any]
+) -> tuple[TrainState, dict[str, Any]] | None:
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
     if trace_state_strong_ref.value is not eval_trace:
         return None
@@ -29,7 +67,7 @@ def recall_step(known: KnownStep, state: TrainState, batch: Scattered) -> tuple[
         # have to be hashed.
         leaves = known.treedef.flatten_up_to(state)
         refuse_deleted(state, leaves)
-        state, metrics = known.program(*leaves, *batch._arrays)
+        state, metrics = known.program(*leaves, *arrays)
     except (TypeError, ValueError):  # somebody put another array or tree into it; nothing has run
         return None
     if known.waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,7 @@ from ._microbatch import Loss
 from ._nnx import own_values
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
-from ._recall_step import KnownStep, known_step, recall_step
+from ._recall_step import KnownStep, known_by, known_step, recall_step
 from ._replicate import broadcast
 from ._scatter_gather import join
 from ._scattered import Scattered, is_scattered
@@ -100,11 +101,14 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then."""
         if self._known and state is self._last():
-            if type(batch) is not Scattered:
+            key, arrays = known_by(batch)
+            known = self._known.get(key)
+            if known is None and type(batch) is not Scattered:  # of other containers, or with rows to be padded
                 self._program.config.refuse_other_mesh()
                 batch = self._dp._scatter_batch(batch, VERB, self._axes)
-            known = self._known.get(batch._layout.token) if type(batch) is Scattered else None
-            if known is not None and (found := recall_step(known, state, batch)) is not None:
+                key, arrays = known_by(batch)
+                known = self._known.get(key)
+            if known is not None and (found := recall_step(known, state, arrays)) is not None:
                 self._last = weakref.ref(found[0])
                 return found
         before, scattered, flat, nodes = self._ready(state, batch)
@@ -119,7 +123,12 @@ class TrainStep:
         if spans_processes(self._program.config.mesh):
             return state, own_metrics(metrics)
         if is_plain() and not self._options.check_replicas and not nodes:
-            self._known[scattered._layout.token] = known_step(self._program, state, scattered, flat)
+            known = known_step(self._program, state, scattered, flat)
+            self._known[scattered._layout.token] = known
+            key, arrays = known_by(batch)
+            same = len(arrays) == len(scattered._arrays) and all(map(operator.is_, arrays, scattered._arrays))
+            if key is not None and same:
+                self._known[key] = known  # nothing of such a batch had to be moved
         return state, metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
