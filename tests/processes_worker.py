@@ -269,12 +269,37 @@ def case_prefetch():
         step = dp.train_step(mse, optax.sgd(0.1))
         state, losses, sizes = step.init(variables()), [], []
         for batch in dp.prefetch(iter(batches(2 * P)), size):
-            sizes.append(batch.sizes)
+            sizes.append(batch["x"].sizes)
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         found[f"size {size}"] = {"losses": losses, "params": state.params, "sizes": sizes}
     outputs = [dp.apply(variables(), b) for b in dp.prefetch([b["x"] for b in batches(2 * P)])]
     return {**found, "outputs": outputs}
+
+
+def case_objects_in_the_batch():
+    """NNX objects and a whole table in the batch of a step, around the parts of what prefetch yields."""
+
+    def loss(v, batch):
+        (x, y), table, rngs, norm = batch
+        x = norm(x) * jax.random.bernoulli(rngs.dropout(), 0.5, x.shape) * table
+        return jnp.mean((MLP.apply(v, x) - y) ** 2)
+
+    table, rngs, norm = np.arange(5, dtype=np.float32), nnx.Rngs(dropout=3), nnx.BatchNorm(5, rngs=nnx.Rngs(0))
+    step = jdp.DataParallel(MLP, reduce_state="mean").train_step(loss, optax.sgd(0.1), in_axes=(0, None, None, None))
+    state, losses = step.init(variables()), []
+    dp = jdp.DataParallel(MLP)
+    for x, y in dp.prefetch([(X[k : k + 2 + P], Y[k : k + 2 + P]) for k in range(1 + P)]):
+        state, metrics = step(state, ((x, y), table, rngs, norm))
+        losses.append(float(metrics["loss"]))
+    drawn = jax.random.normal(rngs.dropout())  # the objects are this process's own still
+    return {
+        "losses": losses,
+        "params": state.params,
+        "count": int(rngs.dropout.count[...]),
+        "mean": norm.mean[...],
+        "drawn": drawn,
+    }
 
 
 class Pair(NamedTuple):

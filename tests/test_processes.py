@@ -349,6 +349,43 @@ def test_prefetch(found):
         close(result["outputs"], outputs if process else [x[:0] for x in outputs])
 
 
+def test_objects_in_the_batch(found):
+    """Each replica draws with its own key, on its own rows; the objects' state is one over all processes."""
+    equal(found[0], found[1])
+    parts = [
+        [(0, slice(0, 1)), (1, slice(1, 2)), (2, slice(0, 2)), (3, slice(2, 3))],
+        [(2, slice(1, 3)), (3, slice(3, 4))],
+    ]
+    rngs = [nnx.Rngs(dropout=3) for _ in range(4)]
+    for i, r in enumerate(rngs[1:], 1):
+        r.dropout.key.set_value(jax.random.fold_in(r.dropout.key[...], i))
+    params, losses, mean = variables()["params"], [], np.zeros(5, np.float32)
+    for number, chunks in enumerate(parts):
+        rows = sum(len(X[part]) for _, part in chunks)
+
+        def loss(params, chunks=chunks, rows=rows, number=number):
+            total = 0.0
+            for i, part in chunks:
+                x, y = X[part], Y[part]
+                x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+                key = jax.random.fold_in(rngs[i].dropout.key[...], number)
+                x = x * jax.random.bernoulli(key, 0.5, x.shape) * np.arange(5, dtype=np.float32)
+                total += jnp.mean((MLP.apply({"params": params}, x) - y) ** 2) * len(y) / rows
+            return total
+
+        value, grads = jax.value_and_grad(loss)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        losses.append(float(value))
+        mean = sum((0.99 * mean + 0.01 * X[part].mean(0)) * len(X[part]) / rows for _, part in chunks)
+    np.testing.assert_allclose(found[0]["losses"], losses, rtol=1e-4)
+    close(found[0]["params"], params, rtol=1e-3, atol=1e-4)
+    close(found[0]["mean"], mean, rtol=1e-4)
+    own = nnx.Rngs(dropout=3)
+    own.dropout.count.set_value(jnp.uint32(2))
+    assert found[0]["count"] == 2
+    equal(found[0]["drawn"], jax.random.normal(own.dropout()))
+
+
 def test_prefetch_own_type(found):
     ones = np.ones((2, 3), np.float32)
     equal(found[0], [ones, *[ones[:0]] * 2])
