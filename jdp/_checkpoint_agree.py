@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from ._checkpoint_directory import make_writable
 from ._checkpoint_items import VERB, check_data, encode, fingerprints, leaves_of
 from ._checkpoint_read import tell_all
 from ._exchange import by_value
 from ._layout import Tree
 
 
-def agree(directory: Path, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
+def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """The leaves to save and the data, and whether that is a list with each process's own, for they differ.
+
+    Args:
+        prepare: makes sure that this process can save, or raises.
 
     Raises:
         TypeError: a leaf is no array, or `data` is no JSON.
         ValueError: a leaf that each process holds for itself is another in another process.
-        RuntimeError: another process cannot save, or the directory cannot be written.
+        RuntimeError: a process cannot save: another job does, or the directory cannot be written.
+        OSError: the latter, in a job of one process.
     """
     if jax.process_count() == 1:
         check_data(data)
-        return leaves_of(state), data, False
+        leaves = leaves_of(state)
+        prepare()
+        return leaves, data, False
     leaves: dict[str, Any] = {}
     failed: Exception | None = None
     mine: dict[str, Any] = {"problem": None, "local": {}, "data": None}
     try:
         leaves = leaves_of(state)
         check_data(data)
-        make_writable(directory)
+        prepare()
         mine |= {"local": fingerprints(encode(_local(leaves))), "data": data}
     except Exception as error:
         failed = error

@@ -17,6 +17,7 @@ from ._layout import Tree
 
 VERB = "Checkpointer"
 FORMAT = 1
+LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint that is read at once
 
 
 def leaves_of(state: Tree) -> dict[str, Any]:
@@ -87,6 +88,9 @@ def manifest(
     """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that.
 
     `apart`: whether the data is a list with each process's own.
+
+    Raises:
+        ValueError: it is larger than what is read back.
     """
     from orbax.checkpoint import __version__ as orbax
 
@@ -101,7 +105,32 @@ def manifest(
         "data": data,
         "apart": apart,
     }
+    size = len(json.dumps(content))
+    if size > LARGEST - 1000:
+        raise ValueError(
+            f"jdp.{VERB}: data and the names of {len(leaves):,} leaves are {size / 2**20:.1f} MiB as JSON; they are "
+            f"read back if they are at most {LARGEST >> 20} MiB. Put what is large into the state, as arrays."
+        )
     return {"content": content, "sha256": digest(content)}
+
+
+def misformed(content: Any, step: int) -> str:
+    """What in a manifest is not as `manifest` makes it, or is of another step; "" where all is."""
+    for key, kind in {"format": int, "step": int, "versions": dict, "leaves": dict, "fingerprints": dict}.items():
+        if not isinstance(found := content.get(key), kind) or isinstance(found, bool):
+            return f"its {key!r} is {found!r:.100}, and no {kind.__name__}"
+    if content["step"] != step:
+        return f"it is of step {content['step']!r:.30}, which somebody has called {step}; a checkpoint keeps its name"
+    if content["format"] > FORMAT:
+        return ""  # nobody knows what else is in it
+    for path, entry in content["leaves"].items():
+        if not (isinstance(entry, list) and [type(part) for part in entry] == [str, list]):
+            return f"its entry of {path:.100} is {entry!r:.100}, and no dtype with a shape"
+        if not all(type(size) is int and size >= 0 for size in entry[1]):
+            return f"its entry of {path:.100} has the shape {entry[1]!r:.100}"
+    if "data" not in content or content.get("apart") and not isinstance(content["data"], list):
+        return "it has no data of each process"
+    return ""
 
 
 def fingerprints(encoded: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +200,7 @@ def _dtype(x: Any) -> str:
 
 
 def _short(entry: list[Any]) -> str:
-    return f"{entry[0]}{entry[1]}"
+    return f"{entry[0]}{entry[1]}"[:200]
 
 
 def _is_node(x: Any) -> bool:

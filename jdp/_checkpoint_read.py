@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._checkpoint_items import FORMAT, VERB, describe, digest, encode, fingerprints, first_difference, target_of
+from ._checkpoint_directory import is_local, kind, open_file
+from ._checkpoint_items import (
+    FORMAT,
+    LARGEST,
+    VERB,
+    describe,
+    digest,
+    encode,
+    fingerprints,
+    first_difference,
+    misformed,
+    target_of,
+)
 
 ARRAYS, MANIFEST = "state", "jdp"  # the items of a checkpoint, each a directory
 _ABANDONED = 0.2  # seconds in which reads that were abandoned end, for the most part
 _TEXT = 1000  # bytes of what one process tells the others
+_FILES = 10**6  # of a checkpoint
+_PIECE = 256 << 20  # bytes that `intact` has on the host at a time, or one array
 
 
 class Damaged(Exception):
@@ -28,7 +45,7 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         Damaged: anything cannot be read, or is not what its checksum says.
         ValueError: the checkpoint is of another model.
     """
-    content, problem = _read_manifest(path / MANIFEST)
+    content, problem = _read_manifest(path)
     if content is not None and (difference := _difference(content, leaves)):
         problem = f"!{difference}"
     arrays: dict[str, Any] = {}
@@ -38,12 +55,40 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     _agree(path, problem)
     assert content is not None
     found, expected = fingerprints(arrays), content["fingerprints"]
-    wrong = [name for name in found if found[name] != expected.get(name)]
-    more = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
-    _agree(path, f"{wrong[0]}{more}: not the values that were saved" if wrong else "")
+    _agree(path, _not_saved(found, expected))
     data = content["data"]
     own = content.get("apart") and len(data) == jax.process_count()
     return arrays, data[jax.process_index()] if own else data
+
+
+def intact(path: Any) -> str:
+    """What is wrong with a checkpoint, or ""; for one process alone, on the host, with little memory, in any thread."""
+    content, problem = _read_manifest(path)
+    if content is None:
+        return problem
+    if content["format"] > FORMAT:
+        return f"its form is {content['format']}, which this version of jdp does not know"
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        host = None
+    import orbax.checkpoint as ocp
+
+    handler, where = array_handler(), path / ARRAYS
+    how = ocp.RestoreArgs(restore_type=np.ndarray)
+    try:
+        for names in _pieces(where, content):
+            item = ocp.args.PyTreeRestore(
+                item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, how), partial_restore=True
+            )
+            arrays = handler.restore(where, args=item)
+            with jax.default_device(host):
+                found = fingerprints(arrays)
+            if problem := _not_saved(found, content["fingerprints"]):
+                return problem
+    except Exception as e:  # noqa: BLE001 Orbax raises all kinds
+        return _brief(e)
+    return ""
 
 
 def tell_all(text: str) -> list[str]:
@@ -75,7 +120,7 @@ def array_handler() -> Any:
 
 def _agree(path: Any, problem: str) -> None:
     """Raises in every process what any has found."""
-    told = tell_all(problem)
+    told = tell_all(problem[:_TEXT])
     texts = dict.fromkeys(t.removeprefix("!") for t in told if t)
     if not texts:
         return
@@ -89,20 +134,97 @@ def _agree(path: Any, problem: str) -> None:
 
 
 def _read_manifest(path: Any) -> tuple[dict[str, Any] | None, str]:
+    """What the checkpoint says that it is, or what is wrong with it; after a look at all files that are in it."""
+    file = path / MANIFEST / "metadata"
     try:
-        whole = json.loads((path / "metadata").read_text())
+        if is_local(path):
+            if foreign := _foreign(os.fspath(path)):
+                return None, foreign
+            with open(open_file(os.fspath(file)), "rb") as opened:
+                text = opened.read(LARGEST)
+        else:
+            text = file.read_text()
+        whole = json.loads(text)
         content, told = whole["content"], whole["sha256"]
+        same = digest(content) == told
+        problem = misformed(content, int(path.name)) if same else "not what was saved (its SHA-256 is another)"
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
-        return None, f"{path.name}/metadata: {_brief(e)}"
-    if digest(content) != told:
-        return None, f"{path.name}/metadata: not what was saved (its SHA-256 is another)"
-    return content, ""
+        problem, content = _brief(e), None
+    return (None, f"{MANIFEST}/metadata: {problem}") if problem else (content, "")
+
+
+def _foreign(top: str) -> str:
+    """What below a checkpoint leads out of it, blocks who opens it, or is too large to be read at once; or ""."""
+    if not stat.S_ISDIR(mode := os.lstat(top).st_mode):
+        return f"it is {kind(mode)}, and nothing outside of the directory is read"
+    todo, seen = [top], 0
+    while todo:
+        folder = todo.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                mode, size = (info := entry.stat(follow_symlinks=False)).st_mode, info.st_size
+                name = os.path.relpath(entry.path, top)
+                if stat.S_ISDIR(mode):
+                    todo.append(entry.path)
+                elif not stat.S_ISREG(mode):
+                    return f"{name}: it is {kind(mode)}, and only files of the checkpoint are read"
+                elif size > LARGEST and os.path.basename(folder) != "d":  # where the bytes of the arrays are
+                    return f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read"
+                if (seen := seen + 1) > _FILES:
+                    return f"it has more than {_FILES:,} files"
+    return ""
 
 
 def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | None:
     if content["format"] > FORMAT:
-        return f"it was written by jdp {content['versions']['jdp']}, in a form that this version does not know"
+        version = content["versions"].get("jdp")
+        return f"it was written by jdp {version!s:.50}, in a form that this version does not know"
     return first_difference(content["leaves"], describe(leaves))
+
+
+def _not_saved(found: Mapping[str, str], expected: Mapping[str, Any]) -> str:
+    wrong = [name for name in found if found[name] != expected.get(name)]
+    more = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more}: not the values that were saved" if wrong else ""
+
+
+def _stored(path: Any, name: str) -> tuple[list[int], int]:
+    """Shape and bytes of an array as it is stored; nothing else is known of what would be read.
+
+    Raises:
+        ValueError: it cannot be opened, or its chunks are larger than it is.
+    """
+    import tensorstore
+
+    base = {"driver": "file", "path": f"{os.fspath(path)}/"}
+    where = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    array = tensorstore.open({"driver": "zarr", "kvstore": where}, open=True, read=True).result()
+    chunk = array.chunk_layout.read_chunk.shape or ()
+    if any(c > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
+        raise ValueError(f"{name}: it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
+    return list(array.shape), math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+
+
+def _pieces(path: Any, content: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The names of the arrays, some at a time.
+
+    Raises:
+        ValueError: one is stored in another shape than the manifest says.
+    """
+    some: list[str] = []
+    size = 0
+    for name in content["fingerprints"]:
+        shape, more = _stored(path, name)
+        dtype, told = content["leaves"].get(name, ["key<", []])  # what stands for no arrays at all is no leaf
+        if not dtype.startswith("key<") and shape != told:
+            raise ValueError(f"{name}: {shape!s:.100} are stored, and not {told!s:.100}")
+        if some and size + more > _PIECE:
+            yield some
+            some, size = [], 0
+        some.append(name)
+        size += more
+    if some:
+        yield some
 
 
 def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -113,7 +235,12 @@ def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], 
     item = encode(leaves)
     how = {name: _how(x, leaves.get(name)) for name, x in item.items()}
     try:
-        return dict(handler.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=how))), ""
+        for name, x in item.items() if is_local(path) else ():
+            if (shape := _stored(path, name)[0]) != list(x.shape):  # of any size, and all of it would be read
+                return {}, f"{name}: {shape!s:.100} are stored, and not {list(x.shape)}"
+        arrays = dict(handler.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=how)))
+        other = [name for name, x in item.items() if getattr(arrays.get(name), "dtype", None) != x.dtype]
+        return arrays, f"{other[0]}: not the {item[other[0]].dtype} that was saved" if other else ""
     except Exception as e:  # noqa: BLE001 Orbax raises all kinds, the bare Exception among them
         first = e
     time.sleep(_ABANDONED)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from ._checkpoint_directory import Quiet, free_name
+from ._checkpoint_directory import Quiet, free_name, remove_unfinished, steps_in
 from ._checkpoint_items import VERB
 from ._checkpoint_read import Damaged, read, tell_all
+
+_FEW = 40  # steps that one message names
 
 
 class Steps:
@@ -26,7 +29,7 @@ class Steps:
 
     def latest(self) -> int | None:
         """The newest complete checkpoint that was not found to be damaged, or None."""
-        return max((s for s in self._complete() if s not in self._damaged), default=None)
+        return max((s for s in steps_in(self._directory) if s not in self._damaged), default=None)
 
     def find(self, leaves: Mapping[str, Any], step: int | None, quiet: Quiet) -> tuple[dict[str, Any], Any] | None:
         """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint.
@@ -35,17 +38,8 @@ class Steps:
             RuntimeError: all are damaged, or the one of `step` is.
             ValueError: the checkpoint is of another model, or there is none of `step`.
         """
-        # What process 0 sees counts, for a network file system may show the others something older.
-        complete = self._complete()
-        seen = [step] if step in complete else complete[-40:]  # few words: they go to all
-        steps = [int(s) for s in tell_all(" ".join(map(str, seen)))[0].split()]
-        if step is not None and step not in steps:
-            raise ValueError(
-                f"jdp.{VERB}: {self._directory} has no step {step}; it has {steps or 'none'}. "
-                f"Pass one of these, or None."
-            )
         damaged: dict[int, str] = {}
-        for candidate in reversed(steps) if step is None else [step]:
+        while (candidate := self._next(step, damaged)) is not None:
             try:
                 found = read(self._directory / str(candidate), leaves)
             except Damaged as e:
@@ -57,7 +51,7 @@ class Steps:
         self._damaged = sorted({*self._damaged, *damaged})
         if damaged:
             raise RuntimeError(
-                f"jdp.{VERB}: in {self._directory} {_listed(damaged)}; a checkpoint is restored only if it is what was "
+                f"jdp.{VERB}: in {self._directory} {listed(damaged)}; a checkpoint is restored only if it is what was "
                 f"saved. Bring an intact copy back, or begin anew in an empty directory."
             )
         self._looked = True
@@ -73,33 +67,34 @@ class Steps:
                 f"restore(state, step=...) first."
             )
 
-    def set_aside(self, step: int) -> bool:
-        """Renames what is damaged or of a future that this run has left, so that Orbax saves this step and finds it.
-
-        Returns:
-            Whether it has looked, after which Orbax has to look again.
+    def set_aside(self, step: int) -> None:
+        """Renames what is damaged or of a future that this run has left, and deletes what other saves did not finish.
 
         Raises:
             ValueError: there is such a future, and this run has not restored anything.
+            OSError: something cannot be renamed or deleted.
         """
         if self._cleared:
-            return False
+            return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
-        newer = sorted({s for s in self._complete() if s > here or s in self._damaged})
-        if not self._looked and (ahead := [s for s in newer if s > here]):
+        newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
+        ahead = int(tell_all(str(max((s for s in newer if s > here), default=-1)))[0])
+        if not self._looked and ahead >= 0:
             raise ValueError(
-                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead[-1]} already; a "
+                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead} already; a "
                 f"run goes on from what is there, or begins in an empty directory. Call restore first, or pass another."
             )
-        tell_all("")  # all have looked before one changes anything
-        for s in newer if jax.process_index() == 0 else ():
-            name = free_name(self._directory, f"{s}.set-aside")
-            (self._directory / str(s)).rename(self._directory / name)
-            why = "is damaged" if s in self._damaged else f"is newer than step {self.newest}, where this run goes on"
-            print(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", flush=True)
-        tell_all("")
+        failed: OSError | None = None
+        try:
+            if jax.process_index() == 0:
+                self._rename(newer)
+                remove_unfinished(self._directory)
+        except OSError as e:
+            failed = e
+        problem = tell_all(str(failed or ""))[0]
+        if problem:
+            raise failed or OSError(problem)
         self._damaged, self._cleared = [], True
-        return True
 
     def advance(self, step: int) -> None:
         """The save of this step begins."""
@@ -109,21 +104,54 @@ class Steps:
         """That save has failed."""
         self.newest = self._before
 
+    def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
+        """The step to read after those that are damaged, or None; and takes out of those what is there no more.
+
+        Raises:
+            ValueError: there is no checkpoint of `step`.
+        """
+        # What process 0 sees counts, for a network file system may show the others something older.
+        there = steps_in(self._directory)
+        if step is not None:
+            seen: dict[str, Any] = {"next": step if step in there else None, "newest": there[-_FEW:]}
+        else:
+            gone = [s for s in [*damaged][-1:] if s not in there]  # its writer has deleted it meanwhile
+            seen = {"next": max((s for s in there if s not in damaged), default=None), "gone": gone}
+        told = json.loads(tell_all(json.dumps(seen))[0])
+        for s in told.get("gone", ()):
+            del damaged[s]
+        if step is None:
+            return told["next"]
+        if step in damaged:
+            return None
+        if told["next"] is None:
+            more = "..., " if len(told["newest"]) == _FEW else ""
+            raise ValueError(
+                f"jdp.{VERB}: {self._directory} has no step {step}; it has "
+                f"{'[' + more + ', '.join(map(str, told['newest'])) + ']' if told['newest'] else 'none'}. "
+                f"Pass one of these, or None."
+            )
+        return step
+
+    def _rename(self, steps: list[int]) -> None:
+        for s in steps:
+            name = free_name(self._directory, f"{s}.set-aside")
+            (self._directory / str(s)).rename(self._directory / name)
+            why = "is damaged" if s in self._damaged else f"is newer than step {self.newest}, where this run goes on"
+            print(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", flush=True)
+
     def _went_back(self, step: int, damaged: dict[int, str]) -> None:
         self.newest, self._looked, self._cleared = step, True, False
         self._damaged = sorted({*self._damaged, *damaged} - {step})
         if damaged and jax.process_index() == 0:
             warnings.warn(
-                f"jdp.{VERB}: in {self._directory} {_listed(damaged)}; step {step} is restored, which is intact. "
+                f"jdp.{VERB}: in {self._directory} {listed(damaged)}; step {step} is restored, which is intact. "
                 f"The first save gives what is damaged another name.",
                 stacklevel=4,  # the user's line, beyond `find` and `restore`
             )
 
-    def _complete(self) -> list[int]:
-        import orbax.checkpoint as ocp
 
-        return sorted(ocp.utils.checkpoint_steps(self._directory)) if self._directory.is_dir() else []
-
-
-def _listed(damaged: dict[int, str]) -> str:
-    return ", and ".join(f"step {s} is damaged ({why})" for s, why in damaged.items())
+def listed(damaged: dict[int, str]) -> str:
+    """The newest of them, each with what is wrong with it."""
+    some = ", and ".join(f"step {s} is damaged ({why})" for s, why in [*damaged.items()][:_FEW])
+    return some + (f", and so are {len(damaged) - _FEW} more" if len(damaged) > _FEW else "")

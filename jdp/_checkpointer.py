@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ._checkpoint_agree import agree
-from ._checkpoint_directory import Quiet, absolute, make_writable, remove_unfinished
+from ._checkpoint_directory import Quiet, absolute
 from ._checkpoint_items import VERB, decode, leaves_of
 from ._checkpoint_steps import Steps
 from ._checkpoint_write import Writer
@@ -67,9 +67,6 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
         keep, self._every = _positive("keep", keep), _positive("every", every)
         self.directory = absolute(directory)
-        make_writable(self.directory)
-        if jax.process_index() == 0:
-            remove_unfinished(self.directory)
         self._quiet = Quiet()
         self._steps = Steps(self.directory)
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
@@ -106,7 +103,7 @@ class Checkpointer:
             ValueError: `step` is less than one that was saved, or the directory holds a newer checkpoint, and nothing
                 was restored; or a leaf that each process holds for itself is not the same in all.
         """
-        step = operator.index(step)
+        step = _number(step)
         ending = self._preemption.reached()
         if not ending and step % self._every:
             return False
@@ -139,6 +136,7 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             ValueError: the checkpoint is of another model, or there is none of `step`.
         """
+        step = None if step is None else _number(step)
         self.wait()
         leaves = leaves_of(state)
         found = self._steps.find(leaves, step, self._quiet)
@@ -173,7 +171,7 @@ class Checkpointer:
     def _begin(self, step: int, state: Tree, data: Any) -> None:
         self._steps.check_grows(step)
         self.wait()
-        leaves, data, apart = agree(self.directory, state, data)
+        leaves, data, apart = agree(self._writer.prepare, state, data)
         self._writer.write(step, leaves, data, apart)
 
     def _close(self, acted: bool) -> None:
@@ -189,6 +187,22 @@ class Checkpointer:
 def _let_go(preemption: Preemption, quiet: Quiet) -> None:
     quiet.close()
     preemption.close()
+
+
+def _number(step: int) -> int:
+    """The step as Python's int, of any kind of integer."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
+        raise TypeError(
+            f"jdp.{VERB}: step is {step!r:.100}, a {type(step).__name__}; a checkpoint is called by the number of its "
+            f"step. Pass an int."
+        )
+    if number < 0:
+        raise ValueError(f"jdp.{VERB}: step is {number}; the numbers of steps are 0 or more. Pass such a number.")
+    return number
 
 
 def _positive(name: str, value: int) -> int:

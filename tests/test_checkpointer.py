@@ -127,7 +127,7 @@ def test_it_saves_at_multiples_and_keeps_the_newest(tmp_path):
         saved = [step for step in range(1, 24) if checkpointer.save(step, np.full(2, step))]
         assert saved == [5, 10, 15, 20] and not checkpointer.save(20, np.zeros(2))
         checkpointer.wait()
-        assert sorted(os.listdir(tmp_path)) == ["15", "20"] and checkpointer.latest_step == 20
+        assert sorted(os.listdir(tmp_path)) == [".jdp-lock", "15", "20"] and checkpointer.latest_step == 20
         assert checkpointer.restore(np.zeros(2, int), step=15)[0].tolist() == [15, 15]
     with jdp.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(np.zeros(2, int))[0].tolist() == [20, 20]
