@@ -175,7 +175,7 @@ class Lock:
             warnings.warn(
                 f"jdp.{VERB}: {self._directory} is on a file system without locks ({e.strerror or e}); a second writer "
                 f"would not be noticed. See to it that one job at a time saves there.",
-                stacklevel=6,  # the user's line, beyond `save`
+                stacklevel=7,  # the user's line, beyond `save`
             )
 
     def _holds(self) -> bool:

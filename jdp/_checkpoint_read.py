@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -72,21 +73,13 @@ def intact(path: Any) -> str:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to do without
         host = None
-    import orbax.checkpoint as ocp
-
-    handler, where = array_handler(), path / ARRAYS
-    how = ocp.RestoreArgs(restore_type=np.ndarray)
     try:
-        for names in _pieces(where, content):
-            item = ocp.args.PyTreeRestore(
-                item=dict.fromkeys(names, 0), restore_args=dict.fromkeys(names, how), partial_restore=True
-            )
-            arrays = handler.restore(where, args=item)
+        for arrays in _pieces(path / ARRAYS, content):
             with jax.default_device(host):
                 found = fingerprints(arrays)
             if problem := _not_saved(found, content["fingerprints"]):
                 return problem
-    except Exception as e:  # noqa: BLE001 Orbax raises all kinds
+    except Exception as e:  # noqa: BLE001 whatever is wrong with it
         return _brief(e)
     return ""
 
@@ -98,11 +91,27 @@ def tell_all(text: str) -> list[str]:
     from jax.experimental import multihost_utils
 
     raw = text.encode()
-    longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
-    message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # of few lengths, for each is compiled
-    message[: len(raw)] = np.frombuffer(raw, np.uint8)
-    every = np.asarray(multihost_utils.process_allgather(message))
+    try:
+        longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
+        message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # of few lengths, for each is compiled
+        message[: len(raw)] = np.frombuffer(raw, np.uint8)
+        every = np.asarray(multihost_utils.process_allgather(message))
+    except jax.errors.JaxRuntimeError as e:
+        raise RuntimeError(
+            f"jdp.{VERB}: {absent(e)}; all processes of a job save and restore together. Start the job again: it goes "
+            f"on from the newest checkpoint."
+        ) from e
     return [bytes(m).rstrip(b"\0").decode(errors="replace") for m in every]
+
+
+def absent(error: BaseException | None) -> str:
+    """That another process is gone, if an error comes from waiting for the others, and not from a file; else ""."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    if error is None or jax.process_count() == 1:
+        return ""
+    said = re.split(r"\. |\n", str(error))[0]
+    return f"another process of the job has ended, or does not answer ({said:.300})"
 
 
 def array_handler() -> Any:
@@ -141,7 +150,7 @@ def _read_manifest(path: Any) -> tuple[dict[str, Any] | None, str]:
             if foreign := _foreign(os.fspath(path)):
                 return None, foreign
             with open(open_file(os.fspath(file)), "rb") as opened:
-                text = opened.read(LARGEST)
+                text = opened.read(os.fstat(opened.fileno()).st_size)
         else:
             text = file.read_text()
         whole = json.loads(text)
@@ -188,8 +197,8 @@ def _not_saved(found: Mapping[str, str], expected: Mapping[str, Any]) -> str:
     return f"{wrong[0]}{more}: not the values that were saved" if wrong else ""
 
 
-def _stored(path: Any, name: str) -> tuple[list[int], int]:
-    """Shape and bytes of an array as it is stored; nothing else is known of what would be read.
+def _stored(path: Any, name: str) -> Any:
+    """An array as it is stored: with what it says of itself, and not read yet.
 
     Raises:
         ValueError: it cannot be opened, or its chunks are larger than it is.
@@ -202,29 +211,29 @@ def _stored(path: Any, name: str) -> tuple[list[int], int]:
     chunk = array.chunk_layout.read_chunk.shape or ()
     if any(c > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
         raise ValueError(f"{name}: it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
-    return list(array.shape), math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+    return array
 
 
-def _pieces(path: Any, content: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names of the arrays, some at a time.
+def _pieces(path: Any, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arrays, some at a time.
 
     Raises:
-        ValueError: one is stored in another shape than the manifest says.
+        ValueError: one is stored in another shape than the manifest says, or cannot be read.
     """
-    some: list[str] = []
+    some: dict[str, Any] = {}
     size = 0
     for name in content["fingerprints"]:
-        shape, more = _stored(path, name)
+        array = _stored(path, name)
         dtype, told = content["leaves"].get(name, ["key<", []])  # what stands for no arrays at all is no leaf
-        if not dtype.startswith("key<") and shape != told:
-            raise ValueError(f"{name}: {shape!s:.100} are stored, and not {told!s:.100}")
+        if not dtype.startswith("key<") and list(array.shape) != told:
+            raise ValueError(f"{name}: {array.shape!s:.100} are stored, and not {told!s:.100}")
+        more = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
         if some and size + more > _PIECE:
-            yield some
-            some, size = [], 0
-        some.append(name)
+            yield {n: read.result() for n, read in some.items()}
+            some, size = {}, 0
+        some[name] = array.read()
         size += more
-    if some:
-        yield some
+    yield {n: read.result() for n, read in some.items()}
 
 
 def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -236,7 +245,7 @@ def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], 
     how = {name: _how(x, leaves.get(name)) for name, x in item.items()}
     try:
         for name, x in item.items() if is_local(path) else ():
-            if (shape := _stored(path, name)[0]) != list(x.shape):  # of any size, and all of it would be read
+            if (shape := list(_stored(path, name).shape)) != list(x.shape):  # of any size, and all of it would be read
                 return {}, f"{name}: {shape!s:.100} are stored, and not {list(x.shape)}"
         arrays = dict(handler.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=how)))
         other = [name for name, x in item.items() if getattr(arrays.get(name), "dtype", None) != x.dtype]

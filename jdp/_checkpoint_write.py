@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 import weakref
@@ -13,8 +14,12 @@ import jax
 
 from ._checkpoint_directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from ._checkpoint_items import VERB, encode, manifest
-from ._checkpoint_read import ARRAYS, MANIFEST, array_handler, intact
+from ._checkpoint_read import ARRAYS, MANIFEST, absent, array_handler, intact
 from ._checkpoint_steps import Steps, listed
+from ._coordination import client
+
+_saves = itertools.count()  # the same in all processes
+_PATIENCE = 1200  # seconds for which the processes wait for the deletions of process 0, as Orbax for its writes
 
 
 class Writer:
@@ -67,7 +72,7 @@ class Writer:
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)
-        self._thread = threading.Thread(target=self._finish, name="jdp-saves")
+        self._thread = threading.Thread(target=self._finish, args=(next(_saves),), name="jdp-saves")
         self._thread.start()
 
     def wait(self) -> None:
@@ -93,7 +98,7 @@ class Writer:
                 self._orbax.close()
         self._lock.release()
 
-    def _finish(self) -> None:
+    def _finish(self, number: int) -> None:
         """In its own thread: the end of the save, and then the deletions."""
         try:
             self._orbax.wait_until_finished()
@@ -108,6 +113,10 @@ class Writer:
                     f"jdp.{VERB}: in {self._directory} what is older than the newest {self._keep} could not be "
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
+        if jax.process_count() > 1:
+            # Here, for the next thing that all do together is a collective, which has a time-out.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
+                client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
 
     def _delete_old(self) -> None:
         """Deletes what is older than the newest `keep`, but never the newest that can be read back."""
@@ -115,8 +124,9 @@ class Writer:
         if len(steps) <= self._keep:
             return
         damaged: dict[int, str] = {}
-        # One is read, for the most part: the one that has just been saved. Cloud storage keeps what it was given.
-        for whole in reversed(steps):
+        # What has just been written is read from the system's memory, which does not tell what the disk keeps of it; if
+        # there is another, that one is read, and for the most part no more. Cloud storage keeps what it was given.
+        for whole in reversed(steps[:-1] if self._keep > 1 else steps):
             if not is_local(self._directory) or not (problem := intact(self._directory / str(whole))):
                 break
             damaged[whole] = problem
@@ -141,13 +151,11 @@ class Writer:
         self._delete_unfinished()
         last = self._steps.latest()
         left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
-        if _is_of_peers(error):
-            why = f"another process of the job has ended, or does not answer ({_line(error)})"
+        way = "Make room there, or make it writable, and save again."
+        if why := absent(error):
             way = "All processes of a job save together: start the job again, and it goes on from there."
-        else:
-            why, way = str(error), "Make room there, or make it writable, and save again."
         raise RuntimeError(
-            f"jdp.{VERB}: step {step} was not saved in {self._directory}: {why}; {left}. {way}"
+            f"jdp.{VERB}: step {step} was not saved in {self._directory}: {why or error}; {left}. {way}"
         ) from error
 
     def _delete_unfinished(self) -> None:
@@ -169,16 +177,3 @@ def _checkpointer() -> Any:
     options = ocp.CompositeOptions(async_options=how)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=how)
-
-
-def _is_of_peers(error: BaseException | None) -> bool:
-    """Whether an error of Orbax comes from its waiting for the other processes, and not from a file."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return jax.process_count() > 1
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -26,6 +26,7 @@ class Preemption:
         self._told = False
         self._service = jax.distributed.is_initialized()
         self._handler: Any = None
+        self._over = False
         self._before = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
         if main and not self._service and self._before not in (signal.SIG_IGN, None):
@@ -46,9 +47,12 @@ class Preemption:
         """Puts the earlier handler back; a SIGTERM on which nobody has `acted` is delivered to it now."""
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._before)
-        self._handler = None
+        self._handler, self._over = None, True
+        found = handler = signal.getsignal(signal.SIGTERM)
+        while isinstance(one := getattr(handler, "__self__", None), Preemption) and one._over:
+            handler = one._before  # of several the first to close need not be the last that began
+        if handler is not found:
+            signal.signal(signal.SIGTERM, handler)
         if self._told and not acted and not callable(self._before):
             signal.raise_signal(signal.SIGTERM)
 

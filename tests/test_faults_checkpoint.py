@@ -215,10 +215,140 @@ def test_a_save_that_fails_and_leaves_what_cannot_be_deleted(small_disk, monkeyp
 
 
 def test_a_read_only_directory(small_disk):
-    (small_disk / "run").mkdir()
+    """It can be restored from, and is refused at the first save."""
+    with jdp.Checkpointer(small_disk / "run") as checkpointer:
+        checkpointer.save(1, arrays(1), data=1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(OSError, match="jdp.Checkpointer: .*run cannot be written: Read-only file system; "):
-        jdp.Checkpointer(small_disk / "run")
+    with jdp.Checkpointer(small_disk / "run") as checkpointer:
+        got, data = checkpointer.restore(arrays(0))
+        assert data == checkpointer.latest_step == 1
+        for k, v in arrays(1).items():
+            np.testing.assert_array_equal(got[k], v)
+        with pytest.raises(OSError, match="jdp.Checkpointer: .*run cannot be written: Read-only file system; "):
+            checkpointer.save(2, got)
+
+
+@pytest.mark.parametrize("moment", [0.02, "BACK", 0.15])
+def test_a_reader_does_no_harm_to_a_save_that_is_running(tmp_path, moment):
+    """It once deleted it."""
+    with Workers(SAVE, 1, tmp_path) as workers:
+        workers.wait_for("BEGIN")
+        if isinstance(moment, str):
+            workers.wait_for(moment)
+        else:
+            time.sleep(moment)
+        with jdp.Checkpointer(tmp_path) as checkpointer:
+            for _ in range(4):
+                got, data = checkpointer.restore({k: np.zeros_like(v) for k, v in arrays(0).items()})
+                for k, v in arrays(1 if data == 3 else data).items():
+                    np.testing.assert_array_equal(got[k], v)
+            with pytest.raises(RuntimeError, match=f"is being written by process {workers.all[0].pid} on"):
+                checkpointer.save(9, got)
+        workers.wait_for("DONE")
+        workers.all[0].kill()
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(arrays(0))[1] in (2, 3)
+
+
+JOB = """
+    import os, signal, sys, time
+    import jdp
+    jdp.virtual_cpu_devices(2)
+    import jax, numpy as np
+    rank, address, directory, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    jdp.distributed.initialize(address, 2, rank, heartbeat_timeout=4, quiet=True)
+    import jdp._checkpoint_write as module
+    state = {"w": jdp.replicate(np.arange(5000, dtype=np.float32))}
+    checkpointer = jdp.Checkpointer(directory, keep=1)
+    data = checkpointer.restore(state)[1]
+    print("FROM", data, flush=True)
+
+    def text_of(call):
+        try:
+            call()
+        except Exception as e:
+            return f"{type(e).__name__} {e}".replace(chr(10), " ")
+
+    if fault == "second":
+        for _ in range(2):
+            print("SAID", text_of(lambda: checkpointer.save(5, state)), flush=True)
+        assert checkpointer.restore(state)[1] == data
+        other = jdp.Checkpointer(directory + "-other")
+        other.save(1, state)
+        other.close()
+    elif fault == "keep":
+        for step in range(1, 5):
+            checkpointer.save(step, state, data=step)
+        checkpointer.close()
+        print("LEFT", sorted(os.listdir(directory)), flush=True)
+    elif fault == "removal" :
+        if rank == 0:
+            import pathlib
+            from jdp import _checkpoint_steps
+            pathlib.Path(directory, "7.orbax-checkpoint-tmp").mkdir(parents=True)
+            def fails(directory):
+                raise OSError("jdp.Checkpointer: it sticks; so it is. Wait.")
+            _checkpoint_steps.remove_unfinished = fails
+        print("SAID", text_of(lambda: checkpointer.save(5, state)), flush=True)
+    else:
+        checkpointer.save(1, state, data=1)
+        checkpointer.wait()
+        if rank:
+            if fault == "commit":  # dies when the others wait for it
+                from orbax.checkpoint._src.futures import future
+                future.ChainedFuture.result = lambda *a, **k: os.kill(os.getpid(), 9)
+            else:
+                os.kill(os.getpid(), 9)
+        print("SAID", text_of(lambda: (checkpointer.save(2, state), checkpointer.wait())), flush=True)
+        os._exit(0)
+    checkpointer.close()
+"""
+
+
+def said(outs):
+    return [line.removeprefix("SAID ") for out in outs for line in out if line.startswith("SAID")]
+
+
+@pytest.mark.parametrize("moment", ["commit", "before"])
+def test_the_death_of_another_process_in_a_save_is_called_that(tmp_path, moment):
+    began = time.monotonic()
+    with Workers(JOB, 2, tmp_path, moment) as workers:
+        codes, outs, errors = workers.end(60)
+        assert codes == [0, -signal.SIGKILL], errors
+    (text,) = said(outs)
+    assert "another process of the job has ended, or does not answer (" in text and "ake room" not in text
+    if moment == "commit":
+        assert "step 2 was not saved in" in text and "step 1 is the newest complete checkpoint." in text
+        assert "Task 1 heartbeat timeout" in text
+    assert time.monotonic() - began < 40
+    with Workers(JOB, 2, tmp_path, "keep") as workers:  # the lock went with it
+        codes, outs, errors = workers.end(60)
+        assert codes == [0, 0], errors
+
+
+def test_a_second_job_is_refused_in_all_its_processes(tmp_path):
+    with jdp.Checkpointer(tmp_path) as first:
+        first.save(1, {"w": np.arange(5000, dtype=np.float32)}, data=1)
+        first.wait()
+        with Workers(JOB, 2, tmp_path, "second") as workers:
+            codes, outs, errors = workers.end(60)
+            assert codes == [0, 0], errors
+        texts = said(outs)
+        match = f"RuntimeError process 0: jdp.Checkpointer: {tmp_path} is being written by process {os.getpid()} on "
+        assert len(texts) == 4 and all(text.startswith(match) for text in texts), texts
+        assert sorted(os.listdir(tmp_path)) == [".jdp-lock", "1"]
+        first.save(2, {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize("fault", ["keep", "removal"])
+def test_all_processes_go_on_alike(tmp_path, fault):
+    with Workers(JOB, 2, tmp_path, fault) as workers:
+        codes, outs, errors = workers.end(60)
+        assert codes == [0, 0], errors
+    if fault == "keep":
+        assert os.listdir(tmp_path) == ["4"]
+    else:
+        assert said(outs) == ["OSError jdp.Checkpointer: it sticks; so it is. Wait."] * 2
 
 
 LOOP = """
