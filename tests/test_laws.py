@@ -586,10 +586,10 @@ def trained(kind, form, optimizer, n, accumulate_steps=1, shard=False):
     return dp, step
 
 
-def begin(kind, dp, step, w, put="host"):
+def begin(kind, dp, step, w, mine=None):
     """The state before the first step. An NNX optimizer, which the steps of other examples moved, starts anew."""
     if kind != "nnx":
-        return step.init(PUT[put][0]({"params": w}, dp.devices))
+        return step.init({"params": w} if mine is None else mine)
     load(dp.module, w)
     nnx.update(step.optimizer, jax.tree.map(jnp.zeros_like, nnx.state(step.optimizer)))
     return None
@@ -641,10 +641,15 @@ def test_law_2_train_step(case, seed, put, given_as):
     kind, form, optimizer, n, size, *options = case
     dp, step = trained(kind, form, optimizer, n, *options)
     w = weights(seed % 3)
-    state, one = begin(kind, dp, step, w, put), OneDevice(form, optimizer, w)
+    mine = PUT[put][0]({"params": w}, dp.devices)  # which a step never donates
+    state, one = begin(kind, dp, step, w, mine), OneDevice(form, optimizer, w)
     for i in range(3):
         batch = batch_of(size, [seed, i])
-        state = take(kind, dp, step, state, one, batch, FORMS[given_as](dp, batch))
+        passed = FORMS[given_as](dp, batch)
+        before = bits(passed)
+        state = take(kind, dp, step, state, one, batch, passed)
+        assert bits(passed) == before
+    assert bits(mine) == bits({"params": w})
     assert state is None or int(state.step) == 3
 
 
@@ -817,6 +822,43 @@ def test_law_3_calls(same, kind, calls):
         assert kind == "nnx" or where(got) == {frozenset(PUT[put][1](list(dp.devices)))}
 
 
+def told_apart(w, tree, value):
+    """What differs between trees of equal arrays, and between values that Python calls equal."""
+    kind = [bool, int, float, str].index(type(value)) * 2 + (type(value) is float and str(value)[0] == "-")
+    return jax.tree.map(lambda x: x * w + kind, tree)
+
+
+@functools.cache
+def apart_wrapper(n):
+    return jdp.DataParallel(told_apart, range(n))
+
+
+CONTAINERS = [
+    lambda a, b: (a, b),
+    lambda a, b: [a, b],
+    lambda a, b: {"a": a, "b": b},
+    lambda a, b: {"a": a, "c": b},
+    lambda a, b: Pair(a, b),
+    lambda a, b: Record(a, b, "r"),
+    lambda a, b: Record(a, b, "s"),
+    lambda a, b: (a, None, b),
+]
+VALUES = [1, True, 1.0, 0, False, 0.0, -0.0, "1"]
+
+
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.sampled_from(["numpy", "jax"])), min_size=6, max_size=12)
+)
+def test_law_3_equal_arrays_in_other_trees_and_beside_other_values(same, calls):
+    dp, w = apart_wrapper(2), jdp.replicate(np.float32(2), range(2))
+    a, b = whole_numbers((6, 2), 0), whole_numbers((6, 2), 1)
+    for i, vary, given_as in calls:
+        make, value = (CONTAINERS[i], 1) if vary else (CONTAINERS[0], VALUES[i])
+        tree = make(a, b)
+        same(dp(w, FORMS[given_as](dp, tree), value), told_apart(np.float32(2), tree, value))
+
+
 changes = st.one_of(
     st.tuples(st.just("weights"), st.integers(0, 2)),
     st.tuples(st.just("factor"), st.integers(1, 2)),
@@ -858,7 +900,7 @@ moves = st.tuples(st.sampled_from([8, 6]), seeds, forms, st.sampled_from(["on", 
 def test_law_3_steps(kind, moves, put):
     dp, step = trained(kind, "Mean", "momentum", 3)
     w = weights(0)
-    state, one = begin(kind, dp, step, w, put), OneDevice("Mean", "momentum", w)
+    state, one = begin(kind, dp, step, w), OneDevice("Mean", "momentum", w)
     for size, seed, given_as, go in moves:
         if go == "replaced":  # the user gives it other parameters
             one.w = weights(seed % 3)
@@ -981,7 +1023,7 @@ def test_law_4_gradients_and_steps(kind, refusals, seed, train):
     batch = jax.tree.map(jnp.asarray, right)
     if train:
         held, one = begin(kind, dp, run, w), OneDevice("Mean", "momentum", w)
-        held = take(kind, dp, run, held, one, right, batch)  # so that it is a state that a step made
+        gone, held = held, take(kind, dp, run, held, one, right, batch)  # so that it is a state that a step made
     else:
         held = parameters(kind, dp, w, "replicated")
     whole = ((dp, run.optimizer) if train else (dp,)) if kind == "nnx" else held
@@ -991,6 +1033,11 @@ def test_law_4_gradients_and_steps(kind, refusals, seed, train):
         with pytest.raises(error):
             run(*(() if train and kind == "nnx" else (held,)), spoil(batch))
         assert (bits(whole), bits(batch)) == before
+    if train and kind != "nnx":
+        before = bits(held)
+        with pytest.raises(RuntimeError):  # it was donated
+            run(gone, batch)
+        assert bits(held) == before
     if train:
         take(kind, dp, run, held, one, right, batch)
     else:
