@@ -249,14 +249,15 @@ def where(tree):
 @settings(max_examples=40)
 @given(batches(), counts, st.sampled_from(["wrapper", "keyword", "scattered", "function", "tuple"]))
 def test_law_1_any_tree(same, batch, n, door):
-    tree, _, dim = batch
+    tree, size, dim = batch
     dp, devices = tree_wrapper(n, dim), jax.devices()[:n]
     if door == "wrapper":
         got = dp(SCALES, tree)
     elif door == "keyword":
         got = dp.apply(SCALES, tree=tree)
     elif door == "scattered":
-        got = dp(SCALES, jdp.scatter(tree, devices, dim))
+        shares = np.diff([0, *sorted(np.random.default_rng(size).integers(0, size + 1, n - 1)), size])  # of any sizes
+        got = dp(SCALES, jdp.scatter(tree, devices, dim, chunk_sizes=shares))
     elif door == "function":
         got = jdp.data_parallel(of_each_row, SCALES, (tree,), devices, dim=dim)
     else:
@@ -496,6 +497,17 @@ def test_law_2_value_and_grad(case, seed, put, given_as):
     close(aux, measured_by_numpy(prediction, batch))
     if kind != "nnx":
         assert where((loss, aux, grad)) == {frozenset(PUT[put][1](list(dp.devices)))}
+
+
+@settings(max_examples=6)
+@given(st.sampled_from(["scalar", "Mean"]), st.sampled_from([(1, 3, 3, 3), (4, 0, 1, 0)]), seeds)
+def test_law_2_chunks_of_any_sizes(form, shares, seed):
+    dp, fn = gradient("function", form, 4)
+    w, batch = weights(seed % 3), batch_of(sum(shares), seed)
+    (loss, aux), grad = fn({"params": w}, jdp.scatter(batch, dp.devices, chunk_sizes=shares))
+    want, want_grad, _, prediction = reference(w, batch, form)
+    close((loss, pure("function", grad)), (want, want_grad))
+    close(aux, measured_by_numpy(prediction, batch))
 
 
 @functools.cache
