@@ -289,7 +289,7 @@ def case_objects_in_the_batch():
     step = jdp.DataParallel(MLP, reduce_state="mean").train_step(loss, optax.sgd(0.1), in_axes=(0, None, None, None))
     state, losses = step.init(variables()), []
     dp = jdp.DataParallel(MLP)
-    for x, y in dp.prefetch([(X[k : k + 2 + P], Y[k : k + 2 + P]) for k in range(1 + P)]):
+    for x, y in dp.prefetch([(X[k : k + 4 + 2 * P], Y[k : k + 4 + 2 * P]) for k in range(1 + P)]):
         state, metrics = step(state, ((x, y), table, rngs, norm))
         losses.append(float(metrics["loss"]))
     drawn = jax.random.normal(rngs.dropout())  # the objects are this process's own still

@@ -353,8 +353,8 @@ def test_objects_in_the_batch(found):
     """Each replica draws with its own key, on its own rows; the objects' state is one over all processes."""
     equal(found[0], found[1])
     parts = [
-        [(0, slice(0, 1)), (1, slice(1, 2)), (2, slice(0, 2)), (3, slice(2, 3))],
-        [(2, slice(1, 3)), (3, slice(3, 4))],
+        [(0, slice(0, 2)), (1, slice(2, 4)), (2, slice(0, 3)), (3, slice(3, 6))],
+        [(2, slice(1, 4)), (3, slice(4, 7))],
     ]
     rngs = [nnx.Rngs(dropout=3) for _ in range(4)]
     for i, r in enumerate(rngs[1:], 1):
