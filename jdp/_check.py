@@ -199,7 +199,10 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
 
 def refuse_loader(batch: Any, verb: str) -> None:
     """A `TypeError` for a batch that is a loader, a dataset or an iterator."""
-    if isinstance(batch, (*ARRAYS, str, bytes, type)) or hasattr(batch, "__array__"):
+    # What is a batch of another kind, or in a container that JAX does not know, has an error of its own.
+    if isinstance(batch, (*ARRAYS, str, bytes, type, dict, list, tuple)) or hasattr(batch, "__array__"):
+        return
+    if is_scattered(batch) or is_sparse(batch) or _holds_arrays(batch):
         return
     if hasattr(batch, "__iter__") or hasattr(batch, "__getitem__"):
         raise TypeError(

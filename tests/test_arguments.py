@@ -1,5 +1,6 @@
 """Arguments are one thing at all doors: NNX objects, whole arrays, keys and static values in the batch of a step."""
 
+import collections
 import functools
 
 import flax.linen as nn
@@ -424,6 +425,18 @@ def test_what_is_no_batch(make, match, kind, refused):
         run = functools.partial(step, step.init({"params": EYE}))
     with refused(TypeError, "train_step", match):
         run(make())
+
+
+def test_a_batch_in_the_wrong_place_or_container_has_its_own_error(refused):
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(2))
+    step = dp.train_step(lambda v, b: jnp.mean(b @ v["params"]), optax.sgd(0.1))
+    state = step.init({"params": EYE})
+    with refused(ValueError, "train_step", r"scattered over \(cpu:0, cpu:1, cpu:2\).*Scatter it over these"):
+        step(state, jdp.scatter(X, range(3)))
+    with refused(ValueError, "train_step", r"scattered over \(cpu:0, cpu:1, cpu:2\).*Scatter it over these"):
+        step(state, (jdp.scatter(X, range(3)), 1))
+    with refused(TypeError, "train_step", "batch is a UserDict that holds arrays.*pass a dict"):
+        step(state, collections.UserDict(x=X))
 
 
 @pytest.mark.parametrize("kind", ["function", "nnx"])
