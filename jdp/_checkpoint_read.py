@@ -209,7 +209,7 @@ def _stored(path: Any, name: str) -> Any:
     where = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     array = tensorstore.open({"driver": "zarr", "kvstore": where}, open=True, read=True).result()
     chunk = array.chunk_layout.read_chunk.shape or ()
-    if any(c > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
+    if any((c or 0) > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
         raise ValueError(f"{name}: it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
     return array
 

@@ -125,10 +125,9 @@ class Steps:
         if step in damaged:
             return None
         if told["next"] is None:
-            more = "..., " if len(told["newest"]) == _FEW else ""
+            has = "it has" if len(told["newest"]) < _FEW else "the newest are"
             raise ValueError(
-                f"jdp.{VERB}: {self._directory} has no step {step}; it has "
-                f"{'[' + more + ', '.join(map(str, told['newest'])) + ']' if told['newest'] else 'none'}. "
+                f"jdp.{VERB}: {self._directory} has no step {step}; {has} {told['newest'] or 'none'}. "
                 f"Pass one of these, or None."
             )
         return step

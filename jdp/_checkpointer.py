@@ -22,12 +22,18 @@ from ._preemption import Preemption
 class Checkpointer:
     """Saves a training state while training goes on, and restores the newest checkpoint that is whole.
 
-    Over Orbax's `CheckpointManager`, with what a long run needs besides:
+    Over Orbax's `AsyncCheckpointer`, with what a long run needs besides:
 
     * every array is saved with a fingerprint of its bits, and checked against it when it is restored; a checkpoint
       that is damaged in any way is left for the newest intact one before it, and a warning says so;
     * a `kill -9` at any moment loses no checkpoint that was there before: one is made under another name and
-      renamed when it is complete; older ones are deleted after that;
+      renamed when it is complete; older ones are deleted after that, and only when one of those that stay has been
+      read back from the disk and is whole;
+    * one writer: from its first `save` until it is closed, dropped or killed a Checkpointer holds a lock (`flock` on
+      the file `.jdp-lock`; in a job process 0 holds it for all), and a second that saves there is refused;
+    * any number of readers, beside the writer too: `restore` changes nothing, and needs no permission to write;
+    * nothing outside the directory is read or written: links, FIFOs and devices in a checkpoint, files that are too
+      large and manifests of another step are damage like any other;
     * a SIGTERM, as a cluster sends before it takes the machine away: the `save` of the step that is being made saves,
       whatever `every` is, waits until it is on the disk, says so, and raises `SystemExit(0)`. Under
       `jax.distributed` all processes do that in the same step, whichever got the signal. Call `save` in every step.
@@ -36,16 +42,19 @@ class Checkpointer:
     is one that all of them see.
 
     Args:
-        directory: where the checkpoints are, one directory for each, named by its step. Made if it is not there.
-        keep: how many are kept, the newest.
+        directory: where the checkpoints are, one directory for each, named by its step. The first save makes it if it
+            is not there. It may be a link. In cloud storage (`gs://...`) there are no locks and no links: there it is
+            the user who sees to it that one job saves.
+        keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them stays,
+            too. With 1 that is known only of what has just been written, which the disk may yet lose.
         every: save at steps that are multiples of this.
 
     Attributes:
-        directory: the directory, absolute.
+        directory: the directory, absolute and without links.
         latest_step: the newest complete checkpoint that was not found to be damaged, or None.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory is something else.
         ValueError: `keep` or `every` is less than 1.
 
     Example:
@@ -61,7 +70,7 @@ class Checkpointer:
         0 [0. 0.] None
         30 [30. 30.] {'position': 1920}
 
-    Source: orbax.checkpoint.CheckpointManager.
+    Source: orbax.checkpoint.AsyncCheckpointer and CheckpointManager.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
@@ -86,22 +95,28 @@ class Checkpointer:
         beside the training. Only one save runs at a time: the next waits for it.
 
         Args:
-            step: the number of the step that has just been made; it grows from save to save.
+            step: the number of the step that has just been made, 0 or more; it grows from save to save.
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
-            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys. It may
-                differ between processes, and each gets its own back; in a job of another number of processes `restore`
-                gives the list of them all.
+            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys, together
+                at most 32 MiB. It may differ between processes, and each gets its own back; in a job of another number
+                of processes `restore` gives the list of them all.
 
         Returns:
             Whether it has saved; False also if this step is saved already.
 
         Raises:
             SystemExit: with code 0, after a SIGTERM.
-            RuntimeError: the save before this one has failed, or this one could not begin; the checkpoints that were
-                complete are untouched.
-            TypeError: `data` is no JSON, or a leaf is no array.
-            ValueError: `step` is less than one that was saved, or the directory holds a newer checkpoint, and nothing
-                was restored; or a leaf that each process holds for itself is not the same in all.
+            RuntimeError: another job saves there; the save before this one has failed, or this one could not begin; or
+                another process of the job has ended. The checkpoints that were complete are untouched.
+            OSError: the directory cannot be written (in a job of several processes: RuntimeError).
+            TypeError: `step` is no integer, `data` is no JSON, or a leaf is no array.
+            ValueError: `step` is negative or less than one that was saved, or the directory holds a newer checkpoint,
+                and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
+                is too large.
+
+        Warns:
+            UserWarning: checkpoints on the disk are damaged, and an older one is kept for them; or the file system has
+                no locks.
         """
         step = _number(step)
         ending = self._preemption.reached()
@@ -134,6 +149,7 @@ class Checkpointer:
 
         Raises:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
+            TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is none of `step`.
         """
         step = None if step is None else _number(step)
@@ -154,7 +170,7 @@ class Checkpointer:
         self._writer.wait()
 
     def close(self) -> None:
-        """`wait`, and gives SIGTERM back to who had it before; `with` does this at its end."""
+        """`wait`, and gives the lock back, and SIGTERM to who had it before; `with` does this at its end."""
         self._close(acted=False)
 
     def __enter__(self) -> Checkpointer:

@@ -129,8 +129,8 @@ def test_keep_leaves_the_newest_intact_one(tmp_path, keep):
                 if step > 1:
                     harm(tmp_path / str(step))
     assert len(caught) == 7 - keep
-    match = r"step \d is damaged \(\['[wb]'\].*\).*; step 1 is kept, which is intact\. Look"
-    assert all(re.search(match, str(w.message)) for w in caught)
+    for warning in caught:
+        assert re.search(r"step \d is damaged \(.+\).*; step 1 is kept, which is intact\. Look", str(warning.message))
     assert sorted(os.listdir(tmp_path)) == ["1", *map(str, range(8 - keep, 8))]  # and what is damaged goes
     with pytest.warns(UserWarning, match="step 7 is damaged"):
         assert restored(tmp_path) == 1
