@@ -46,7 +46,8 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     if isinstance(failed, TypeError | ValueError):
         raise failed
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
-        raise RuntimeError("; ".join(f"process {i}: {problem}" for i, problem in problems.items()))
+        name = f"jdp.{VERB}: "
+        raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
     for path in mine["local"]:
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:

@@ -184,6 +184,11 @@ def _foreign(top: str) -> str:
     return ""
 
 
+def _size(path: Any) -> int:
+    """The bytes of all files below a directory."""
+    return sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+
+
 def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | None:
     if content["format"] > FORMAT:
         version = content["versions"].get("jdp")
@@ -244,6 +249,8 @@ def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], 
     item = encode(leaves)
     how = {name: _how(x, leaves.get(name)) for name, x in item.items()}
     try:
+        if is_local(path) and (size := _size(path)) > 2 * sum(x.nbytes for x in item.values()) + LARGEST:
+            return {}, f"{path.name}: it has {size / 2**20:,.0f} MiB, far more than what was saved"
         for name, x in item.items() if is_local(path) else ():
             if (shape := list(_stored(path, name).shape)) != list(x.shape):  # of any size, and all of it would be read
                 return {}, f"{name}: {shape!s:.100} are stored, and not {list(x.shape)}"

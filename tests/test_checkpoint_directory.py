@@ -623,6 +623,7 @@ HOSTILE = {
     "array tree is a link": ("state/d", outside, "state/d: it is a link"),
     "a further link": ("state/further", lambda path, victim: path.symlink_to("/etc/passwd"), "further: it is a link"),
     "a large manifest": ("jdp/metadata", lambda path, victim: os.truncate(path, 300 << 20), "it has 300 MiB, and at"),
+    "large arrays": ("state/d/more", lambda path, victim: (path.touch(), os.truncate(path, 1 << 40)), "far more than"),
     "a large tree": ("state/_METADATA", lambda path, victim: os.truncate(path, 300 << 20), "it has 300 MiB, and at"),
 }
 

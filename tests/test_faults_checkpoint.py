@@ -334,7 +334,7 @@ def test_a_second_job_is_refused_in_all_its_processes(tmp_path):
             codes, outs, errors = workers.end(60)
             assert codes == [0, 0], errors
         texts = said(outs)
-        match = f"RuntimeError process 0: jdp.Checkpointer: {tmp_path} is being written by process {os.getpid()} on "
+        match = f"RuntimeError jdp.Checkpointer: process 0: {tmp_path} is being written by process {os.getpid()} on "
         assert len(texts) == 4 and all(text.startswith(match) for text in texts), texts
         assert sorted(os.listdir(tmp_path)) == [".jdp-lock", "1"]
         first.save(2, {"w": np.ones(3)})
