@@ -334,16 +334,17 @@ def test_a_child_that_is_forked_has_no_lock(tmp_path):
     first = jdp.Checkpointer(tmp_path)
     first.save(1, at(1))
     first.wait()
+    ready, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's and Python's: threads are not forked
         child = os.fork()
     if not child:
         first._writer._lock.release()
-        handle = first._writer._lock._handle
-        time.sleep(20 if handle is None else 0)
+        os.write(tell, b"-" if first._writer._lock._handle is None else b"+")
+        time.sleep(60)
         os._exit(0)
     try:
-        assert (tmp_path / LOCK).is_file()
+        assert os.read(ready, 1) == b"-" and (tmp_path / LOCK).is_file()
         with jdp.Checkpointer(tmp_path) as second, pytest.raises(RuntimeError, match="is being written by"):
             second.save(2, at(2))
         os.close(first._writer._lock._handle)  # as at a kill -9 of the parent: nothing is given back
@@ -355,6 +356,8 @@ def test_a_child_that_is_forked_has_no_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
