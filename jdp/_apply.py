@@ -99,13 +99,16 @@ class Apply(Steps):
             if config.kind == "linen":
                 return module.apply(_linen.unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
             return module(variables, *args, **kwargs)
-        cut = {
-            name: split(variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state {name}", axes=axis)
+        cut = [
+            (
+                name,
+                split(variables[name], config.mesh, config.dim, verb="DataParallel", root=f"state {name}", axes=axis),
+            )
             for name, axis in config.state_axes.items()
             if name in variables
-        }
+        ]
         if cut:
-            variables = {**variables, **cut}
+            variables = {**variables, **dict(cut)}
         try:
             return self._forward(variables, args, kwargs, stateful, cut)
         except Exception as error:

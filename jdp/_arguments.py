@@ -63,6 +63,13 @@ class Call(NamedTuple):
     nodes: list[Any]
     args: tuple[Any, ...]  # all positional ones, with stand-ins for the NNX objects
 
+    @property
+    def first(self) -> Tree:
+        """The first argument's arrays: results go where these live."""
+        (_, diff), (_, _, rest) = self.replicas
+        states = [state for state in (diff, rest) if state is not None]
+        return self.args[0], [state[i] for state in states for i in _nnx.stand_ins(self.args[0]) if i in state]
+
 
 def divide(
     args: Sequence[Any],

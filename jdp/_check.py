@@ -137,7 +137,7 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
         raise IndexError(
             f"jdp.{verb}: {name()} is of rank {ndim} ({ndim} dimension{'s' * (ndim != 1)}), dim is {axis}; Dimension "
             f"out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another "
-            f"dim{_or_in_axes(verb)}."
+            f"dim{_or_axes(verb, name())}."
         )
     return axis % ndim
 
@@ -159,13 +159,15 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
         raise ValueError(
             f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other_index)} has "
             f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal "
-            f"rows{_or_in_axes(verb)}."
+            f"rows{_or_axes(verb, name(index))}."
         )
     return rows
 
 
-def _or_in_axes(verb: str) -> str:
+def _or_axes(verb: str, name: str) -> str:
     """The other way out, for calls that have it."""
+    if name.startswith("state"):
+        return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
     if verb != "DataParallel":
         return ""
     return ", or construct DataParallel with in_axes, None for an argument that is to go whole to every replica"

@@ -25,7 +25,7 @@ from ._devices import (
 from ._kept import kept
 from ._layout import Layout, Tree
 from ._linen import linen_function, mark_outputs
-from ._nnx import nnx_function
+from ._nnx import filters_of, nnx_function
 from ._outputs import Reduce
 from ._parallel_apply import spmd
 
@@ -69,6 +69,8 @@ class Config:
                 f"jdp.{verb}: state_axes is {dict(state_axes)}; it names the state of Flax modules, and this is a "
                 f"function. Pass what has a batch axis as an argument."
             )
+        if kind == "nnx":
+            filters_of(state_axes or {})
         self.kind: Kind = kind
         self.devices = resolve_devices(verb, devices)
         self.output_device = resolve_output(verb, output_device)

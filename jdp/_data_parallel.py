@@ -125,21 +125,25 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
         """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
-        if in_replica():
+        if in_replica() or _nnx.is_tabulated(self):
             return cast(Any, self.module)(*args, **kwargs)
+        with _nnx.sorted_captures(self.module):
+            return self._run_nnx(args, kwargs)
+
+    def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
         # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
         (args, kwargs), given = _nnx.take_nodes((args, kwargs))
         nodes = [self.module, *given]
-        graph, *batched, sown, rest = nnx.split(nodes, *[kind for kind, _ in filters], nnx.Intermediate, ...)
-        cut = {
-            kind.__name__: split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis)
-            for state, (kind, axis) in zip(batched, filters, strict=True)
-        }
+        graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
+        cut = [
+            (f"{kind}", split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis))
+            for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
+        ]
         sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
-        params = (graph, tuple(cut.values()), sown, rest)
-        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut)
+        params = (graph, tuple(state for _, state in cut), sown, rest)
+        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut, home=rest.get(0, ()))
         nnx.update(nodes, updates)
         return out
 

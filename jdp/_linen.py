@@ -12,7 +12,7 @@ from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
 from ._assemble import put
-from ._check import axes_of
+from ._check import axes_of, is_array
 from ._devices import replicated
 from ._layout import Tree
 from ._outputs import Marked, Reduce
@@ -77,26 +77,50 @@ def mark_sown(after: Tree, before: Tree) -> Tree:
     return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 
 
-def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None) -> Tree:
+def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None, key: str | None = None) -> Tree:
     """The updated state, each leaf cut along `axis` or reduced over the replicas.
+
+    What the call makes is no update of anything: of a mean of rows the mean over replicas is the one device's, of
+    other arrays no rule is known.
 
     Raises:
         ValueError: an update whose shape is not what went in.
     """
+    key = f"{key or repr(name)}: 0"  # how state_axes would name it
     was = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
 
     def mark(path: Any, x: Any) -> Marked:
-        key = jax.tree_util.keystr(path)
-        old = was.get(key)
+        at = jax.tree_util.keystr(path)
+        old = was.get(at)
         if old is not None and jax.numpy.shape(x) != jax.numpy.shape(old):
             raise ValueError(
-                f"jdp.DataParallel: state {name}{key} was {jax.numpy.shape(old)} and its update is "
+                f"jdp.DataParallel: state {name}{at} was {jax.numpy.shape(old)} and its update is "
                 f"{jax.numpy.shape(x)}; an update keeps its shape. Name the batch axis of state that has one: "
-                f"state_axes={{{name!r}: 0}}."
+                f"state_axes={{{key}}}."
             )
-        return Marked(x, axis) if axis is not None and jax.numpy.ndim(x) else Marked(x, None, reduce, old)
+        if axis is not None and jax.numpy.ndim(x):
+            return Marked(x, axis)
+        alone = _alone(f"{name}{at}", key, x, reduce) if old is None and is_array(x) else None
+        return Marked(x, None, reduce, old, alone=alone)
 
     return jax.tree_util.tree_map_with_path(mark, after)
+
+
+def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
+    """Why one replica's value of what the call has made would not do for all; None where it would."""
+    if not x.ndim and (reduce == "mean" or not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)):
+        return None
+    made = f"jdp.DataParallel: state {path} is made by the call, as {x.dtype}{list(x.shape)} on each replica; "
+    gathered = 'sow it as an nnx.Intermediate (Linen: into "intermediates"), to have those of all replicas'
+    if x.ndim:
+        return (
+            f"{made}it has no value from before, and no axis of rows, by which those of the replicas would be one. "
+            f"Name its batch axis, state_axes={{{key}}}, or {gathered}."
+        )
+    return (
+        f'{made}with reduce_state="primary" its value and its gradient would be those of the first chunk alone. '
+        f'Construct DataParallel with reduce_state="mean" where it is a mean over rows, or {gathered}.'
+    )
 
 
 def module_of(apply_fn: Any) -> linen.Module | None:

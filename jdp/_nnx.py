@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,26 +17,54 @@ from ._operands import fold_key
 from ._outputs import Reduce
 from ._scattered import is_scattered
 
+Filter = Callable[[Any, Any], bool]
+"""Of a path and a variable: an NNX predicate."""
 
-def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Any, int]]:
-    """One NNX filter and axis for each entry; a name is that of a variable type ("cache" is nnx.Cache)."""
-    return [
-        (nnx.variable_type_from_name(kind) if isinstance(kind, str) else kind, axis)
-        for kind, axis in state_axes.items()
-    ]
+
+def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Filter, int]]:
+    """One predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type.
+
+    Raises:
+        TypeError: a key is no filter.
+        ValueError: no variable type has that name.
+    """
+
+    def below(accepts: Filter) -> Filter:
+        # The state is that of [module, *arguments], so that its paths have a number before the user's own.
+        return lambda path, variable: accepts(path[1:], variable)
+
+    return [(below(_filter(kind)), axis) for kind, axis in state_axes.items()]
+
+
+def _filter(kind: Any) -> Filter:
+    if isinstance(kind, tuple):
+        return nnx.filterlib.Any(*map(_filter, kind))
+    try:
+        # To NNX itself a name is a tag; here "cache" is nnx.Cache, as it is for Linen.
+        return nnx.filterlib.to_predicate(nnx.variable_type_from_name(kind) if isinstance(kind, str) else kind)
+    except (TypeError, ValueError):
+        if isinstance(kind, str):
+            raise ValueError(
+                f"jdp.DataParallel: state_axes has the key {kind!r}; a name is that of a registered variable type, as "
+                f"'cache' is of nnx.Cache. Pass the type itself, or where the variable is: nnx.PathContains({kind!r})."
+            ) from None
+        raise TypeError(
+            f"jdp.DataParallel: state_axes has the key {kind!r}; a key is an NNX filter. Pass a variable type "
+            f"(nnx.Cache), nnx.PathContains('name'), or a function of (path, variable)."
+        ) from None
 
 
 def nnx_function(
     out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str
 ) -> Callable[..., Tree]:
     """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
-    axes = [axis for _, axis in filters_of(state_axes)]
+    filters = filters_of(state_axes)
 
     def call(replicas: Tree, /, *args: Any, **kwargs: Any) -> Tree:
         graph, cut, sown, rest = replicas
         index = jax.lax.axis_index(axis_name)
         before = [(path, v, None) for state in (sown, rest) for path, v in nnx.to_flat_state(state)]
-        for state, axis in zip(cut, axes, strict=True):
+        for state, (_, axis) in zip(cut, filters, strict=True):
             before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
         # Copies, for merge takes the variables as they are, and the module changes them in place.
         own = [(path, _fold(v, index) if _is_rng_key(v) else copies(v)) for path, v, _ in before]
@@ -43,10 +72,32 @@ def nnx_function(
         module, *given = nodes
         args, kwargs = put_nodes((args, kwargs), given)
         out = module(*args, **kwargs)
-        updates = mark_updates(nnx.state(nodes), before, reduce_state)
+        updates = mark_updates(nnx.state(nodes), before, reduce_state, filters)
         return mark_outputs(out, out_axes), updates
 
     return call
+
+
+def is_tabulated(wrapper: Any) -> bool:
+    """Whether `nnx.tabulate` calls this; it has then replaced every method by one that describes its arguments."""
+    return hasattr(wrapper, "_nnx_tabulate_id")
+
+
+@contextlib.contextmanager
+def sorted_captures(module: Any) -> Iterator[None]:
+    """Takes from each `nnx.List` of the module what `nnx.capture` keeps there, as long as this runs.
+
+    It is empty, for a list sows nothing, and Flax's own split and merge cannot sort its name among the numbers.
+    """
+    taken = []
+    if hasattr(module, "__captures__"):
+        lists = [m for _, m in nnx.iter_modules(module) if isinstance(m, nnx.List)]
+        taken = [(m, vars(m).pop("__captures__")) for m in lists if "__captures__" in vars(m)]
+    try:
+        yield
+    finally:
+        for m, captures in taken:
+            vars(m)["__captures__"] = captures
 
 
 def copies(tree: Tree) -> Tree:
@@ -61,21 +112,33 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
     return nnx.from_flat_state([(path, _fold(v, index) if _is_rng_key(v) else v) for path, v in flat])
 
 
-def mark_updates(state: Tree, before: Sequence[tuple[Any, Any, int | None]], reduce: Reduce) -> Tree:
-    """What of the state has changed, each leaf with its rule; `before` has a path, a variable and an axis for each."""
+def mark_updates(
+    state: Tree,
+    before: Sequence[tuple[Any, Any, int | None]],
+    reduce: Reduce,
+    filters: Sequence[tuple[Filter, int]] = (),
+) -> Tree:
+    """What of the state has changed, each leaf with its rule.
+
+    `before` has a path, a variable and an axis for each that there was; `filters` give those that are new their axis.
+    """
     known = {path: (v, axis) for path, v, axis in before}
     updates = []
     for path, after in nnx.to_flat_state(state):
         if _is_rng_key(after):
             continue  # a folded key is one replica's; only the counts go back
-        old, axis = known.get(path, (None, None))
-        if old is not None and _same(old, after):
-            continue
-        if isinstance(after, nnx.Intermediate):
+        if path in known:
+            old, axis = known[path]
+            if _same(old, after):
+                continue
+        else:
+            old, axis = None, next((axis for accepts, axis in filters if accepts(path, after)), None)
+        if isinstance(after, nnx.Intermediate) and axis is None:
             updates.append((path, mark_sown(after, old)))
         else:
-            name = ".".join(map(str, path))
-            updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis)))
+            own = path[1:] or path  # below the number of the module or argument
+            name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
+            updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis, key)))
     return nnx.from_flat_state(updates)
 
 

@@ -25,10 +25,11 @@ class Marked:
     for all: the primary replica's, the mean weighted by rows, or the sum; `old` is what it was before,
     for replicas without rows. `over` divides it: a number, or the sum of the replicas' values of an
     array that is an output, too. `wire` is the dtype in which a sum travels, `dtype` that of the result;
-    with `scatter` a sum comes back cut along that axis (a reduce-scatter).
+    with `scatter` a sum comes back cut along that axis (a reduce-scatter). `alone` is the error where
+    there are several replicas with rows, for one value that is not one for all.
     """
 
-    __slots__ = ("value", "axis", "reduce", "old", "over", "wire", "dtype", "scatter")
+    __slots__ = ("value", "axis", "reduce", "old", "over", "wire", "dtype", "scatter", "alone")
 
     def __init__(
         self,
@@ -40,11 +41,12 @@ class Marked:
         wire: Any = None,
         dtype: Any = None,
         scatter: int | None = None,
+        alone: str | None = None,
     ) -> None:
         self.value, self.axis, self.old = value, axis, old
         # What did not change is equal on all replicas as it is.
         self.reduce: Reduce = "same" if value is old else reduce
-        self.over, self.wire, self.dtype, self.scatter = over, wire, dtype, scatter
+        self.over, self.wire, self.dtype, self.scatter, self.alone = over, wire, dtype, scatter, alone
 
 
 class Rule(NamedTuple):
@@ -75,13 +77,15 @@ class Returned:
         return cls(values, *static)
 
 
-def returned(out: Tree, dim: int, operands: Sequence[Any]) -> Returned:
+def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
     """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array.
 
     Raises:
+        ValueError: a leaf is one replica's alone.
         TypeError: a leaf is no array, with its path.
         IndexError: a leaf has no axis `dim`.
     """
+    dim = layout.dim
     leaves, treedef = jax.tree.flatten(out)
     values, rules = [], []
     for i, leaf in enumerate(leaves):
@@ -92,6 +96,8 @@ def returned(out: Tree, dim: int, operands: Sequence[Any]) -> Returned:
                 f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, "
                 f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."
             )
+        if mark.alone is not None and len(layout.used) > 1:
+            raise ValueError(mark.alone)
         axis = mark.axis
         if axis is not None and not value.ndim:
             axis = 0  # a vector with one entry per replica, whatever dim is

@@ -143,7 +143,7 @@ def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable
                 device = signature.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
                 raise
-            return returned(out, signature.layout.dim, operands)
+            return returned(out, signature.layout, operands)
 
         call.__name__ = label
         # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those

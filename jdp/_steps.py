@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from ._config import Config
 from ._devices import DeviceLike, Devices
@@ -82,13 +84,18 @@ class Steps:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         stateful: bool,
-        cut: Mapping[str, Scattered],
+        cut: Sequence[tuple[str, Scattered]],
+        home: Tree = None,
     ) -> Any:
-        """The four steps. `stateful`: the program returns (output, state); `cut`: the state with a batch axis."""
+        """The four steps.
+
+        `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
+        the parameters tells where results go, if not all of them do.
+        """
         config = self._config
         config.refuse_other_mesh()
         inputs, kw = self.scatter(args, kwargs, config.devices)
-        for name, state in cut.items() if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
+        for name, state in cut if isinstance(inputs, Scattered) and isinstance(kw, Scattered) else ():
             batched = inputs._layout.is_cut or kw._layout.is_cut
             if batched and state._layout.is_cut and state.sizes != inputs.sizes:
                 raise ValueError(
@@ -102,7 +109,9 @@ class Steps:
             remember(self, params, args, kwargs, inputs, kw, stateful)
         # (The first of the two tests is the fast one.)
         stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
-        return self._gathered(outputs, stay and (in_place or lives_replicated(params, config.mesh)), stateful)
+        home = params if home is None else home
+        lives = in_place or not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
+        return self._gathered(outputs, stay and lives, stateful)
 
     def _gathered(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
         """The last step: results come back where the parameters live, which is over the replicas where they `stay`."""

@@ -85,7 +85,7 @@ def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options
         state, rest = (broadcast(x, config.mesh, VERB) for x in (state, rest))
         replicas = ((plain, state), (held, graph, rest))
         outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
-        home = "sharded" if lives_replicated(call.replicas, config.mesh) else None
+        home = "sharded" if lives_replicated(call.first, config.mesh) else None
         found: Gradients = join(outputs, home)
         if call.nodes:
             nnx.update(call.nodes, found.state)

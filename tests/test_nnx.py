@@ -700,3 +700,245 @@ def test_an_eager_loop_without_waiting_ends():
     for _ in range(300):
         y = dp(ROWS[:10])
     assert np.isfinite(y).all() and y.shape == (10, 3)
+
+
+# --- variables that the call makes ---
+
+
+class Loss(nnx.Variable):
+    pass
+
+
+class Penalised(nnx.Module):
+    """A term of the loss travels in a variable, as a KL term does."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.penalty = Loss(jnp.mean((self.w * x) ** 2))
+        return self.w * x
+
+
+def penalised(model, x):
+    y = model(x)
+    return jnp.mean(y) + sum(jax.tree.leaves(nnx.pop(model, Loss)))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
+@pytest.mark.parametrize("size", [1, 7, 8])
+def test_a_loss_that_travels_in_a_variable_is_the_mean_over_rows(jit, n, size):
+    x = np.arange(size, dtype=np.float32)
+    dp, bare = wrap(Penalised(), n, reduce_state="mean"), Penalised()
+    got, want = jit(nnx.value_and_grad(penalised))(dp, x), nnx.value_and_grad(penalised)(bare, x)
+    close(got, want)
+    if size == 8:
+        close(got, [21.0, 38.5])
+
+
+def test_a_loss_that_travels_in_a_variable_is_refused_where_it_would_be_the_first_chunks(refused):
+    x = np.arange(8, dtype=np.float32)
+    dp = wrap(Penalised(), 4)
+    for call in (nnx.value_and_grad(penalised), nnx.jit(penalised), lambda model, x: model(x)):
+        with refused(ValueError, "DataParallel", match=r"state penalty.*float32\[\].*reduce_state=\"mean\""):
+            call(dp, x)
+    assert not hasattr(dp.module, "penalty")
+    close(nnx.value_and_grad(penalised)(dp, x[1:2]), nnx.value_and_grad(penalised)(Penalised(), x[1:2]))
+    # Where the loss is made within the replica it is exact, and where nothing is left there is nothing to say.
+    close(dp.value_and_grad(penalised)(dp.module, x), [21.0, 38.5])
+
+
+class Keeping(nnx.Module):
+    """Keeps an array that was not there before."""
+
+    def __init__(self, kind, made=lambda x: x):
+        self.kind, self.made = kind, made
+
+    def __call__(self, x):
+        self.kept = self.kind(self.made(x))
+        return x
+
+
+@pytest.mark.parametrize("reduce_state", ["primary", "mean"])
+def test_arrays_that_the_call_makes_need_an_axis(refused, reduce_state):
+    for made in (lambda x: x, lambda x: x.mean(0), lambda x: x.argmax(1)):
+        dp = wrap(Keeping(Loss, made), 3, reduce_state=reduce_state)
+        with refused(ValueError, "DataParallel", match=r"state kept.*PathContains\('kept'\): 0.*nnx.Intermediate"):
+            dp(ROWS[:5])
+    for options in ({"state_axes": {nnx.PathContains("kept"): 0}}, {"state_axes": {Loss: 0}}):
+        dp = wrap(Keeping(Loss), 3, reduce_state=reduce_state, **options)
+        dp(ROWS[:5])
+        close(dp.module.kept[...], ROWS[:5])
+    dp = wrap(Keeping(nnx.Intermediate), 3, reduce_state=reduce_state)
+    dp(ROWS[:5])
+    close(dp.module.kept[...], ROWS[:5])
+    dp = wrap(Keeping(Loss, lambda x: jnp.asarray(len(x))), 3, reduce_state=reduce_state)
+    dp(ROWS[:5])
+    assert dp.module.kept[...] == 2  # an integer: the primary's
+
+
+# --- state with a batch axis, by any filter ---
+
+
+class Caching(nnx.Module):
+    """Attention's cache in a plain variable, beside a parameter and a buffer of the same type that have no rows."""
+
+    def __init__(self, rows, kind=nnx.Variable):
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.k, self.v = kind(jnp.zeros((rows, 4, 3))), nnx.Variable(jnp.zeros((rows, 4, 3)))
+        self.scale, self.index = nnx.Variable(jnp.full((3,), 2.0)), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        at = self.index[...]
+        self.k[...] = self.k[...].at[:, at].set(self.linear(x))
+        self.v[...] = self.v[...].at[:, at].set(x)
+        self.index[...] = at + 1
+        weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", x, self.k[...]))
+        return jnp.einsum("bt,btd->bd", weights, self.v[...]) * self.scale[...]
+
+
+class Key(nnx.Variable):
+    pass
+
+
+def _another_key():
+    class Key(nnx.Variable):
+        pass
+
+    return Key
+
+
+K, V = nnx.PathContains("k"), nnx.PathContains("v")
+
+
+@pytest.mark.parametrize(
+    "kind, axes",
+    [
+        (nnx.Variable, {K: 0, V: 0}),
+        (nnx.Variable, {nnx.Any(K, V): 0}),
+        (nnx.Variable, {(K, V): 0}),
+        (nnx.Variable, {lambda path, variable: path in [("k",), ("v",)]: 0}),
+        (
+            nnx.Variable,
+            {nnx.All(nnx.OfType(nnx.Variable), nnx.Not(nnx.Any(nnx.Param, "tag", lambda p, v: v.ndim < 3))): 0},
+        ),
+        (Key, {Key: 0, V: 0}),
+        (Key, {nnx.OfType(Key): 0, V: 0}),
+        (Key, {Key: 0, _another_key(): 1, V: 0}),  # two of one name
+        (Key, {V: 0, Key: 0, nnx.Any(K, V): 1}),  # the first that matches
+        (nnx.Cache, {"cache": 0, V: 0}),
+        (nnx.Cache, {("cache", V): 0}),
+    ],
+)
+def test_a_cache_that_any_filter_names(kind, axes):
+    for size in (5, 6):
+        bare, dp = Caching(size, kind), wrap(Caching(size, kind), 3, state_axes=axes)
+        for t in range(3):
+            x = ROWS[t : t + size]
+            close(dp(x), bare(x))
+        close(nnx.state(dp.module), nnx.state(bare))
+
+
+def test_everything_has_a_batch_axis():
+    class Running(nnx.Module):
+        def __init__(self):
+            self.h = nnx.Variable(jnp.zeros((5, 3)))
+
+        def __call__(self, x):
+            self.h[...] += x
+            return self.h[...]
+
+    for key in (..., True):
+        dp = wrap(Running(), 3, state_axes={key: 0})
+        close(dp(ROWS[:5]), ROWS[:5])
+        close(dp.module.h[...], ROWS[:5])
+
+
+@pytest.mark.parametrize(
+    "kind, key, match",
+    [(TypeError, 3, "PathContains"), (ValueError, "no such type", r"nnx.PathContains\('no such type")],
+)
+def test_what_is_no_filter_is_refused_at_construction(refused, kind, key, match):
+    with refused(kind, "DataParallel", match=match):
+        wrap(Caching(5), 3, state_axes={key: 0})
+
+
+def test_a_filter_that_names_too_much(refused):
+    dp = wrap(Caching(5), 3, state_axes={nnx.Variable: 0})
+    with refused(ValueError, "DataParallel", match="state.*let state_axes name what has a batch axis and no more"):
+        dp(ROWS[:5])
+
+
+# --- Flax's own tools ---
+
+
+class Layered(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        self.sow(nnx.Intermediate, "hidden", x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_capture_of_a_model_with_a_list_of_layers(size):
+    dp, bare = wrap(Layered(nnx.Rngs(0)), 3), Layered(nnx.Rngs(0))
+    _, want = nnx.capture(bare, nnx.Intermediate)(ROWS[:size])
+    before = nnx.graphdef(dp)
+    for captured in (nnx.capture(dp, nnx.Intermediate), lambda x: nnx.capture(dp.__call__, nnx.Intermediate)(x)):
+        y, got = captured(ROWS[:size])
+        assert y.shape == (size, 3)
+        close(got["module"], want)
+    _, got = nnx.capture(lambda model, x: dp(x), nnx.Intermediate)(dp.module, ROWS[:size])
+    close(got, want)
+    assert nnx.graphdef(dp) == before
+    with pytest.raises(TypeError):
+        nnx.capture(dp, nnx.Intermediate)(ROWS[:size, :2])
+    assert dp(ROWS[:size]).shape == (size, 3)
+    close(nnx.capture(dp, nnx.Intermediate)(ROWS[:size])[1]["module"], want)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_tabulate_shows_the_model_and_leaves_no_trace():
+    pytest.importorskip("rich")
+    dp, bare = wrap(Layered(nnx.Rngs(0)), 3), Layered(nnx.Rngs(0))
+    plain = {"console_kwargs": {"force_terminal": False, "width": 200}}
+    table, want = nnx.tabulate(dp, ROWS[:6], **plain), nnx.tabulate(bare, ROWS[:6], **plain)
+    assert "module/layers/1" in table and "DataParallel" in table
+    totals = [next(line.strip() for line in text.splitlines() if "Total Parameters" in line) for text in (table, want)]
+    assert totals[0] == totals[1]
+    close(wrap(Layered(nnx.Rngs(0)), 3)(ROWS[:6]), dp(ROWS[:6]))
+
+
+# --- where the state of arguments goes ---
+
+
+@pytest.mark.parametrize("stateless", [False, True])
+def test_rngs_can_be_passed_eagerly_and_under_jit_in_either_order(stateless):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = (lambda x: x) if stateless else nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, rngs):
+            return self.dropout(self.linear(x), rngs=rngs)
+
+    forward = nnx.jit(lambda dp, x, rngs: dp(x, rngs))
+    found = []
+    for eager in ((True, False, True), (False, True, False)):
+        dp, rngs = wrap(Net(), 3), nnx.Rngs(dropout=1)
+        found.append([np.asarray(dp(ROWS[:5], rngs) if e else forward(dp, ROWS[:5], rngs)) for e in eager])
+        assert rngs.dropout.count[...] == 3
+        assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(nnx.state(dp)))
+        if not stateless:
+            loss = dp.value_and_grad(lambda model, x, rngs: jnp.mean(model(x, rngs) ** 2))
+            rngs = nnx.Rngs(dropout=1)
+            _, grads = loss(dp.module, ROWS[:5], rngs)
+            optimizer = nnx.Optimizer(dp.module, optax.sgd(0.1), wrt=nnx.Param)
+            optimizer.update(dp.module, grads)
+            forward(dp, ROWS[:5], rngs)
+    close(*found)

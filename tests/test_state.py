@@ -385,3 +385,76 @@ def test_collectives_in_the_state_alone_are_seen():
     np.testing.assert_allclose(state["stats"]["total"], ROWS[:8].sum(), rtol=1e-5)
     with pytest.raises(ValueError, match="(?si)(?=.*drop)(?=.*pad)"):
         dp.apply(variables, ROWS[:7], mutable=["stats"])
+
+
+# --- what the call itself makes ---
+
+
+class Penalised(nn.Module):
+    """A term of the loss is sown, as a router's penalty is."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (3,))
+        self.sow("losses", "penalty", jnp.mean((x * w) ** 4))
+        self.sow("losses", "penalty", jnp.mean(w**2))
+        return x @ w
+
+
+def penalised(apply, x):
+    def loss(params):
+        y, state = apply({"params": params}, x, mutable=["losses"])
+        return jnp.mean(y) + sum(jax.tree.leaves(state["losses"]))
+
+    return loss
+
+
+@pytest.mark.parametrize("size", [1, 7, 8])
+def test_sown_losses_are_the_mean_over_rows(n, size):
+    net, x = Penalised(), ROWS[:size]
+    dp = jdp.DataParallel(net, devices=range(n), reduce_state="mean")
+    params = dp.init(jax.random.key(0), x)["params"]
+    got, want = penalised(dp.apply, x), penalised(net.apply, x)
+    close(jax.jit(jax.value_and_grad(got))(params), jax.value_and_grad(want)(params))
+    close(jax.hessian(got)(params), jax.hessian(want)(params))
+
+
+def test_sown_losses_are_refused_where_they_would_be_the_first_chunks(refused):
+    net = Penalised()
+    dp = jdp.DataParallel(net, devices=range(4))
+    params = dp.init(jax.random.key(0), ROWS)["params"]
+    with refused(ValueError, "DataParallel", match=r"losses\['penalty'\]\[0\].*float32\[\].*reduce_state=\"mean\""):
+        penalised(dp.apply, ROWS[:8])(params)
+    with refused(ValueError, "DataParallel", match='reduce_state="mean"'):
+        jax.jit(jax.grad(penalised(dp.apply, ROWS[:7])))(params)
+    # One replica has all the rows: it is the bare model.
+    one = jdp.DataParallel(net, devices=[0])
+    bare = jax.device_get(params)
+    for wrapper, x in ((dp, ROWS[:1]), (one, ROWS)):
+        close(penalised(wrapper.apply, x)(bare), penalised(net.apply, x)(bare))
+
+
+class Making(nn.Module):
+    """A cache that the first call makes: an array with a row for each of the batch's, and a position."""
+
+    @nn.compact
+    def __call__(self, x):
+        rows = self.variable("cache", "rows", lambda: 2 * x)
+        self.variable("cache", "index", lambda: jnp.asarray(7))
+        return x + rows.value
+
+
+@pytest.mark.parametrize("reduce_state", ["primary", "mean"])
+def test_arrays_that_the_call_makes_need_an_axis(refused, reduce_state, n):
+    dp = jdp.DataParallel(Making(), devices=range(n), reduce_state=reduce_state, state_axes={"cache": 0})
+    y, state = dp.apply({}, ROWS[:7], mutable=["cache"])
+    close((y, state["cache"]["rows"]), (3 * ROWS[:7], 2 * ROWS[:7]))
+    assert state["cache"]["index"] == 7
+    dp = jdp.DataParallel(Making(), devices=range(n), reduce_state=reduce_state)
+    if n == 1:
+        assert dp.apply({}, ROWS[:7], mutable=["cache"])[1]["cache"]["rows"].shape == (7, 3)
+        return
+    # 8 rows on 8 devices: the chunk has as many as any other array might.
+    for size in (7, 8):
+        with refused(ValueError, "DataParallel", match=r"cache\['rows'\].*state_axes=\{'cache': 0\}.*intermediates"):
+            dp.apply({}, ROWS[:size], mutable=["cache"])
