@@ -62,7 +62,7 @@ class Apply(Steps):
         while type(leaf) is dict and leaf:  # as nearly every tree begins
             leaf = next(iter(leaf.values()))
         found = getattr(leaf, "_sharding", None) or getattr(first_leaf(variables), "_sharding", None)
-        moved = (found is not where and found != where) or seen.misplaced
+        moved = (found is not where and found != where) or not seen.recalled
         kind, own = type(self), self.__dict__  # steps_of(self)
         replaced = "scatter" in own or "replicate" in own or "parallel_apply" in own or "gather" in own
         replaced = replaced or (kind.scatter, kind.replicate, kind.parallel_apply, kind.gather) != steps
@@ -76,8 +76,10 @@ class Apply(Steps):
             ran = dispatch(program, config.mesh, variables, *batch) if seen.communicates else program(variables, *batch)
             if before == program._cache_size() == seen.checked or look(known, variables, batch):
                 out = ran
+        except (jax.errors.JaxRuntimeError, FloatingPointError):  # it ran, or something that it waited for
+            raise
         except Exception:  # another thread's turn, or within a replica, where JAX refuses the program; or something is
-            pass  # wrong, which a call that takes all steps says in better words
+            pass  # wrong with the arguments, which a call that takes all steps says in better words
         finally:
             if turn:
                 seen.turns.append(turn)

@@ -16,6 +16,7 @@ from ._scattered import is_scattered
 
 _KEY = jax.dtypes.prng_key
 ARRAYS = (np.ndarray, jax.Array, np.generic)
+NESTED = (dict, list, tuple)
 USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(None)})
 
 
@@ -44,6 +45,30 @@ def no_further(x: Any) -> bool:
 def is_legacy_key(x: Any) -> bool:
     """Whether `x` looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
     return x.ndim == 1 and x.shape[0] == 2 and x.dtype == np.uint32
+
+
+def is_deep(x: Any, levels: int = 250) -> bool:
+    """Whether lists, tuples and dicts are nested deeper than that, as they are where one holds itself."""
+    if not isinstance(x, NESTED):
+        return False
+    for y in x.values() if isinstance(x, dict) else x:
+        if isinstance(y, NESTED) and (not levels or is_deep(y, levels - 1)):
+            return True
+    return False
+
+
+def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
+    """A `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
+    if not is_deep(tree):
+        return
+    name = root if isinstance(root, str) else "args"
+    for part, x in zip(root, tree, strict=False) if isinstance(root, tuple) else ():
+        children = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ()
+        name = next((f"{part}[{key!r}]" for key, child in children if is_deep(child)), name)
+    raise ValueError(
+        f"jdp.{verb}: {name} holds itself, or is nested more than 250 levels deep; JAX flattens all of a tree. Pass "
+        f"lists, tuples and dicts that end in arrays."
+    )
 
 
 def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:

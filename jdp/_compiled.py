@@ -15,7 +15,7 @@ from ._devices import replicated
 from ._layout import Layout, Tree
 from ._processes import spans_processes
 from ._replicate import all_lie
-from ._run_chunks import communicates
+from ._run_chunks import calls_back, communicates
 from ._same_program import same_program
 from ._scattered import Scattered
 
@@ -33,14 +33,16 @@ _settings: Any = jax.config
 class Seen:
     """What is known of the calls of a program, all of which JAX keeps in one cache."""
 
-    __slots__ = ("turns", "misplaced", "communicates", "checked", "mesh", "layouts", "even")
+    __slots__ = ("turns", "recalled", "communicates", "checked", "mesh", "layouts", "even")
 
     def __init__(self, mesh: Mesh) -> None:
         self.turns = [object()]  # a lock: who takes it out has it, and a list is quicker there than a Lock
-        self.misplaced = False  # whether one had parameters that were not whole on every device
+        # Whether a call may go straight to it. Not if one had parameters that were not whole on every device, and not
+        # if it calls back into Python: such a call might have to be made again, and what it does there done twice.
+        self.recalled = True
         # Whether replicas wait for each other in one of them. If not, any number may be in flight, as of others.
         self.communicates = False
-        self.checked = 0  # how many there were when it was last known that none was misplaced
+        self.checked = 0  # how many there were when it was last known that all were in their place
         self.mesh = mesh
         self.layouts: list[Layout] = []  # of the outputs
         self.even = True  # whether all of them are
@@ -50,9 +52,10 @@ class Seen:
         return jax.tree.leaves(out), self.layouts[len(out) - 1]
 
     def look(self, program: Any, *operands: Any) -> None:
-        """Sees whether the program has collectives for these operands."""
+        """Sees whether the program has collectives for these operands, and whether it calls back into Python."""
         jaxpr = program.trace(*operands).jaxpr.jaxpr  # traced it is already
         self.communicates = self.communicates or communicates(jaxpr, self.mesh.axis_names[0])
+        self.recalled = self.recalled and not calls_back(jaxpr)
 
 
 class Compiled:
@@ -81,7 +84,7 @@ class Compiled:
         """A call of which `recall` has to know."""
         seen, size = self.seen[program], program._cache_size()
         if not all_lie(jax.tree.leaves(replicas), replicated(seen.mesh)):
-            seen.misplaced = True  # by a subclass's replicate, or by parallel_apply called by hand
+            seen.recalled = False  # by a subclass's replicate, or by parallel_apply called by hand
         out = program(replicas, *arrays)
         if program._cache_size() != size:
             seen.look(program, replicas, *arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -10,12 +11,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
-_kept: dict[int, tuple[weakref.ref[Any], dict[Hashable, Any]]] = {}
+_kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
+MOST_HELD = 16
+_held: list[Any] = []  # what cannot be referred to weakly, the last used last
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
     """`make(fn)`, made once per `fn` and `key`; freed with `fn`, to which what is made must refer weakly.
 
+    An object of a class with `__slots__` tells nobody when it is freed: the last 16 of those that were used stay alive.
     `make` gets a stand-in that calls `fn` and does not keep it alive. A bound method, which Python
     makes afresh at each access, is known by its object and its function.
     """
@@ -24,11 +28,13 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
     entry = _kept.get(number)
     if entry is None or entry[0]() is not owner:
         try:
-            ref = weakref.ref(owner, lambda _: _kept.pop(number, None))
-        except TypeError:  # of a class with slots: made for this call alone
-            return make(fn)
+            ref: Callable[[], Any] = weakref.ref(owner, lambda _: _kept.pop(number, None))
+        except TypeError:  # of a class with slots
+            ref = functools.partial(_itself, owner)
         entry = _kept[number] = (ref, {})
     ref, made = entry
+    if isinstance(ref, functools.partial):
+        _hold(owner)
     if (method, key) not in made:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -38,3 +44,14 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
         made[method, key] = make(stand_in)
     return made[method, key]
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _hold(owner: Any) -> None:
+    """Keeps alive what is known by its number, for no other object to get that; and lets go of what was last used."""
+    _held[:] = [x for x in _held if x is not owner] + [owner]
+    if len(_held) > MOST_HELD:
+        _kept.pop(id(_held.pop(0)), None)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ._check import is_key
+from ._check import is_key, refuse_deep
 from ._layout import Tree
 from ._linen import mark_outputs, mark_sown, mark_state
 from ._operands import fold_key
@@ -175,6 +175,7 @@ class _Node:
 
 def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:
     """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
+    refuse_deep(arguments, "DataParallel", ("args", "kwargs"))
     taken: list[Any] = []
 
     def take(x: Any) -> Any:

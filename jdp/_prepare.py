@@ -11,7 +11,17 @@ from jax.sharding import Mesh
 
 from ._agree import Described, own_sizes
 from ._capturing import capturing
-from ._check import ARRAYS, axes_of, check_rows, classify, name_of, no_further, normal_axis, refuse_rows_of_numbers
+from ._check import (
+    ARRAYS,
+    axes_of,
+    check_rows,
+    classify,
+    name_of,
+    no_further,
+    normal_axis,
+    refuse_deep,
+    refuse_rows_of_numbers,
+)
 from ._chunk import chunk_sizes, given_sizes
 from ._describe import describe, own_rows
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
@@ -90,6 +100,7 @@ def flat(
     inputs: Tree, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
 ) -> tuple[list[Any], Any]:
     """The leaves of a batch, and its treedef."""
+    refuse_deep(inputs, verb, root)
     try:
         return jax.tree.flatten(inputs, is_leaf=stop)
     except ValueError as error:  # JAX's, for dict keys that do not compare

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ._check import NESTED, is_deep
 from ._compiled import Seen, is_plain
 from ._config import Config
 from ._layout import Tree
@@ -45,7 +46,7 @@ def look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:
     if not is_plain():  # in a trace JAX keeps nothing of it
         return False
     if not all_lie(jax.tree.leaves(params), known.where):
-        seen.misplaced = True  # and from now on JAX knows these as well as the others
+        seen.recalled = False  # and from now on JAX knows these as well as the others
         return False
     seen.look(program, params, *batch)
     seen.checked = program._cache_size()
@@ -102,6 +103,8 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
 
 def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
     """The same of one argument that is not cut yet; False, if seldom seen."""
+    if type(x) in NESTED and is_deep(x):
+        return False
     try:
         found, treedef = jax.tree.flatten(x)
     except ValueError:  # keys of dicts that do not compare

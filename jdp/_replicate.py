@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ._assemble import own_copies, put, refuse_traced
 from ._capturing import capturing
-from ._check import classify
+from ._check import classify, refuse_deep
 from ._devices import Devices, are_described, mesh_of, replicated
 from ._layout import Tree
 from ._processes import own_mesh, spans_processes
@@ -50,6 +50,7 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 
 def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
     """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so."""
+    refuse_deep(tree, verb, "params")
     target = replicated(mesh)
     if capturing() or are_described(mesh):
         return tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -195,15 +195,26 @@ def communicates(jaxpr: Any, axis_name: str) -> bool:
     return any(True for synced in (False, True) for _ in _collectives(jaxpr, axis_name, synced))
 
 
+def calls_back(jaxpr: Any) -> bool:
+    """Whether it calls back into Python: `pure_callback`, `io_callback`, `jax.debug.print`."""
+    return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in _equations(jaxpr))
+
+
 def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
     """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
-    for eqn in jaxpr.eqns:
+    for eqn in _equations(jaxpr):
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = names if isinstance(names, tuple | list) else (names,)
         if axis_name in names and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
             yield eqn.primitive.name
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, nested ones too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             if hasattr(value, "eqns"):
-                yield from _collectives(value, axis_name, synced)
+                yield from _equations(value)
             elif hasattr(value, "jaxpr"):
-                yield from _collectives(value.jaxpr, axis_name, synced)
+                yield from _equations(value.jaxpr)

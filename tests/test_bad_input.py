@@ -549,3 +549,40 @@ def test_labels_as_a_list_of_python_numbers():
 def test_a_mode_for_a_linen_module(method):
     with refused(TypeError, rf"{method}\(\) sets the mode of an NNX module.*train=", keep=()):
         getattr(DP, method)()
+
+
+def _recursive_list():
+    rows = [ROWS]
+    rows.append(rows)
+    return rows
+
+
+def _recursive_dict():
+    rows = {"a": [ROWS]}
+    rows["a"].append((rows,))
+    return rows
+
+
+@pytest.mark.parametrize("make", [_recursive_list, _recursive_dict])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tree_that_holds_itself(refused, make, known):
+    """JAX would flatten nothing any more after it had tried to flatten this."""
+    dp = jdp.DataParallel(lambda w, x: x * w if not isinstance(x, list | dict) else w, devices=range(3))
+    weight, rows = jdp.replicate(np.float32(2), range(3)), make()
+    for _ in range(2 if known else 0):
+        dp(weight, [ROWS[:6]])
+    with refused(ValueError, "DataParallel", match=r"args\[0\] holds itself"):
+        dp(weight, rows)
+    with refused(ValueError, "scatter", match="inputs holds itself"):
+        jdp.scatter(rows, [0])
+    with refused(ValueError, "replicate", match="params holds itself"):
+        jdp.replicate(rows, [0])
+    with refused(ValueError, "DataParallel", match=r"args\[1\] holds itself"):
+        dp.value_and_grad(lambda w, x: w)(weight, rows)
+    with refused(ValueError, "DataParallel", match=r"kwargs\['x'\] holds itself"):
+        jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), devices=range(3))(x=rows)
+    deep = ROWS[:6]
+    for _ in range(100):
+        deep = [deep]
+    np.testing.assert_array_equal(jax.tree.leaves(jdp.gather(jdp.scatter(deep, [0, 1])))[0], ROWS[:6])
+    np.testing.assert_array_equal(dp(weight, ROWS[:6]), 2 * ROWS[:6])

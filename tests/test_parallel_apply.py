@@ -636,6 +636,48 @@ def test_a_function_is_freed_after_use(devices, size):
     assert [ref() for ref in watch] == [None, None]
 
 
+class Slotted:
+    """No weak reference can be made to it, nor can it be hashed."""
+
+    __slots__ = ("scale", "traces")
+    __hash__ = None
+
+    def __init__(self, scale):
+        self.scale, self.traces = scale, []
+
+    def __call__(self, w, x):
+        self.traces.append(x.shape)
+        return w * x * self.scale
+
+    def double(self, w, x):
+        return 2 * self(w, x)
+
+
+def test_a_callable_with_slots_is_traced_once(devices):
+    one, two = Slotted(1.0), Slotted(10.0)
+    for fn, scale in ((one, 1), (two, 10), (one.double, 2), (two, 10), (one, 1), (one.double, 2)):
+        out = jdp.gather(run(fn, np.float32(2), rows(4), devices[:2]))
+        np.testing.assert_allclose(out, 2 * scale * rows(4), rtol=1e-6)
+    assert len(one.traces) == 2 and len(two.traces) == 1  # of `one` also that of its method
+    jdp.data_parallel(two, np.float32(2), rows(4), devices=[0])
+    jdp.data_parallel(two, np.float32(2), rows(4), devices=[0])
+    assert len(two.traces) == 2
+
+
+def test_callables_with_slots_do_not_pile_up(devices):
+    def alive():
+        gc.collect()
+        return sum(type(x) is Slotted for x in gc.get_objects())
+
+    for i in range(20):
+        run(Slotted(float(i)), np.float32(2), rows(2), devices[:1])
+    assert alive() <= 16
+    for i in range(20):  # ids are given again, to other objects
+        out = jdp.gather(run(Slotted(float(i)), np.float32(2), rows(2), devices[:1]))
+        np.testing.assert_allclose(out, 2 * i * rows(2), rtol=1e-6)
+    assert alive() <= 16
+
+
 # --- errors of the function
 
 

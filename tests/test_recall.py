@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
@@ -576,3 +577,59 @@ def test_nothing_is_compiled_for_a_call_that_is_known(compilations):
         dp.apply(params, X)
         dp.apply(host_params(), X)
     assert compilations() == 0
+
+
+# --- a call runs once ---
+
+
+CALLBACKS = {
+    "io_callback": lambda f, x: io_callback(f, jax.ShapeDtypeStruct((), np.float32), x),
+    "ordered": lambda f, x: io_callback(f, jax.ShapeDtypeStruct((), np.float32), x, ordered=True),
+    "pure_callback": lambda f, x: jax.pure_callback(f, jax.ShapeDtypeStruct((), np.float32), x),
+    "in a loop": lambda f, x: jax.lax.fori_loop(0, 1, lambda i, s: s + CALLBACKS["io_callback"](f, x), jnp.float32(0)),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_that_raises_ran_once(callback):
+    """On one device, where JAX raises as the call is made."""
+    runs, wrong = [], []
+
+    def called(x):
+        runs.append(1)
+        if wrong:
+            raise KeyError("told to")
+        return np.float32(0)
+
+    def model(params, x):
+        return affine(params, x) + callback(called, x.sum())
+
+    dp, bare = wrapper(model, devices=[0]), jax.jit(model)
+    params = jdp.replicate(host_params(), [0])
+    for call in (dp, bare, dp, bare):
+        np.testing.assert_allclose(call(params, X), EXPECTED)
+    wrong.append(True)
+    counts = []
+    for call in (bare, dp):
+        runs.clear()
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="told to"):
+            jax.block_until_ready(call(params, X))
+        counts.append(len(runs))
+    assert counts == [1, 1]
+    wrong.clear()
+    # Parameters of which one has to be moved: that too shows before anything runs.
+    runs.clear()
+    np.testing.assert_allclose(dp(params | {"b": host_params()["b"]}, X), EXPECTED)
+    assert len(runs) == 1
+
+
+def test_nans_are_found_once(monkeypatch, capfd):
+    """Where JAX looks at what came out, the call has run."""
+    dp = wrapper(lambda w, x: jnp.log(w["w"] * x), devices=[0])
+    good, bad = (jdp.replicate({"w": np.float32(w)}, [0]) for w in (1, -1))
+    with jax.debug_nans(True):
+        for _ in range(2):
+            dp(good, X + 1)
+        with straight(monkeypatch), pytest.raises(FloatingPointError):
+            dp(bad, X + 1)
