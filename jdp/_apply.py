@@ -85,7 +85,6 @@ class Apply(Steps):
                 seen.turns.append(turn)
         if out is None:
             return self._all_steps(variables, args, kwargs)
-        # The first is what gather comes to.
         return out[-1] if stays and seen.even else self._gathered(Scattered(*seen.outputs(out)), True, stateful)
 
     def _all_steps(self, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -104,9 +104,11 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
             f"jdp.{verb}: {name()} is a jax.ShapeDtypeStruct, which has no values. Wrap the call in jax.eval_shape."
         )
     if hasattr(leaf, "__array__") and not isinstance(leaf, type):
+        kind = type(leaf)
+        how = "x.detach().cpu().numpy()" if kind.__module__.partition(".")[0] == "torch" else "np.asarray(x)"
         raise TypeError(
-            f"jdp.{verb}: {name()} is a {type(leaf).__module__}.{type(leaf).__name__}, no jax or numpy array; only "
-            f"those are cut. Pass np.asarray(x)."
+            f"jdp.{verb}: {name()} is a {kind.__module__}.{kind.__name__}, no jax or numpy array; programs of JAX "
+            f"take only those. Pass {how}."
         )
     if is_sparse(leaf):
         raise TypeError(

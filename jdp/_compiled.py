@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,15 @@ class Seen:
         self.recalled = self.recalled and not calls_back(jaxpr)
 
 
+def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
+    """Calls a program as part of another.
+
+    Where an argument of the user's own `jax.jit` is committed to one device, it is JAX that refuses it, after all of
+    this has returned. Its text ends with the name of this function, the one place where jdp can say what to do.
+    """
+    return program(*operands)
+
+
 class Compiled:
     """What `on_replicas` made, called with `(replicas, inputs, kwargs)`; `recalled`: `recall` may call it, too."""
 
@@ -72,7 +81,10 @@ class Compiled:
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
             program, operands = self.of_arrays(inputs._layout, kw), (replicas, *inputs._arrays, *rest)
-            out = self._noticed(program, *operands) if self._recalled and is_plain() else program(*operands)
+            if not is_plain():
+                out = arguments_of_this_jit_need_jdp_replicate(program, operands)
+            else:
+                out = self._noticed(program, *operands) if self._recalled else program(*operands)
             return Scattered(*self.seen[program].outputs(out))
         key = inputs._layout, kw
         program = self._programs.get(key)

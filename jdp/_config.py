@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from ._capturing import capturing
-from ._check import check_dim
+from ._check import check_dim, is_array
 from ._compiled import Compiled
 from ._devices import (
     Device,
@@ -159,7 +160,7 @@ class Config:
         vars(self).update({name: {} for name in _NOT_PICKLED if name != "mesh"})
 
 
-def kind_of(module: Any) -> Kind:
+def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
     """What sort of module this is; a wrapper is of the sort of what it wraps."""
     inner = getattr(module, "_config", None)
     if isinstance(inner, Config):
@@ -168,11 +169,26 @@ def kind_of(module: Any) -> Kind:
         return "linen"
     if isinstance(module, nnx.Pytree):
         return "nnx"
+    torch_nn = sys.modules.get("torch.nn")  # who has a module of its has imported it
+    if torch_nn is not None and isinstance(module, torch_nn.Module):
+        raise TypeError(
+            f"jdp.{verb}: module is a torch.nn.Module, a {type(module).__name__}; jdp runs JAX's programs, and torch's "
+            f"modules compute with torch's tensors. Write it in Flax (torch.nn.Linear is nnx.Linear and nn.Dense), and "
+            f"take its weights over as x.detach().numpy()."
+        )
+    arrays = [x for x in jax.tree.leaves(module) if is_array(x)] if callable(module) else []
+    if arrays and verb == "DataParallel":
+        raise TypeError(
+            f"jdp.{verb}: module is a {type(module).__name__}, a callable pytree that holds {len(arrays)} arrays; the "
+            f"arrays of a function are its params, for those that it holds itself have no gradient. Pass them apart: "
+            f"params, static = eqx.partition(model, eqx.is_array), and a function that calls eqx.combine(params, "
+            f"static); of a jax.tree_util.Partial its function, with the arrays as params."
+        )
     if callable(module) and not isinstance(module, type):
         return "function"
     what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
     raise TypeError(
-        f"jdp.DataParallel: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
+        f"jdp.{verb}: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
         f"Pass an instance or a function."
     )
 

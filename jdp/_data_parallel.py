@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import jax
 from flax import nnx
@@ -14,7 +14,7 @@ from ._apply import Apply, in_replica
 from ._batches import Batches
 from ._check_replicas import check_replicas
 from ._config import Config, kind_of
-from ._devices import Device, DeviceLike, Devices
+from ._devices import Device, DeviceLike, Devices, named_once
 from ._layout import Tree
 from ._processes import spans_processes
 from ._replicate import broadcast
@@ -64,12 +64,15 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
             collectives of your own.
         reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
             weighted by rows.
-        state_axes: collections (NNX: variable types) with a batch axis, as `{"cache": 0}`: cut and
-            gathered like the batch.
+            What a call makes has no value from before: a float is then an error, unless it is 0-d and the mean
+            is kept, or `state_axes` names it, or it is sown as an intermediate.
+        state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
+            filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
+        device_ids: torch's name of `devices`.
 
     Raises:
         ValueError: devices are empty, duplicate, unknown or of several platforms.
-        TypeError: `module` is none of the three.
+        TypeError: `module` is none of the three (a torch module, a callable pytree that holds arrays).
 
     Example:
         >>> import flax.linen as nn, jax, jdp, numpy as np
@@ -94,7 +97,9 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
         axis_name: str = "data",
         reduce_state: Literal["primary", "mean"] = "primary",
         state_axes: Mapping[Any, int] | None = None,
+        device_ids: Devices = None,
     ) -> None:
+        devices = named_once("DataParallel", devices, device_ids)
         self._config = Config(
             kind_of(module), devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes
         )
@@ -184,11 +189,61 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
         if self._config.kind == "nnx":  # pickled arrays forget where they were
             nnx.update(self.module, broadcast(nnx.state(self.module), self._config.mesh, "DataParallel"))
 
+    if not TYPE_CHECKING:  # to which every name would be known then
+
+        def __getattr__(self, name: str) -> Any:
+            """What is not there: of torch's names, what to call instead."""
+            if name not in _INSTEAD or "_config" not in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            rule, others, of_nnx = _INSTEAD[name]
+            raise AttributeError(
+                f"jdp.DataParallel: .{name} is torch's; {rule}. {of_nnx if self._config.kind == 'nnx' else others}."
+            )
+
     def __repr__(self) -> str:
         devices = ", ".join(str(d) for d in self.devices)
         return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
 
     __str__ = __repr__
+
+
+_MOVE = (
+    "arrays lie on devices, and the wrapper's are fixed when it is made",
+    "Choose devices=... at construction, and put parameters there with jdp.replicate(params, devices)",
+    "Choose devices=... at construction, which puts the model's state there",
+)
+_CAST = (
+    "arrays have a dtype, and a wrapper has none",
+    "Call jax.tree.map(lambda x: x.astype(dtype), params), or give the module a dtype",
+    "Call nnx.update(dp.module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(dp.module, nnx.Param))), or give "
+    "the layers a dtype",
+)
+_LEAVES = (
+    "parameters are the leaves of a tree",
+    "Call jax.tree.leaves(params), or jax.tree_util.tree_leaves_with_path(params) for their names",
+    "Call nnx.state(dp.module, nnx.Param), or nnx.to_flat_state of it for their names",
+)
+_INSTEAD = {
+    **dict.fromkeys(["to", "cuda", "cpu"], _MOVE),
+    **dict.fromkeys(["half", "float", "double", "bfloat16"], _CAST),
+    **dict.fromkeys(["parameters", "named_parameters"], _LEAVES),
+    "state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Save the variables (jdp.Checkpointer), or flax.serialization.to_state_dict(variables)",
+        "Save nnx.state(dp.module) (jdp.Checkpointer)",
+    ),
+    "load_state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Pass the variables to dp.apply, after flax.serialization.from_state_dict(variables, saved)",
+        "Call nnx.update(dp.module, state)",
+    ),
+    "zero_grad": (
+        "a gradient is what a function returns, and nothing adds up",
+        *["Call dp.value_and_grad(loss_fn)"] * 2,
+    ),
+    "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
+}
+"""Of torch's names: what is so in JAX, and what to do, for Linen and functions, and for NNX."""
 
 
 def _devices_of(x: Any) -> int:

@@ -58,6 +58,18 @@ def _names(devices: Sequence[Device]) -> str:
     return ", ".join(str(d) for d in devices)
 
 
+def named_once(verb: str, devices: Devices, device_ids: Devices) -> Devices:
+    """The devices, by jdp's name of the argument or by torch's."""
+    if device_ids is None:
+        return devices
+    if devices is not None:
+        raise TypeError(
+            f"jdp.{verb}: devices is {devices!r} and device_ids is {device_ids!r}; these are jdp's and torch's name of "
+            f"one argument. Pass devices alone."
+        )
+    return device_ids
+
+
 def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     """The devices, checked: at least one, all known, no duplicates, one platform."""
     if devices is None:

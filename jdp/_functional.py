@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._config import kind_of
 from ._data_parallel import DataParallel
-from ._devices import DeviceLike, Devices, resolve_devices, resolve_output
+from ._devices import DeviceLike, Devices, named_once, resolve_devices, resolve_output
 from ._kept import kept
 from ._layout import Tree
 from ._linen import module_of
@@ -21,6 +22,8 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    device_ids: Devices = None,
 ) -> Tree:
     """Runs a function on every device, each with its chunk of the batch: `== apply_fn(params, *batch)`.
 
@@ -31,11 +34,12 @@ def data_parallel(
         apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
         params: its first argument, whole on every replica.
         batch: its further arguments: a tuple (scattered or not) is the arguments, `None` is none,
-            anything else is one.
+            anything else is one, a NamedTuple too.
         devices: as for `jdp.DataParallel`.
         output_device: as for `jdp.DataParallel`.
         dim: the axis along which inputs are cut and outputs concatenated.
         kwargs: keyword arguments of `apply_fn`.
+        device_ids: torch's name of `devices`.
 
     Returns:
         What `apply_fn` returns, the rows of all chunks in input order.
@@ -47,9 +51,11 @@ def data_parallel(
 
     Source: `data_parallel` in torch/nn/parallel/data_parallel.py.
     """
-    arguments: Sequence[Any] = batch if isinstance(batch, tuple) else () if batch is None else (batch,)
-    if isinstance(batch, Scattered) and isinstance(batch._layout.fill(batch._arrays), tuple):
+    arguments: Sequence[Any] = batch if type(batch) is tuple else () if batch is None else (batch,)
+    if isinstance(batch, Scattered) and type(batch._layout.fill(batch._arrays)) is tuple:
         arguments = parts(batch)
+    devices = named_once("data_parallel", devices, device_ids)
+    kind_of(apply_fn, "data_parallel")
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
     linen_module = module_of(apply_fn)
     if linen_module is None:

@@ -12,7 +12,7 @@ from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
 from ._assemble import put
-from ._check import axes_of, is_array
+from ._check import axes_of, is_array, is_key
 from ._devices import replicated
 from ._layout import Tree
 from ._outputs import Marked, Reduce
@@ -157,12 +157,34 @@ def normal_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
-    """`module.init`, also for a module that runs collectives over the axis."""
+    """`module.init`, also for a module that runs collectives over the axis.
+
+    Raises:
+        TypeError: the key was forgotten.
+    """
+    _check_key(rngs)
     try:
         return module.init(rngs, *args, **kwargs)
     except NameError:  # JAX's unbound axis name: one replica's axis, on which the values do not depend
         bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
         return bound(jax.numpy.zeros(1))
+
+
+def _is_old_key(x: Any) -> bool:
+    """Of any of JAX's generators: two words, or four."""
+    return x.ndim == 1 and x.dtype == "uint32"
+
+
+def _check_key(rngs: Any) -> None:
+    """A `TypeError` where the batch stands in the place of the key: Flax would print all of it."""
+    for key in rngs.values() if isinstance(rngs, Mapping) else [rngs]:
+        number = isinstance(key, bool | int | float)
+        if number or hasattr(key, "__array__") and not (is_array(key) and (is_key(key) or _is_old_key(key))):
+            what = f"number, {key}" if number else f"{key.dtype}{list(key.shape)}"
+            raise TypeError(
+                f"jdp.init: rngs is a {what}; the first argument of init is a PRNG key, or a dict of keys, and the "
+                f"batch follows it. Call dp.init(jax.random.key(0), x)."
+            )
 
 
 def place(variables: Tree, mesh: Mesh) -> Tree:

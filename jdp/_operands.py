@@ -53,7 +53,7 @@ class Signature(NamedTuple):
         rest = iter(values)
         values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
         replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
-        return replicas, args if isinstance(args, tuple | list) else (args,), kwargs or {}
+        return replicas, args if type(args) in (tuple, list) else (args,), kwargs or {}
 
     def fold_keys(self, operands: Sequence[Any], index: Any) -> tuple[Any, ...]:
         """The operands, with each key among the inputs made the replica's own."""

@@ -39,7 +39,7 @@ def parallel_apply(
         replicas: its first argument, whole on every replica (`jdp.replicate`); arrays on the host or
             on the primary device are replicated first.
         inputs: from `jdp.scatter`, or a batch from `dp.prefetch`; a tuple or list holds the positional arguments,
-            anything else is one.
+            anything else is one, a NamedTuple too.
         kwargs: likewise: the keyword arguments, a dict.
 
     Returns:

@@ -37,7 +37,7 @@ class Known(NamedTuple):
     seen: Seen
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
     stateful: bool
-    stays: bool  # the output, where the program leaves it
+    stays: bool  # the output, where the program leaves it, which is what gather comes to
 
 
 def look(known: Known, params: Tree, batch: Sequence[Any]) -> bool:

@@ -117,7 +117,7 @@ def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:
         primary, found = own_mesh(mesh).devices.flat[0], x.sharding.device_set
         whole = x.is_fully_replicated and found == set(mesh.devices.flat)
         if x.committed and found != {primary} and not whole:
-            raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index)))
+            raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index), jax.tree.leaves(tree)))
     elif not isinstance(x, bool | int | float | complex):
         array, _ = classify(x, verb, lambda: _path(tree, index))
         if not array:
@@ -132,18 +132,27 @@ def _path(tree: Tree, index: int) -> str:
     return jax.tree_util.keystr(path) or "params"
 
 
-def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str) -> str:
+def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: list[Any]) -> str:
     n, primary = mesh.devices.size, own_mesh(mesh).devices.flat[0]
     spec = tuple(getattr(x.sharding, "spec", ()))
     found = ", ".join(sorted(str(d) for d in x.sharding.device_set))
-    if x.ndim and x.shape[0] == n and not x.is_fully_replicated and (not spec or spec[0] is not None):
+    one_each = len(x.sharding.device_set) == n and all(jax.numpy.shape(y)[:1] == (n,) for y in all_of_them)
+    if one_each and not x.is_fully_replicated and (not spec or spec[0] is not None):
         return (
             f"jdp.{verb}: {path} has shape {x.shape} and is cut over {n} devices along its first axis: it looks "
             f"replicated for jax.pmap, one copy stacked for each device; jdp takes plain parameters. Pass "
             f"jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
         )
-    return (
+    fact = (
         f"jdp.{verb}: {path}: module must have its parameters and buffers on device {primary} (device_ids[0]) but "
-        f"found one of them on device: {found}. Move them with jax.device_put(params, {primary!r}), or replicate "
-        f"them with jdp.replicate."
+        f"found one of them on device: {found}"
+    )
+    if not x.is_fully_replicated:
+        return (
+            f"{fact}, cut into pieces ({x.shape} as {spec}); every replica holds all of it. Gather all of them and put "
+            f"them on every device: jdp.replicate(jax.device_get(params), devices)."
+        )
+    return (
+        f"{fact}; parameters live there, on the host, or on all of the replicas. Move them with jax.device_put(params, "
+        f"{primary!r}), or replicate them from the host: jdp.replicate(jax.device_get(params), devices)."
     )

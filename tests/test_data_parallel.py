@@ -213,12 +213,12 @@ def test_keywords_are_cut_like_arguments():
 
 
 def test_batch_of_data_parallel_tuple_none_list_and_the_rest():
-    """Row 140a: a tuple is the arguments (a NamedTuple too), None is none, a list is one argument."""
+    """Row 140a: a plain tuple is the arguments, None is none, a NamedTuple or a list is one argument."""
     Pair = collections.namedtuple("Pair", "a b")
     x = np.arange(4, dtype=np.float32)
     run = jdp.data_parallel
     np.testing.assert_array_equal(run(lambda w, a, b: w * a + b, WEIGHT, (x, x), [0, 1]), 4 * x)
-    np.testing.assert_array_equal(run(lambda w, a, b: w * a + b, WEIGHT, Pair(x, x), [0, 1]), 4 * x)
+    np.testing.assert_array_equal(run(lambda w, ab: w * ab.a + ab.b, WEIGHT, Pair(x, x), [0, 1]), 4 * x)
     np.testing.assert_array_equal(run(lambda w, ab: w * ab[0] + ab[1], WEIGHT, [x, x], [0, 1]), 4 * x)
     np.testing.assert_array_equal(run(lambda w, d: w * d["x"], WEIGHT, {"x": x}, [0, 1]), 3 * x)
     np.testing.assert_array_equal(run(lambda w: w * jnp.ones((2, 1)), WEIGHT, None, [0, 1]), [[3], [3]])

@@ -90,7 +90,8 @@ def test_the_names_of_distributed_are_pinned():
             "gather": "(outputs, output_device=None, dim=0)",
             "reduce_add": "(outputs, destination=None)",
             "chunk_sizes": "(size, n)",
-            "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, kwargs=None)",
+            "data_parallel": "(apply_fn, params, batch, devices=None, output_device=None, dim=0, kwargs=None, *, "
+            "device_ids=None)",
             "virtual_cpu_devices": "(n)",
             "explain": "(fn, /, *args, **kwargs)",
             "topology": "(name, shape=None, *, hosts=None, per_host=None)",
@@ -110,7 +111,8 @@ def bare_signature(function, skip=0):
 def test_the_signature_of_data_parallel_the_class():
     assert bare_signature(jdp.DataParallel.__init__, skip=1) == (
         "(module, devices=None, output_device=None, dim=0, *, "
-        'in_axes=None, out_axes=None, axis_name="data", reduce_state="primary", state_axes=None)'
+        'in_axes=None, out_axes=None, axis_name="data", reduce_state="primary", state_axes=None, '
+        "device_ids=None)"
     )
 
 

@@ -1,0 +1,259 @@
+"""What users of torch and of other JAX libraries do first: it works, or the error names jdp's way."""
+
+import functools
+import sys
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+X = np.random.RandomState(0).randn(8, 3).astype(np.float32)
+W = np.random.RandomState(1).randn(3, 2).astype(np.float32)
+
+
+def matmul(w, x):
+    return x @ w
+
+
+def wrap(module=matmul, n=4, **options):
+    return jdp.DataParallel(module, devices=range(n), **options)
+
+
+def linear():
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+# --- torch ---
+
+
+def test_torch_modules(refused):
+    torch = pytest.importorskip("torch")
+
+    class Own(torch.nn.Module):
+        pass
+
+    for module, name in ((torch.nn.Linear(3, 2), "Linear"), (Own(), "Own")):
+        match = f"module is a torch.nn.Module, a {name}; .*Flax"
+        with refused(TypeError, "DataParallel", match=match):
+            wrap(module)
+        with refused(TypeError, "data_parallel", match=match):
+            jdp.data_parallel(module, W, X)
+
+
+def test_torch_is_not_imported_for_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.nn", raising=False)
+    np.testing.assert_allclose(wrap()(W, X), X @ W, rtol=1e-5)
+    assert "torch.nn" not in sys.modules
+
+
+def test_torch_tensors_as_parameters_or_inputs(refused):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    dp = wrap(lambda p, x: x @ p["weight"].T + p["bias"])
+    how = r"Pass x.detach\(\).cpu\(\).numpy\(\)"
+    with refused(TypeError, "DataParallel", match=rf"\['bias'\] is a torch.Tensor, .*{how}"):
+        dp(dict(model.state_dict()), X)
+    with refused(TypeError, "DataParallel", match=rf"\['weight'\] is a torch.nn.parameter.Parameter, .*{how}"):
+        dp({"weight": model.weight}, X)
+    with refused(TypeError, "DataParallel", match=rf"args\[0\] is a torch.Tensor, .*{how}"):
+        dp({}, torch.ones(8, 3))
+    with refused(TypeError, "replicate", match=how):
+        jdp.replicate(torch.ones(3))
+    params = {name: x.detach().cpu().numpy() for name, x in model.named_parameters()}  # as the message says
+    np.testing.assert_allclose(dp(params, X), model(torch.from_numpy(X)).detach().numpy(), rtol=1e-5)
+
+
+def test_device_ids(devices):
+    assert jdp.DataParallel(matmul, device_ids=[2, 0]).devices == (devices[2], devices[0])
+    assert jdp.DataParallel(linear(), device_ids=range(3)).devices == tuple(devices[:3])
+    out = jdp.data_parallel(matmul, W, X, device_ids=[1, 3])
+    assert out.devices() == {devices[1]}
+    np.testing.assert_allclose(out, X @ W, rtol=1e-5)
+
+
+def test_devices_and_device_ids(refused):
+    match = r"devices is \[0, 1\] and device_ids is \[0, 1\]; .*Pass devices alone"
+    with refused(TypeError, "DataParallel", match=match):
+        jdp.DataParallel(matmul, [0, 1], device_ids=[0, 1])
+    with refused(TypeError, "data_parallel", match=match):
+        jdp.data_parallel(matmul, W, X, [0, 1], device_ids=[0, 1])
+    with refused(ValueError, "DataParallel", match="devices is empty"):
+        jdp.DataParallel(matmul, device_ids=[])
+
+
+ADVICE = {
+    "cuda": ("jdp.replicate", "at construction"),
+    "to": ("jdp.replicate", "at construction"),
+    "cpu": ("jdp.replicate", "at construction"),
+    "state_dict": ("to_state_dict", r"nnx.state\(dp.module\)"),
+    "load_state_dict": ("from_state_dict", r"nnx.update\(dp.module, state\)"),
+    "parameters": ("jax.tree.leaves", r"nnx.state\(dp.module, nnx.Param\)"),
+    "named_parameters": ("tree_leaves_with_path", "nnx.to_flat_state"),
+    "device_ids": ("dp.devices", "dp.devices"),
+    "zero_grad": ("dp.value_and_grad", "dp.value_and_grad"),
+    "half": ("jax.tree.map", "nnx.update"),
+    "float": ("jax.tree.map", "nnx.update"),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_names_of_torch(refused, name):
+    for module, advice in zip((nn.Dense(2), matmul, linear()), (*ADVICE[name][:1] * 2, ADVICE[name][1]), strict=True):
+        dp = wrap(module)
+        with refused(AttributeError, "DataParallel", match=rf"\.{name} is torch's; .*{advice}"):
+            getattr(dp, name)
+        assert not hasattr(dp, name) and not hasattr(nnx.Module, name)
+
+
+def test_other_names_are_pythons_own_error():
+    for dp in (wrap(), wrap(linear())):
+        with pytest.raises(AttributeError, match="^'DataParallel' object has no attribute 'forward_hooks'$"):
+            dp.forward_hooks  # noqa: B018
+
+
+def test_a_wrapper_may_have_an_attribute_of_such_a_name():
+    class Own(jdp.DataParallel):
+        def parameters(self):
+            return nnx.state(self.module, nnx.Param)
+
+    dp = Own(linear(), devices=range(2))
+    dp.half = 3
+    assert len(jax.tree.leaves(dp.parameters())) == 2 and dp.half == 3
+
+
+# --- a key that was forgotten ---
+
+
+@pytest.mark.parametrize("rngs, what", [(X, r"float32\[8, 3\]"), ({"image": X}, r"float32\[8, 3\]"), (0, "number, 0")])
+def test_init_without_a_key(refused, rngs, what):
+    dp = wrap(nn.Dense(2))
+    with refused(TypeError, "init", match=rf"rngs is a {what}; .*dp.init\(jax.random.key\(0\), x\)"):
+        dp.init(rngs)
+
+
+def test_init_with_keys_of_any_style():
+    dp, want = wrap(nn.Dense(2)), nn.Dense(2).init(jax.random.key(0), X)
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        for rngs in (key, {"params": key}):
+            jax.tree.map(np.testing.assert_array_equal, dp.init(rngs, X), want)
+            jax.tree.map(np.testing.assert_array_equal, jax.jit(dp.init)(rngs, X), want)
+
+
+# --- parameters that are somewhere else ---
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_parameters_on_one_device_under_jit(devices, known):
+    """JAX refuses them when jdp has returned; where it says what it was that did not fit, it says jdp.replicate."""
+    dp = wrap()
+    for _ in range(2 if known else 0):
+        dp(jdp.replicate(W, range(4)), X)
+    w = jax.device_put(W, devices[0])
+    for program in (dp, jax.grad(lambda w, x: (dp(w, x) ** 2).sum()), dp.value_and_grad(lambda w, x: jnp.mean(x @ w))):
+        with pytest.raises(ValueError, match="(?s)incompatible devices.*jdp_replicate"):
+            jax.jit(program)(w, X)
+        jax.jit(program)(jdp.replicate(w, range(4)), X)
+
+
+def test_parameters_that_are_cut_already(refused, devices):
+    mesh = Mesh(np.array(devices[:2]), ("fsdp",))
+    cut = jax.device_put(np.ones((4, 2), np.float32), NamedSharding(mesh, P("fsdp")))
+    match = r"\['w'\].*must have its parameters.*cut into pieces \(\(4, 2\) as \('fsdp',\)\)"
+    match += r".*jdp.replicate\(jax.device_get\(params\), devices\)"
+    for verb, call in (
+        ("DataParallel", lambda: wrap(lambda p, x: x @ p["w"])({"w": cut}, np.ones((8, 4)))),
+        ("replicate", lambda: jdp.replicate({"w": cut}, range(4))),
+    ):
+        with refused(RuntimeError, verb, match=match):
+            call()
+    # What it says, done.
+    params = jdp.replicate(jax.device_get({"w": cut}), range(4))
+    assert wrap(lambda p, x: x @ p["w"])(params, np.ones((8, 4))).shape == (8, 2)
+
+
+def test_parameters_on_another_device(refused, devices):
+    w = jax.device_put(W, devices[5])
+    with refused(
+        RuntimeError, "DataParallel", match=r"device_put\(params, CpuDevice\(id=0\)\).*jax.device_get\(params\)"
+    ):
+        wrap()(w, X)
+    for params in (jax.device_put(w, devices[0]), jdp.replicate(jax.device_get(w), range(4))):
+        np.testing.assert_allclose(wrap()(params, X), X @ W, rtol=1e-5)
+
+
+# --- callable pytrees ---
+
+
+@jax.tree_util.register_pytree_node_class
+class Module:
+    """As equinox's are: a callable whose leaves are its arrays."""
+
+    def __init__(self, weight, activation=jnp.tanh):
+        self.weight, self.activation = weight, activation
+
+    def __call__(self, x):
+        return self.activation(x @ self.weight)
+
+    def tree_flatten(self):
+        return [self.weight], self.activation
+
+    @classmethod
+    def tree_unflatten(cls, activation, leaves):
+        return cls(*leaves, activation)
+
+
+@pytest.mark.parametrize(
+    "module", [Module(W), jax.tree_util.Partial(matmul, jnp.asarray(W))], ids=["module", "Partial"]
+)
+def test_callable_pytrees_with_arrays(refused, module):
+    name = type(module).__name__
+    with refused(TypeError, "DataParallel", match=rf"module is a {name}, .*holds 1 array.*eqx.partition.*Partial"):
+        wrap(module)
+
+
+def test_what_the_message_says_of_callable_pytrees():
+    model = Module(W)
+    dp = wrap(lambda model, x: model(x))
+    np.testing.assert_allclose(dp(model, X), model(X), rtol=1e-5)
+    leaves, treedef = jax.tree.flatten(model)
+    dp = wrap(lambda leaves, x: jax.tree.unflatten(treedef, leaves)(x))
+    np.testing.assert_allclose(dp(leaves, X), model(X), rtol=1e-5)
+    # Callables without arrays are functions, whatever they are.
+    for fn in (functools.partial(matmul), jax.tree_util.Partial(matmul), jax.jit(matmul)):
+        np.testing.assert_allclose(wrap(fn)(W, X), X @ W, rtol=1e-5)
+
+
+# --- named tuples ---
+
+
+class Batch(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_named_tuple_is_one_argument(size):
+    """Only a plain tuple is the arguments."""
+    batch = Batch(X[:size], 2 * X[:size])
+
+    def model(w, batch):
+        assert type(batch) is Batch
+        return (batch.x + batch.y) @ w
+
+    want = 3 * X[:size] @ W
+    for given in (batch, (batch,), jdp.scatter(batch, range(4)), jdp.scatter((batch,), range(4))):
+        out = jdp.data_parallel(model, W, given, devices=range(4))
+        np.testing.assert_allclose(out, want, rtol=1e-5)
+    out = jdp.parallel_apply(model, W, jdp.scatter(batch, range(4)))
+    np.testing.assert_allclose(jdp.gather(out), want, rtol=1e-5)
+    np.testing.assert_allclose(wrap(model)(W, batch), want, rtol=1e-5)
+    plain = jdp.data_parallel(lambda w, x, y: (x + y) @ w, W, tuple(batch), devices=range(4))
+    np.testing.assert_allclose(plain, want, rtol=1e-5)
