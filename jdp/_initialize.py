@@ -132,7 +132,7 @@ _SIZES = {
     "PMI_SIZE": (),  # MPICH, Intel MPI
     "MV2_COMM_WORLD_SIZE": (),  # MVAPICH
     "HOROVOD_SIZE": (),
-    "SLURM_STEP_NUM_TASKS": (),  # of the step; SLURM_NTASKS is the allocation's, of which one process may run alone
+    "SLURM_STEP_NUM_TASKS": (),  # not SLURM_NTASKS, which an allocation sets, too, and one process may run there
 }
 
 
@@ -146,15 +146,18 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
     address, launched = address or os.environ.get("JAX_COORDINATOR_ADDRESS"), {}
     if None in (address, count, here):
         address, count, here, launched = _launched(address, count, here)
+    several = [name for name in _SIZES if (_number(name) or 1) > 1]
+    # The shell of an allocation of Slurm is a step of one task, and JAX would count those of the allocation.
+    in_shell = _number("SLURM_STEP_NUM_TASKS") == 1 and not several
+    if count == 1 or (in_shell and (address, count, here) == (None, None, None)):
+        return None
     ids, method = options.get("local_device_ids"), options.get("cluster_detection_method")
-    alone = count == 1
-    if not alone and None in (address, count, here) and method != "deactivate":
+    if None in (address, count, here) and method != "deactivate":
         # JAX's own detection, before JAX's initialize, which raises where there is no cluster, and in a job of one
         # where JAX has started.
         find = clusters.ClusterEnv.auto_detect_unset_distributed_params
         address, count, here, _ = find(address, count, here, ids, method, timeout)
-    several = [name for name in _SIZES if (_number(name) or 1) > 1]
-    if alone or ((count == 1 or (address, count, here) == (None, None, None)) and not several):
+    if not several and (count == 1 or (address, count, here) == (None, None, None)):
         return None
     if count == 1 or None in (address, count, here):
         raise ValueError(_incomplete(address, count, here, several))

@@ -236,30 +236,46 @@ def test_who_says_nothing_is_closed_and_so_many_are_not_kept(first, other, knock
     assert all(map(is_closed, strangers))
 
 
-def test_without_file_descriptors_nobody_is_accepted_and_the_job_goes_on(first, other, knock):
+def test_without_file_descriptors_strangers_make_room_and_the_job_goes_on(first, other, knock):
+    strangers = [knock(), knock()]
+    while len(first._strangers) < len(strangers):
+        assert first.receive(0.05) == []
     other.send(b"mine", FIRST)
     other.receive(0.01)
-    assert hear(first, 5) == [(OTHER, b"mine")]
-    strangers = [knock(), knock()]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = []
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, limits[1]))
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.open(os.devnull, os.O_RDONLY))
-        assert first.receive(0.2) == []
+        assert hear(first, 2) == [(OTHER, b"mine")]  # sooner than the strangers' time is over
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
         other.send(b"more", FIRST)
-        assert first.receive(1) == [(OTHER, b"more")]
-        os.close(held.pop())
-        assert first.receive(0.2) == []  # one of the strangers, and of the other again there is no room
+        assert hear(first, 2) == [(OTHER, b"more")]
+        assert first.receive(0.2) == []
     finally:
         for descriptor in held:
             os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     other.send(b"last", FIRST)
-    assert first.receive(1) == [(OTHER, b"last")]
-    assert len(strangers) == 2
+    assert hear(first, 2) == [(OTHER, b"last")]
+
+
+def test_nobody_is_heard_without_the_token(first, other, kept):
+    hosts, port, token = json.loads(kept["g/address"])
+    right = kept["g/address"]
+    for wrong in (token[:-1] + "x", "x" * len(token), token.upper(), ""):
+        kept["g/address"] = json.dumps([hosts, port, wrong])
+        impostor = Connections("g", (FIRST, OTHER), OTHER)
+        impostor.send(b"false", FIRST)
+        impostor.receive(0.01)
+        assert first.receive(0.2) == [] and first._open == {}
+    kept["g/address"] = right
+    other.send(b"mine", FIRST)
+    other.receive(0.01)
+    assert hear(first, 2) == [(OTHER, b"mine")]
 
 
 @pytest.mark.parametrize("claimed", [7, FIRST, OTHER], ids=["foreign", "the first", "connected"])

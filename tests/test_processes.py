@@ -739,11 +739,13 @@ def test_several_processes_are_one_job_or_an_error(nothing_said, refused, enviro
     [
         {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # one process, in an allocation for more
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+         "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"},  # likewise, in the shell that salloc opens
         {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "HOROVOD_SIZE": "", "WORLD_SIZE": "many"},
         {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "h"},
     ],
-)
+)  # fmt: skip
 def test_one_process_needs_no_job(nothing_said, environ):
     for name, value in environ.items():
         nothing_said.setenv(name, value)
