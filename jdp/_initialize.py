@@ -203,8 +203,8 @@ def _incomplete(address: str | None, count: int | None, here: int | None, severa
     return (
         f"jdp.distributed.initialize: this is one of several processes by {', '.join(said) or 'the arguments'}, and "
         f"{', '.join(missing)} cannot be found{why}; the processes become one job when each knows where all meet, how "
-        f'many they are, and which one it is. Pass jdp.distributed.initialize("host:port", {count or "n"}, i), with '
-        f"the host of process 0 and with i from 0, or num_processes=1 to run alone."
+        f'many they are, and which one it is. Pass jdp.distributed.initialize("host:port", {three["num_processes"] or "n"}, '
+        f"i), with the host of process 0 and with i from 0, or num_processes=1 to run alone."
     )
 
 

@@ -722,6 +722,10 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
         ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),
         ({"HOROVOD_SIZE": "2"}, (), "by HOROVOD_SIZE=2, and"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, (), "by SLURM_STEP_NUM_TASKS=2, and"),
+        # mpirun of MPICH, in a step of Slurm for one task
+        ({"PMI_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+          "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"}, (),
+         r'by PMI_SIZE=2, and num_processes cannot be found; .*initialize\("host:port", n, i\)'),
         ({}, ("h:1", 2), r'by the arguments, and process_id cannot.*initialize\("host:port", 2, i\)'),
         ({}, (None, None, 0), r'by the arguments, and coord.*initialize\("host:port", n, i\).* num_processes=1'),
     ],
