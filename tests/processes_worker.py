@@ -292,14 +292,8 @@ def case_objects_in_the_batch():
     for x, y in dp.prefetch([(X[k : k + 4 + 2 * P], Y[k : k + 4 + 2 * P]) for k in range(1 + P)]):
         state, metrics = step(state, ((x, y), table, rngs, norm))
         losses.append(float(metrics["loss"]))
-    drawn = jax.random.normal(rngs.dropout())  # the objects are this process's own still
-    return {
-        "losses": losses,
-        "params": state.params,
-        "count": int(rngs.dropout.count[...]),
-        "mean": norm.mean[...],
-        "drawn": drawn,
-    }
+    found = {"losses": losses, "params": state.params, "count": int(rngs.dropout.count[...]), "mean": norm.mean[...]}
+    return {**found, "drawn": jax.random.normal(rngs.dropout())}  # the objects are this process's own still
 
 
 class Pair(NamedTuple):
