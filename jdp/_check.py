@@ -248,7 +248,11 @@ def legacy_key_text(verb: str, name: str) -> str:
     )
 
 
-def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_axes") -> list[int | None]:
+STACKED: Any = object()
+"""The axis of what is stacked for `jax.pmap`: one entry for each replica, along the first axis."""
+
+
+def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_axes") -> list[Any]:
     """One axis for each leaf of `tree`, out of a tree prefix of ints and Nones, as in `jax.vmap`."""
     prefix, prefixdef = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
     try:
@@ -259,7 +263,7 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
             f"{jax.tree.structure(tree)}; it must be a tree prefix, as in jax.vmap. Pass an int or None for each."
         ) from None
     for axis in prefix:
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+        if axis is not None and axis is not STACKED and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"jdp.{verb}: {what} holds {axis!r}; an axis is an int or None. Pass one of these.")
     return [
         axis

@@ -68,10 +68,13 @@ def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[An
 
 
 class Compiled:
-    """What `on_replicas` made, called with `(replicas, inputs, kwargs)`; `recalled`: `recall` may call it, too."""
+    """What `on_replicas` made, called with `(replicas, inputs, kwargs)`; `recalled`: `recall` may call it, too.
 
-    def __init__(self, run: Callable[..., Scattered], recalled: bool = False) -> None:
-        self._run, self._recalled = run, recalled
+    With `donates` the replicas are a tuple, and the program frees the arrays in the first of it.
+    """
+
+    def __init__(self, run: Callable[..., Scattered], recalled: bool = False, donates: bool = False) -> None:
+        self._run, self._recalled, self._donates = run, recalled, donates
         self._programs: dict[Any, Callable[..., Scattered]] = {}
         self.seen: dict[Any, Seen] = {}  # of each program of arrays
 
@@ -80,7 +83,7 @@ class Compiled:
             raise Captured(ReplicasCall(self._run.__name__, self._jitted, self._programs, replicas, inputs, kwargs))
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
-            program, operands = self.of_arrays(inputs._layout, kw), (replicas, *inputs._arrays, *rest)
+            program, operands = self.of_arrays(inputs._layout, kw), (*self._split(replicas), *inputs._arrays, *rest)
             if not is_plain():
                 out = arguments_of_this_jit_need_jdp_replicate(program, operands)
             else:
@@ -89,8 +92,24 @@ class Compiled:
         key = inputs._layout, kw
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = same_program(self._jitted(inputs, kwargs), inputs._layout.mesh, ROOTS)
-        return program(replicas, inputs, kwargs)
+            roots = ("donated", *ROOTS) if self._donates else ROOTS
+            jitted = self._jit(self._run, self._where(inputs, kwargs))
+            program = self._programs[key] = same_program(jitted, inputs._layout.mesh, roots)
+        return program(*self._split(replicas), inputs, kwargs)
+
+    def _split(self, replicas: Tree) -> tuple[Tree, ...]:
+        return (replicas[0], replicas[1:]) if self._donates else (replicas,)
+
+    def _jit(self, run: Callable[..., Any], where: tuple[Any, ...]) -> Any:
+        """`run` of the replicas as `_split` gives them, and of what lies `where`."""
+        if not self._donates:
+            return jax.jit(run, in_shardings=(None, *where))
+
+        def donating(donated: Tree, held: tuple[Tree, ...], *rest: Any) -> Any:
+            return run((donated, *held), *rest)
+
+        donating.__name__ = donating.__qualname__ = run.__name__
+        return jax.jit(donating, in_shardings=(None, None, *where), donate_argnums=0)
 
     def _noticed(self, program: Any, replicas: Tree, *arrays: Any) -> Any:
         """A call of which `recall` has to know."""
@@ -126,11 +145,13 @@ class Compiled:
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
             # before it costs, and into the one program that placed arrays run as well.
             where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-            program = self._programs[inputs, kwargs] = jax.jit(of_arrays, in_shardings=(None, *where))
+            program = self._programs[inputs, kwargs] = self._jit(of_arrays, where)
             self.seen[program] = seen
         return program
 
     def _jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:
         """The function of the trees themselves: names in it are those of the operands."""
-        where = [None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs)]
-        return jax.jit(self._run, in_shardings=(None, *where))
+        return jax.jit(self._run, in_shardings=(None, *self._where(inputs, kwargs)))
+
+    def _where(self, inputs: Scattered, kwargs: Scattered | None) -> tuple[Any, ...]:
+        return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs))

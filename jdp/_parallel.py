@@ -3,43 +3,68 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh
 
 from . import _nnx
-from ._check import is_key
+from ._check import STACKED, axes_of, classify, is_key, no_further
 from ._compiled import Compiled
 from ._config import Config
 from ._devices import make_mesh
-from ._dispatch import dispatch
+from ._dispatch import dispatch, may_deadlock
 from ._kept import kept
-from ._layout import Tree, Whole
+from ._layout import Static, Tree, Whole
 from ._operands import Signature
-from ._outputs import Marked, Reduce
+from ._outputs import Reduce
 from ._parallel_apply import CallOf, on_replicas
+from ._parallel_results import each, kept_nodes, mark_nodes, mark_results, refuse_one_replicas_rows, states_of
 from ._processes import own_mesh
 from ._replicate import broadcast
 from ._scatter_gather import join
 from ._scattered import parts
 from ._split import split
-from ._varying import SAME, VARYING, varying
+from ._varying import SAME, VARYING, Value, varying
 
 VERB = "parallel"
 
 
-class Axes(NamedTuple):
-    """Which arguments are whole, and which results: as in `jax.vmap`, None for those."""
+class Options(NamedTuple):
+    """What `jax.pmap` is told of the arguments and the results."""
 
-    inputs: Any
-    outputs: Any
+    in_axes: Any
+    out_axes: Any
+    static: tuple[int, ...]
+    donated: tuple[int, ...]
 
 
-def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None, axes: Axes) -> Callable[..., Any]:
+def options(in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any) -> Options:
+    return Options(
+        in_axes,
+        out_axes,
+        _positions("static_broadcasted_argnums", static_broadcasted_argnums),
+        _positions("donate_argnums", donate_argnums),
+    )
+
+
+def _positions(name: str, given: Any) -> tuple[int, ...]:
+    found = (given,) if isinstance(given, int) else tuple(given)
+    if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in found):
+        raise ValueError(
+            f"jdp.{VERB}: {name} is {given!r}; it holds positions of arguments, from 0. Pass an int or a tuple of them."
+        )
+    return tuple(sorted({*found}))
+
+
+def parallel(
+    config: Config, step_fn: Callable[..., Any], axis_name: str | None, options: Options
+) -> Callable[..., Any]:
     """The function that `DataParallel.parallel` returns."""
     if not callable(step_fn):
         raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
@@ -49,23 +74,21 @@ def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None,
     reduce_state, dim = config.reduce_state, config.dim
 
     def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return Compiled(on_replicas(_call_of(step_fn, axes, reduce_state, dim), label))
+        run = on_replicas(_call_of(step_fn, options, reduce_state, dim), label)
+        return Compiled(run, donates=bool(options.donated))
 
-    program = kept(step_fn, (VERB, weakref.ref(config), axis_name, repr(axes)), make)
+    program = kept(step_fn, (VERB, weakref.ref(config), axis_name, repr(options)), make)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return step_fn(*args, **kwargs)
         config.refuse_other_mesh()
-        (args, kwargs), nodes = _nnx.take_nodes((args, kwargs))
-        whole, cut_axes = _divide(axes.inputs, len(args), dim, bool(nodes))
-        state = tuple(args[p] for p in whole)
-        inputs = tuple(x for p, x in enumerate(args) if p not in whole)
-        graph, rest = nnx.split(nodes) if nodes else (None, None)
-        both, stacked = (inputs, kwargs), _per_replica((inputs, kwargs), own_mesh(mesh).size, dim)
-        roots, where = ("args", "kwargs"), (cut_axes, dim)
-        scattered = split(both, mesh, dim, verb=VERB, root=roots, axes=where, place=False, stacked=stacked)
-        replicas = broadcast((_Static(whole), state, graph, rest), mesh, VERB)
+        (args, kwargs), nodes = _nnx.take_nodes((_hold_static(args, options.static), kwargs))
+        axes = _axes_of_arguments(options, args, dim, bool(nodes))
+        whole = tuple(p for p, axis in enumerate(axes) if axis is None)
+        replicas = _replicas(args, whole, nodes, options.donated, mesh)
+        cut = tuple(None if p in whole else x for p, x in enumerate(args))
+        scattered = _cut(cut, kwargs, axes, mesh, dim, options)
         outputs = dispatch(program, mesh, replicas, *parts(scattered))
         out, updates = join(outputs, "sharded")
         if nodes:
@@ -78,26 +101,151 @@ def parallel(config: Config, step_fn: Callable[..., Any], axis_name: str | None,
 
 @jax.tree_util.register_static
 class _Static(tuple):
-    """A tuple of ints that is part of the program."""
+    """Values that are part of the program."""
 
 
-def _divide(in_axes: Any, count: int, dim: int, has_nodes: bool) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """The positions of the arguments that are whole, and an axis for each of the others."""
-    if not count:
+class Replicas(NamedTuple):
+    """What is whole on every replica: arguments by their positions, and NNX objects."""
+
+    donated: tuple[Tree, ...]  # the arguments that the program may free
+    held: tuple[Tree, ...]
+    positions: _Static  # of the donated ones, then of the others
+    graph: Any
+    rest: Any
+
+
+def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments, with those that are static as parts of the program."""
+    if static and static[-1] >= len(args):
+        raise ValueError(
+            f"jdp.{VERB}: static_broadcasted_argnums is {static} for {len(args)} arguments; as in jax.pmap each of "
+            f"them is passed, by position. Pass argument {static[-1]}."
+        )
+    for p in static:
+        try:
+            hash(args[p])
+        except TypeError:
+            raise ValueError(
+                f"jdp.{VERB}: args[{p}] is a {type(args[p]).__name__}, which has no hash, and in "
+                f"static_broadcasted_argnums; what is static is part of the program. Pass what is hashable (a tuple "
+                f"for a list), or leave {p} out there."
+            ) from None
+    return tuple(_Static((Static(x),)) if p in static else x for p, x in enumerate(args))
+
+
+def _is_static(x: Any) -> bool:
+    return isinstance(x, _Static)
+
+
+def _axes_of_arguments(options: Options, args: Sequence[Any], dim: int, has_nodes: bool) -> tuple[Any, ...]:
+    """For each argument its axis, a tree of axes, or None for what is whole."""
+    if not args:
         raise TypeError(
             f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
         )
-    if in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
-        given = [dim if has_nodes else None] + [dim] * (count - 1)
+    if options.in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
+        first = next((p for p in range(len(args)) if p not in options.static), 0)
+        given = [None if p == first and not has_nodes else dim for p in range(len(args))]
     else:
-        given = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * count
-    if len(given) != count:
+        given = each(options.in_axes, len(args), "in_axes", "arguments")
+    return tuple(None if p in options.static else axis for p, axis in enumerate(given))
+
+
+def _replicas(
+    args: Sequence[Any], whole: tuple[int, ...], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh
+) -> Replicas:
+    """What is whole, in its place on every device."""
+    donated, held = tuple(p for p in whole if p in donate), tuple(p for p in whole if p not in donate)
+    names = {p: f"args[{p}]" for p in whole}
+    given = {p: _without_objects(args[p], names[p]) for p in whole}
+    placed = {p: broadcast(tree, mesh, VERB, names[p]) for p, tree in given.items()}
+    for p in donated:
+        # What was moved may share its memory with what the caller has; what is in its place he has given away.
+        placed[p] = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), placed[p], given[p])
+        _refuse_deleted(placed[p], names[p], mesh)
+    graph, rest = nnx.split(nodes) if nodes else (None, None)
+    return Replicas(
+        tuple(placed[p] for p in donated),
+        tuple(placed[p] for p in held),
+        _Static((*donated, *held)),
+        graph,
+        broadcast(rest, mesh, VERB, "NNX objects"),
+    )
+
+
+def _without_objects(tree: Tree, name: str) -> Tree:
+    """The tree, with strings, functions and other objects as parts of the program."""
+
+    def hold(path: Any, x: Any) -> Any:
+        if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
+            return x
+        is_array, x = classify(x, VERB, lambda: name + jax.tree_util.keystr(path))
+        return x if is_array else _Static((Static(x),))
+
+    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree_util.tree_map_with_path(hold, tree, is_leaf=no_further)
+
+
+def _refuse_deleted(tree: Tree, name: str, mesh: Mesh) -> None:
+    """A `RuntimeError` for what was donated already."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, Tracer):
+            continue
+        if x.is_deleted():
+            raise RuntimeError(
+                f"jdp.{VERB}: {name}{jax.tree_util.keystr(path)} is of shape {x.shape} and was donated to an earlier "
+                f"call; what is in donate_argnums cannot be used again. Pass what that call returned."
+            )
+        if may_deadlock(mesh):  # the queue of what is in flight may hold it, and would no longer know when it is there
+            x.block_until_ready()
+
+
+def _cut(args: Sequence[Any], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, options: Options) -> Any:
+    """The arguments that are cut, scattered; the others are None among them, so that each has its own position."""
+    n = own_mesh(mesh).size
+    for p, axis in enumerate(axes):
+        if axis is not None and type(axis) is not int:
+            _check_stacked(args[p], axis, n, f"args[{p}]")
+    cut = [x for x, axis in zip(args, axes, strict=True) if type(axis) is int]
+    stacked, where = _per_replica((cut, kwargs), n, dim), (axes, dim)
+    try:
+        both, roots = (tuple(args), kwargs), ("args", "kwargs")
+        return split(both, mesh, dim, verb=VERB, root=roots, axes=where, place=False, stacked=stacked)
+    except ValueError:
+        if options.in_axes is None:
+            _refuse_states(args, axes, dim, stacked)
+        raise
+
+
+def _refuse_states(args: Sequence[Any], axes: Sequence[Any], dim: int, stacked: Callable[[Any], bool]) -> None:
+    """A `ValueError` with the in_axes that were meant, where arguments do not have the rows of the last, the batch."""
+
+    def rows(x: Tree) -> set[int]:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(x) if getattr(leaf, "ndim", 0) and not stacked(leaf)]
+        return {shape[dim] if -len(shape) <= dim < len(shape) else -1 for shape in shapes}
+
+    batch = next((rows(x) for x in reversed(args) if rows(x)), set())
+    odd = [p for p, x in enumerate(args) if axes[p] is not None and rows(x) - batch]
+    if odd and len(batch) == 1:
+        meant = tuple(None if p in odd else axis for p, axis in enumerate(axes))
         raise ValueError(
-            f"jdp.{VERB}: in_axes has {len(given)} entries for {count} arguments; as in jax.vmap each has one. Pass "
-            f"in_axes of that length, None for what is whole."
+            f"jdp.{VERB}: args[{odd[0]}] has arrays of {sorted(rows(args[odd[0]]))} rows and the batch has "
+            f"{batch.pop()}; the first argument alone is whole by itself, all others are cut alike. Pass to "
+            f"dp.parallel in_axes={meant} for a state, and None in out_axes where one is returned (for one entry for "
+            f'each replica, as jax.pmap stacks them, "stacked" in the place of None); pass equal rows of what is data.'
         )
-    whole = tuple(p for p, axis in enumerate(given) if axis is None)
-    return whole, tuple(axis for axis in given if axis is not None)
+
+
+def _check_stacked(arg: Tree, axes: Tree, n: int, name: str) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(arg, is_leaf=no_further)
+    for (path, x), axis in zip(leaves, axes_of(axes, arg, VERB), strict=True):
+        if axis is STACKED and hasattr(x, "shape") and x.shape[:1] != (n,):
+            raise ValueError(
+                f"jdp.{VERB}: {name}{jax.tree_util.keystr(path)} has shape {x.shape} and is 'stacked' by in_axes; that "
+                f"is one entry for each of {n} replicas, along the first axis. Pass an int for what is cut into "
+                f"chunks, None for what is whole."
+            )
 
 
 def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
@@ -114,83 +262,70 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
 
-def _call_of(step_fn: Callable[..., Any], axes: Axes, reduce_state: Reduce, dim: int) -> CallOf:
+def _call_of(step_fn: Callable[..., Any], options: Options, reduce_state: Reduce, dim: int) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
             values = signature.own(operands, replica)
 
             def run(*values: Any) -> tuple[Any, Tree]:
-                (whole, state, graph, rest), args, kwargs = signature.fill(values)
-                given, cut = dict(zip(whole, state, strict=True)), iter(args)
-                call: Tree = ([given[p] if p in given else next(cut) for p in range(len(args) + len(whole))], kwargs)
+                replicas, args, kwargs = signature.fill(values)
+                whole, graph, rest = _whole(replicas)
+                args = [_with_objects(whole[p]) if p in whole else x for p, x in enumerate(args)]
                 if graph is None:
-                    return step_fn(*call[0], **kwargs), None
+                    return step_fn(*args, **kwargs), None
                 nodes = nnx.merge(graph, _nnx.fold_state(_nnx.copies(rest), signature.axis_name))
-                args, kwargs = _nnx.put_nodes(call, nodes)
+                args, kwargs = _nnx.put_nodes((args, kwargs), nodes)
                 return step_fn(*args, **kwargs), nnx.state(nodes)
 
-            # Traced by hand, to see which of the results differ between replicas.
+            # Traced by hand, to see which of the results differ between replicas, and what they depend on.
             jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*values)
-            arrays = jax.extend.core.jaxpr_as_fun(jaxpr)(*values)
-            inputs = [
-                SAME if isinstance(leaf, Whole) and not (i >= signature.weights and is_key(x)) else VARYING
-                for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
+            found = varying(jaxpr, _known(values, signature), signature.axis_name)
+            arrays = [
+                x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)  # a number that the step returns
+                for x, aval in zip(jax.extend.core.jaxpr_as_fun(jaxpr)(*values), jaxpr.out_avals, strict=True)
             ]
-            found = [v.varying for v in varying(jaxpr, inputs, signature.axis_name)]
             treedef = jax.tree.structure(shapes)
             out, after = jax.tree.unflatten(treedef, arrays)
-            out_varies, after_varies = jax.tree.unflatten(treedef, found)
-            (_, state, _, rest), _, _ = signature.fill(values)
-            marks = _mark_results(out, out_varies, axes, state, rest is not None, reduce_state, dim)
-            return marks, () if rest is None else _mark_nodes(after, after_varies, rest, reduce_state)
+            out_numbers, after_numbers = jax.tree.unflatten(treedef, range(len(arrays)))
+            replicas, args, _ = signature.fill(range(len(values)))
+            whole, _, rest = _whole(replicas)
+            default = (None if rest is None else dim, dim)
+            states = states_of(whole, values)
+            marked, kept = mark_results(out, out_numbers, found, states, options.out_axes, default, reduce_state)
+            if rest is not None:
+                names = {i: f"args[{p}]" for p, x in enumerate(args) for i in _nnx.stand_ins(whole.get(p, x))}
+                kept += kept_nodes(rest, after_numbers, names)
+            if len(signature.layout.used) > 1:
+                n = len(signature.layout.used)
+                refuse_one_replicas_rows(jaxpr, found, kept, signature.axis_name, n, reduce_state)
+            if rest is None:
+                return marked, ()
+            before = _whole(signature.fill(values)[0])[2]
+            return marked, mark_nodes(after, after_numbers, found, before, reduce_state)
 
         return call
 
     return call_of
 
 
-def _mark_results(
-    out: Any, varies: Any, axes: Axes, state: tuple[Any, ...], has_nodes: bool, reduce: Reduce, dim: int
-) -> Tree:
-    """Each result with its rule: replicated (axis None), or cut along its axis."""
-    several = type(out) in (tuple, list)
-    results, differ = (list(out), list(varies)) if several else ([out], [varies])
-    given: list[Any] = [dim if has_nodes else None] + [dim] * (len(results) - 1)
-    if axes.outputs is not None:
-        given = list(axes.outputs) if isinstance(axes.outputs, tuple | list) else [axes.outputs] * len(results)
-    if len(given) != len(results):
-        raise ValueError(
-            f"jdp.{VERB}: out_axes has {len(given)} entries for {len(results)} results; each has one. Pass out_axes of "
-            f"that length, None for what is replicated."
-        )
-    trees = [jax.tree.structure(x) for x in state]
-
-    def whole(x: Any, differs: bool, is_state: bool) -> Marked:
-        if not differs:
-            return Marked(x, None, "same")
-        # What differs is not dropped, unless it is state: there one value is kept, by the rule of reduce_state.
-        return Marked(x, None, reduce) if is_state or axes.outputs is not None else Marked(x, dim)
-
-    marked = []
-    for result, differs, axis in zip(results, differ, given, strict=True):
-        if axis is None:
-            is_state = jax.tree.structure(result) in trees
-            marked.append(jax.tree.map(lambda x, d, s=is_state: whole(x, d, s), result, differs))
-        else:
-            marked.append(jax.tree.map(lambda x, a=axis: Marked(x, a), result))
-    return type(out)(marked) if several else marked[0]
+def _whole(replicas: Any) -> tuple[dict[int, Tree], Any, Any]:
+    """The whole arguments by their positions, and the graph and state of the NNX objects."""
+    held = Replicas(*replicas)
+    return dict(zip(held.positions, (*held.donated, *held.held), strict=True)), held.graph, held.rest
 
 
-def _mark_nodes(after: Tree, varies: Tree, before: Tree, reduce: Reduce) -> Tree:
-    """The NNX state that has changed; what is the same on all replicas needs no reduction."""
-    differs = dict(nnx.to_flat_state(varies))
-    marks = _nnx.mark_updates(after, [(path, v, None) for path, v in nnx.to_flat_state(before)], reduce)
+def _with_objects(tree: Tree) -> Tree:
+    """The inverse of `_without_objects`."""
+    return jax.tree.map(lambda x: x[0].value if _is_static(x) else x, tree, is_leaf=_is_static)
 
-    def settle(path: Any, variable: Any) -> Any:
-        flags = jax.tree.leaves(differs[path])
-        marked, treedef = jax.tree.flatten(variable)
-        return jax.tree.unflatten(
-            treedef, [m if d else Marked(m.value, None, "same") for m, d in zip(marked, flags, strict=True)]
-        )
 
-    return nnx.from_flat_state([(path, settle(path, v)) for path, v in nnx.to_flat_state(marks)])
+def _known(values: Sequence[Any], signature: Signature) -> list[Value]:
+    """What is known of the operands: what is whole is the same on all replicas, but for keys, which are folded."""
+    return [
+        Value(False, None, 1 << i)
+        if i < signature.weights
+        else SAME
+        if isinstance(leaf, Whole) and not is_key(x)
+        else VARYING
+        for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
+    ]

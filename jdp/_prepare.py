@@ -13,6 +13,7 @@ from ._agree import Described, own_sizes
 from ._capturing import capturing
 from ._check import (
     ARRAYS,
+    STACKED,
     axes_of,
     check_rows,
     classify,
@@ -26,7 +27,7 @@ from ._chunk import chunk_sizes, given_sizes
 from ._describe import describe, own_rows
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
-from ._scattered import Scattered, is_scattered
+from ._scattered import Scattered, is_scattered, on_mesh
 
 
 class Prepared(NamedTuple):
@@ -153,6 +154,8 @@ def _specs(
             array, leaf = classify(leaf, verb, lambda i=i: name(i))
             if not array:
                 spec = Static(leaf)
+            elif axis is STACKED:
+                spec = Stack()
             elif axis is None or not leaf.ndim:
                 spec = Whole()
             else:
@@ -223,6 +226,7 @@ def _ready(s: Scattered) -> list[Any]:
 
 def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
     """The tree of `s`, with a `Ready` for each array."""
+    s = on_mesh(s, mesh)
     layout = s._layout
     if layout.mesh != mesh:
         raise ValueError(

@@ -48,8 +48,8 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     return broadcast(tree, mesh_of("replicate", devices), "replicate")
 
 
-def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
-    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so."""
+def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
+    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors."""
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
     if capturing() or are_described(mesh):
@@ -68,7 +68,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str) -> Tree:
         return tree
     for i in away:
         leaves[i] = own_copies(leaves[i], target)
-        _check(leaves[i], mesh, verb, tree, i)
+        _check(leaves[i], mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], own_mesh(mesh).devices.flat[0])
@@ -111,25 +111,26 @@ def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
     )
 
 
-def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int) -> None:
+def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int, root: str) -> None:
     x = concrete(x)
     if isinstance(x, jax.Array):
         primary, found = own_mesh(mesh).devices.flat[0], x.sharding.device_set
         whole = x.is_fully_replicated and found == set(mesh.devices.flat)
         if x.committed and found != {primary} and not whole:
-            raise RuntimeError(_wrong_device(x, mesh, verb, _path(tree, index), jax.tree.leaves(tree)))
+            path = _path(tree, index, root)
+            raise RuntimeError(_wrong_device(x, mesh, verb, path, jax.tree.leaves(tree)))
     elif not isinstance(x, bool | int | float | complex):
-        array, _ = classify(x, verb, lambda: _path(tree, index))
+        array, _ = classify(x, verb, lambda: _path(tree, index, root))
         if not array:
             raise TypeError(
-                f"jdp.{verb}: {_path(tree, index)} is a {type(x).__name__}; parameters are arrays. Keep it out of the "
-                f"parameters and pass it as an argument."
+                f"jdp.{verb}: {_path(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it out "
+                f"of the parameters and pass it as an argument."
             )
 
 
-def _path(tree: Tree, index: int) -> str:
+def _path(tree: Tree, index: int, root: str) -> str:
     path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
-    return jax.tree_util.keystr(path) or "params"
+    return root + jax.tree_util.keystr(path) or "params"
 
 
 def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: list[Any]) -> str:

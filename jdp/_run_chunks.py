@@ -16,6 +16,7 @@ from ._operands import Signature
 from ._outputs import Outputs, Returned, Rule, output_path
 from ._segments import run_segments
 from ._sync_batch_norm import is_synced
+from ._varying import source_line
 
 BodyOf = Callable[[int], Callable[..., Returned]]
 
@@ -30,6 +31,8 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     n = layout.mesh.size
     if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
         return _switch(body_of, operands, signature, index)
+    if n > 1:  # the body is jitted, so that it is traced once all the same
+        _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands).jaxpr, n)
     out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return out.values, Outputs(layout, out.treedef, out.rules, sizes)
@@ -58,6 +61,8 @@ def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
         jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
+        if layout.mesh.size > 1:
+            _refuse_ordered(jaxpr.jaxpr, layout.mesh.size)
         if layout.used:
             _refuse_collectives(jaxpr.jaxpr, layout)
         if layout.devices[0].platform == "cpu":
@@ -149,10 +154,15 @@ def _must_agree(lead: _Body, other: _Body) -> None:
     for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.rules, strict=True)):
         apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
         if a.ndim != b.ndim or a.dtype != b.dtype or apart:
+            how = (
+                "what is one for all replicas has one shape. Return what does not depend on the number of rows"
+                if rule.axis is None
+                else f"replicas may differ along axis {rule.axis} only, which is that of their rows. Return the rows "
+                f"along it; dp(...) and dp.parallel take another axis in out_axes"
+            )
             raise ValueError(
                 f"jdp.parallel_apply: {output_path(lead.out, k)} is {a.str_short()} on replica {lead.replica} and "
-                f"{b.str_short()} on replica {other.replica}; replicas may differ along axis {rule.axis} only. Return "
-                f"the rows along it, or name their axis in out_axes."
+                f"{b.str_short()} on replica {other.replica}; {how}."
             )
 
 
@@ -180,14 +190,39 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
             raise ValueError(
                 f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
                 f"that it runs on the primary device alone; it would wait for {n - 1} others for ever. Pass a batch, "
-                f"or leave the collective out (drop and pad do not help; sync_batch_norm does it without)."
+                f"or leave the collective out (drop and pad do not help; sync_batch_norm of dp.train_step does)."
             )
         raise ValueError(
             f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
             f"{layout.sizes} on {n} devices; replicas with unequal chunks run different code and would wait for each "
-            f"other for ever. Drop rows or pad the batch to a multiple of {n}, or leave axis_name out of the model "
-            f"and let sync_batch_norm do it."
+            f"other for ever. Drop rows or pad the batch to a multiple of {n}, or leave the collectives to "
+            f"dp.train_step or dp.value_and_grad, which reduce by rows (sync_batch_norm=True there stands for the "
+            f"axis_name of a BatchNorm)."
         )
+
+
+def _refuse_ordered(jaxpr: Any, n: int) -> None:
+    """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
+    for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
+        if any(map(_is_ordered, eqn.effects)):
+            for inner in _inner(eqn):
+                _refuse_ordered(inner, n)
+            where = source_line(eqn)
+            raise ValueError(
+                f"jdp.parallel_apply: {eqn.primitive.name}{where and f' ({where})'} has ordered=True and runs on {n} "
+                f"devices at once; JAX keeps an order on one device only. Pass ordered=False."
+            )
+
+
+def _is_ordered(effect: Any) -> bool:
+    return type(effect).__name__.startswith("Ordered")  # JAX has no public name for them
+
+
+def _inner(eqn: Any) -> Iterable[Any]:
+    """The jaxprs that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            yield getattr(value, "jaxpr", value)
 
 
 def communicates(jaxpr: Any, axis_name: str) -> bool:
@@ -213,8 +248,5 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, nested ones too."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(value, "eqns"):
-                yield from _equations(value)
-            elif hasattr(value, "jaxpr"):
-                yield from _equations(value.jaxpr)
+        for inner in _inner(eqn):
+            yield from _equations(inner)

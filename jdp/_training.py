@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _parallel, _value_and_grad
@@ -177,6 +177,8 @@ class Training:
         axis_name: str | None = None,
         in_axes: Any = None,
         out_axes: Any = None,
+        static_broadcasted_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] = (),
     ) -> Callable[..., Any]:
         """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, with nothing stacked.
 
@@ -209,4 +211,5 @@ class Training:
 
         Source: `pmap` in jax/_src/pmap.py.
         """
-        return _parallel.parallel(self._config, step_fn, axis_name, _parallel.Axes(in_axes, out_axes))
+        options = _parallel.options(in_axes, out_axes, static_broadcasted_argnums, donate_argnums)
+        return _parallel.parallel(self._config, step_fn, axis_name, options)

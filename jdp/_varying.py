@@ -11,13 +11,17 @@ import jax
 
 # What these give is the same on every replica.
 _REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+# What these give has the parts of all their operands, as a sum that goes round a ring of replicas.
+_COLLECTORS = {"add", "add_any", "scatter-add", "scatter", "dynamic_update_slice", "concatenate"}
 
 
 class Value(NamedTuple):
-    """What is known of a value: whether replicas may differ in it, and the last collective that it comes from."""
+    """What is known of a value: whether replicas may differ in it, and what it comes from."""
 
     varying: bool
-    reduced: Any = None
+    reduced: Any = None  # the last collective; of what differs, one that gave it the parts of other replicas, too
+    sources: int = 0  # a bit for each marked input that it depends on, through whatever collectives
+    groups: Any = None  # of what differs and came through collectives within groups of replicas only: those
 
 
 SAME, VARYING = Value(False), Value(True)
@@ -40,11 +44,16 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str) -> list[Value]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def is_exchanged(value: Value) -> bool:
+    """Whether a collective has brought something of other replicas into it."""
+    return value.reduced is not None and value.reduced.primitive.name != "axis_index"
+
+
 def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
     if axis_name in _axes(params):
-        whole = name in _REDUCERS and params.get("axis_index_groups") is None
-        return [Value(False, eqn) if whole else VARYING] * n
+        # A collective of several arrays is one of each.
+        return [_collective(eqn, v) for v in (inputs if len(inputs) == n else [_join(inputs)] * n)]
     if name == "scan":
         return _scan(params, inputs, axis_name)
     if name == "while":
@@ -55,15 +64,44 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     inner = [getattr(p, "jaxpr", p) for p in params.values() if hasattr(p, "eqns")]
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
+    joined = _join(inputs)
     if any(_mentions(p, axis_name) for p in params.values()):
-        return [VARYING] * n
-    return [_join(inputs)] * n
+        return [Value(True, None, joined.sources)] * n
+    exchanged = next((v for v in inputs if v.varying and is_exchanged(v)), None)
+    if name in _COLLECTORS and exchanged is not None:
+        return [exchanged._replace(sources=joined.sources)] * n
+    return [joined] * n
+
+
+def _collective(eqn: Any, value: Value) -> Value:
+    if eqn.params.get("axis_index_groups") is None:
+        return Value(eqn.primitive.name not in _REDUCERS, eqn, value.sources)
+    if not value.varying or value.reduced is not None:
+        return Value(True, eqn, value.sources)
+    # One round within groups leaves the rows of the others out; a second, across them, brings them in.
+    groups = _connected([*(value.groups or ()), *map(frozenset, eqn.params["axis_index_groups"])])
+    return Value(True, eqn if len(groups) == 1 else None, value.sources, groups)
+
+
+def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
+    """The groups, with those that have a replica in common as one."""
+    found: list[frozenset[int]] = []
+    for group in groups:
+        apart = [g for g in found if g.isdisjoint(group)]
+        found = [*apart, group.union(*(g for g in found if g not in apart))]
+    return frozenset(found)
 
 
 def _join(values: Sequence[Value]) -> Value:
-    if any(v.varying for v in values):
-        return VARYING
-    return next((v for v in values if v.reduced is not None), SAME)
+    sources = 0
+    for v in values:
+        sources |= v.sources
+    apart = [v for v in values if v.varying]
+    if any(v.reduced is None for v in apart):
+        groups = {v.groups for v in apart}
+        return Value(True, None, sources, groups.pop() if len(groups) == 1 else None)
+    found = sorted((v for v in apart or values if v.reduced is not None), key=is_exchanged)
+    return Value(bool(apart), found[-1].reduced if found else None, sources)
 
 
 def _scan(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
@@ -72,11 +110,11 @@ def _scan(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     else:
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
         consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
-    while True:  # each round at least one more varies, or it is the last
+    while True:  # each round more is known to differ, or to depend on something, or it is the last
         outputs = varying(params["jaxpr"], [*consts, *carry, *xs], axis_name)
         after = [_join([a, b]) for a, b in zip(carry, outputs, strict=False)]
-        if [v.varying for v in after] == [v.varying for v in carry]:
-            return [*after, *outputs[len(carry) :]]
+        if _alike(after, carry):
+            return outputs if params["length"] else [*after, *outputs[len(carry) :]]
         carry = after
 
 
@@ -87,10 +125,16 @@ def _while(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
         (goes_on,) = varying(params["cond_jaxpr"], [*cond, *carry], axis_name)
         outputs = varying(params["body_jaxpr"], [*body, *carry], axis_name)
         # Replicas that take different numbers of rounds end with different values.
-        after = [_join([a, b, *([goes_on] if goes_on.varying else [])]) for a, b in zip(carry, outputs, strict=True)]
-        if [v.varying for v in after] == [v.varying for v in carry]:
+        rounds = goes_on if goes_on.varying else Value(False, None, goes_on.sources)
+        after = [_join([a, b, rounds]) for a, b in zip(carry, outputs, strict=True)]
+        if _alike(after, carry):
             return after
         carry = after
+
+
+def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
+    known = [[(v.varying, v.reduced is None, v.sources, v.groups) for v in values] for values in (a, b)]
+    return known[0] == known[1]
 
 
 def _axes(params: Any) -> tuple[Any, ...]:
