@@ -19,6 +19,7 @@ from ._sync_batch_norm import is_synced
 from ._varying import source_line
 
 BodyOf = Callable[[int], Callable[..., Returned]]
+_settings: Any = jax.config
 
 
 def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
@@ -31,7 +32,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     n = layout.mesh.size
     if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
         return _switch(body_of, operands, signature, index)
-    if n > 1:  # the body is jitted, so that it is traced once all the same
+    if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
         _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands).jaxpr, n)
     out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))

@@ -208,7 +208,8 @@ class Training:
                 what is whole (state; a string or another object is part of the program), or "stacked" for pmap's own
                 layout, one entry for each replica along the first axis, which the step does not see. An entry may be a
                 tree of these, as in `jax.pmap`.
-            out_axes: likewise for the results; "stacked" gives them as pmap does, and goes in again as such.
+            out_axes: likewise for the results. None is one value: the primary's, where a result that is no state
+                differs. "stacked" gives them as pmap does, and goes in again as such.
             static_broadcasted_argnums: positions of arguments that are part of the program, as in `jax.pmap`; the first
                 of the others is the state.
             donate_argnums: positions of whole arguments whose arrays are freed, as in `jax.pmap`. Those that were not
