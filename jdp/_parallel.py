@@ -266,46 +266,50 @@ def _call_of(step_fn: Callable[..., Any], options: Options, reduce_state: Reduce
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
             values = signature.own(operands, replica)
-
-            def run(*values: Any) -> tuple[Any, Tree]:
-                replicas, args, kwargs = signature.fill(values)
-                whole, graph, rest = _whole(replicas)
-                args = [_with_objects(whole[p]) if p in whole else x for p, x in enumerate(args)]
-                if graph is None:
-                    return step_fn(*args, **kwargs), None
-                nodes = nnx.merge(graph, _nnx.fold_state(_nnx.copies(rest), signature.axis_name))
-                args, kwargs = _nnx.put_nodes((args, kwargs), nodes)
-                return step_fn(*args, **kwargs), nnx.state(nodes)
-
             # Traced by hand, to see which of the results differ between replicas, and what they depend on.
-            jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*values)
-            found = varying(jaxpr, _known(values, signature), signature.axis_name)
+            jaxpr, shapes = jax.make_jaxpr(_run_of(step_fn, signature), return_shape=True)(*values)
             arrays = [
                 x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)  # a number that the step returns
                 for x, aval in zip(jax.extend.core.jaxpr_as_fun(jaxpr)(*values), jaxpr.out_avals, strict=True)
             ]
+            found = varying(jaxpr, _known(values, signature), signature.axis_name)
             treedef = jax.tree.structure(shapes)
             out, after = jax.tree.unflatten(treedef, arrays)
-            out_numbers, after_numbers = jax.tree.unflatten(treedef, range(len(arrays)))
+            numbers, after_numbers = jax.tree.unflatten(treedef, range(len(arrays)))
             replicas, args, _ = signature.fill(range(len(values)))
             whole, _, rest = _whole(replicas)
             default = (None if rest is None else dim, dim)
             states = states_of(whole, values)
-            marked, kept = mark_results(out, out_numbers, found, states, options.out_axes, default, reduce_state)
+            marked, kept = mark_results(out, numbers, found, states, options.out_axes, default, reduce_state)
+            updates: Tree = ()
             if rest is not None:
                 names = {i: f"args[{p}]" for p, x in enumerate(args) for i in _nnx.stand_ins(whole.get(p, x))}
                 kept += kept_nodes(rest, after_numbers, names)
-            if len(signature.layout.used) > 1:
-                n = len(signature.layout.used)
+                before = _whole(signature.fill(values)[0])[2]
+                updates = mark_nodes(after, after_numbers, found, before, reduce_state)
+            if (n := len(signature.layout.used)) > 1:
                 refuse_one_replicas_rows(jaxpr, found, kept, signature.axis_name, n, reduce_state)
-            if rest is None:
-                return marked, ()
-            before = _whole(signature.fill(values)[0])[2]
-            return marked, mark_nodes(after, after_numbers, found, before, reduce_state)
+            return marked, updates
 
         return call
 
     return call_of
+
+
+def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, Tree]]:
+    """The step as a function of the operands: its results, and the state of the NNX objects after it."""
+
+    def run(*values: Any) -> tuple[Any, Tree]:
+        replicas, args, kwargs = signature.fill(values)
+        whole, graph, rest = _whole(replicas)
+        args = [_with_objects(whole[p]) if p in whole else x for p, x in enumerate(args)]
+        if graph is None:
+            return step_fn(*args, **kwargs), None
+        nodes = nnx.merge(graph, _nnx.fold_state(_nnx.copies(rest), signature.axis_name))
+        args, kwargs = _nnx.put_nodes((args, kwargs), nodes)
+        return step_fn(*args, **kwargs), nnx.state(nodes)
+
+    return run
 
 
 def _whole(replicas: Any) -> tuple[dict[int, Tree], Any, Any]:

@@ -13,7 +13,7 @@ from . import _nnx
 from ._check import STACKED, axes_of, is_key
 from ._layout import Tree
 from ._outputs import Marked, Reduce
-from ._varying import Value, is_exchanged
+from ._varying import Value, is_exchanged, varying
 
 VERB = "parallel"
 
@@ -155,27 +155,31 @@ def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept
 def refuse_one_replicas_rows(
     jaxpr: Any, found: Sequence[Value], kept: Sequence[Kept], axis_name: str, n: int, reduce: Reduce
 ) -> None:
-    """A `ValueError` for state that differs between replicas because each has trained it on its own rows.
+    """A `ValueError` for state that differs between replicas because each has made it of its own rows.
 
-    That of a parameter goes into other results: the loss, and what else is trained. That of a BatchNorm's statistics,
-    in training, does not: there one replica's is kept, as torch does, or the mean.
+    That is right for statistics, as a BatchNorm's in training: one replica's are kept, as torch does, or the mean.
     """
     outs, ins = jaxpr.jaxpr.outvars, jaxpr.jaxpr.invars
     changed = [k for k in kept if outs[k.new] is not ins[k.old]]
     apart = [k for k in changed if found[k.new].varying and found[k.new].reduced is None and not _is_key(outs[k.new])]
     # The mean of what every replica makes of its rows is right for statistics, and wrong for all that is trained on
     # them by anything but SGD. A metric of such statistics does not make them trained.
-    looked_at = {k.new for k in kept} if reduce == "mean" else set(range(len(outs)))
-    for k in apart:
-        depends = [i for i in looked_at if found[i].sources >> k.old & 1 and outs[i] is not outs[k.new]]
-        if depends:
-            raise ValueError(
-                f"jdp.{VERB}: {k.name} differs between {n} replicas after the step, and {len(depends)} other results "
-                f"are computed from it; what is trained is the same on all replicas, or it learns from one's rows "
-                f"alone. Pass the gradients through jax.lax.pmean(grads, {axis_name!r}) before the update."
-            )
+    results = {k.new for k in kept} if reduce == "mean" else set(range(len(outs)))
+    own = {id(outs[k.new]) for k in apart}  # by identity, for what is returned twice
+    if trained := _trained(apart, found, [i for i in results if id(outs[i]) not in own]):
+        raise ValueError(
+            f"jdp.{VERB}: {trained[0].name} differs between {n} replicas after the step, and other results are "
+            f"computed from it; what is trained is the same on all replicas, or it learns from one's rows alone. Pass "
+            f"the gradients through jax.lax.pmean(grads, {axis_name!r}) before the update (state of each replica's own "
+            f'is an argument that is "stacked" in in_axes and out_axes).'
+        )
     if reduce == "mean":
         apart = [k for k in apart if not jnp.issubdtype(outs[k.new].aval.dtype, jnp.inexact)]
+    if sums := _sums(jaxpr, apart, axis_name):
+        raise ValueError(
+            f"jdp.{VERB}: {sums[0].name} differs between {n} replicas after the step, which adds to it; such a sum "
+            f"would be that of one replica's rows alone. Pass what is added through jax.lax.psum(x, {axis_name!r})."
+        )
     if apart and not any(is_exchanged(found[k.new]) for k in changed):
         raise ValueError(
             f"jdp.{VERB}: {apart[0].name} differs between {n} replicas after the step, and nothing in the state has "
@@ -183,6 +187,40 @@ def refuse_one_replicas_rows(
             f"from one's rows alone. Pass the gradients through jax.lax.pmean(grads, {axis_name!r}) before the update "
             f"(statistics: reduce_state='mean' of jdp.DataParallel; a result that is no state: an int in out_axes)."
         )
+
+
+def _trained(apart: Sequence[Kept], found: Sequence[Value], others: Sequence[int]) -> list[Kept]:
+    """Those of the leaves on which one of the other results depends, or which depend on each other.
+
+    Statistics may go into others, as an average into one without its bias; nothing comes back from there.
+    """
+
+    def goes_into(k: Kept, result: int) -> bool:
+        return bool(found[result].sources >> k.old & 1)
+
+    trained = [
+        k
+        for k in apart
+        if any(goes_into(k, i) for i in others)
+        or any(goes_into(k, other.new) and goes_into(other, k.new) for other in apart if other is not k)
+    ]
+    while more := [k for k in apart if k not in trained and any(goes_into(k, t.new) for t in trained)]:
+        trained += more
+    return [k for k in apart if k in trained]
+
+
+def _sums(jaxpr: Any, apart: Sequence[Kept], axis_name: str) -> list[Kept]:
+    """Those of the leaves that are what they were and something that does not depend on it: a count, a total."""
+    made: dict[Any, Any] = {v: eqn for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars}
+    found = []
+    for k in apart:
+        old, eqn = jaxpr.jaxpr.invars[k.old], made.get(jaxpr.jaxpr.outvars[k.new])
+        if eqn is not None and eqn.primitive.name == "add" and old in eqn.invars:
+            added = [v for v in eqn.invars if v is not old]
+            marked = [Value(False, None, int(v is old)) for v in jaxpr.jaxpr.invars]
+            if not any(v.sources for v in varying(jaxpr.jaxpr.replace(outvars=added), marked, axis_name)):
+                found.append(k)
+    return found
 
 
 def _is_key(var: Any) -> bool:

@@ -191,10 +191,11 @@ class Training:
 
         The step's own `lax.pmean(..., axis_name)` makes replicas agree. State in which they still differ was made of
         each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the step is
-        refused; so is a step in whose state nothing was reduced. What is left are statistics, as a BatchNorm's: the
-        primary's are kept, as torch does, or with `reduce_state="mean"` the mean. "mean" takes a step that reduces
-        nothing, too, where no other state depends on what differs: the mean of what SGD makes of each replica's
-        gradient is what it makes of their mean, but that of Adam is not. (Keys may differ: the primary's is kept.)
+        refused; so is one that adds to it (a count), and one in whose state nothing was reduced. What is left are
+        statistics, as a BatchNorm's: the primary's are kept, as torch does, or with `reduce_state="mean"` the mean.
+        "mean" takes a step that reduces nothing, too, where no other state depends on what differs: the mean of what
+        SGD makes of each replica's gradient is what it makes of their mean, but that of Adam is not. (Keys may
+        differ: the primary's is kept.)
 
         A program for pmap that holds arrays of shape (n, b, ...), one entry for each device, passes them without
         that axis, `x.reshape(-1, *x.shape[2:])`; or as they are, with "stacked" for their axis: a decoding cache

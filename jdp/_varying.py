@@ -11,8 +11,16 @@ import jax
 
 # What these give is the same on every replica.
 _REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-# What these give has the parts of all their operands, as a sum that goes round a ring of replicas.
-_COLLECTORS = {"add", "add_any", "scatter-add", "scatter", "dynamic_update_slice", "concatenate"}
+# What these give has the parts of all their operands, as a sum that goes round a ring of replicas does; but not of
+# the indices, which stand there.
+_COLLECTORS = {
+    "add": slice(0, 0),
+    "add_any": slice(0, 0),
+    "concatenate": slice(0, 0),
+    "scatter-add": slice(1, 2),
+    "scatter": slice(1, 2),
+    "dynamic_update_slice": slice(2, 99),
+}
 
 
 class Value(NamedTuple):
@@ -67,9 +75,12 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     joined = _join(inputs)
     if any(_mentions(p, axis_name) for p in params.values()):
         return [Value(True, None, joined.sources)] * n
-    exchanged = next((v for v in inputs if v.varying and is_exchanged(v)), None)
-    if name in _COLLECTORS and exchanged is not None:
-        return [exchanged._replace(sources=joined.sources)] * n
+    if name in _COLLECTORS:
+        at = _COLLECTORS[name]
+        parts, indices = [*inputs[: at.start], *inputs[at.stop :]], inputs[at]
+        exchanged = next((v for v in parts if v.varying and is_exchanged(v)), None)
+        if exchanged is not None and not any(v.varying and v.reduced is None for v in indices):
+            return [exchanged._replace(sources=joined.sources)] * n
     return [joined] * n
 
 

@@ -409,7 +409,20 @@ def case_parallel():
     rows = 2 * jax.local_device_count()
     dp = jdp.DataParallel(lambda w, x: x @ w)
     w, losses = dp.parallel(step, axis_name="batch")(np.ones((5, 3), np.float32), X[:rows] + P, Y[:rows])
-    return {"w": w, "losses": losses}
+    # As pmap has it: the state donated, the rows with an axis for the devices of this process.
+    per_device = dp.parallel(
+        step, axis_name="batch", donate_argnums=0, in_axes=(None, "stacked", "stacked"), out_axes=(None, "stacked")
+    )
+    own = [a[:rows].reshape(-1, 2, *a.shape[1:]) for a in (X + P, Y)]
+    same_w, same_losses = per_device(np.ones((5, 3), np.float32), *own)
+    twice, _ = per_device(same_w, *own)
+    return {
+        "w": w,
+        "losses": losses,
+        "stacked": same_losses,
+        "twice": (twice, dp.parallel(step, axis_name="batch")(w, X[:rows] + P, Y[:rows])[0]),
+        "freed": same_w.is_deleted(),
+    }
 
 
 def one_ulp(value):

@@ -285,6 +285,68 @@ def test_one_replica_has_all_rows():
     close(w, 1 - X[0])
 
 
+def total(state, x):
+    w = state["w"] - jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(state["w"]), "data")
+    return {"w": w, "rows": state["rows"] + (x[:, 0] > 0).sum()}
+
+
+def test_a_sum_over_one_replicas_rows_is_refused(refused):
+    """A count in the state: that of one replica would look like that of all."""
+    state = {"w": jnp.ones(6), "rows": jnp.zeros((), jnp.int32)}
+    with refused(ValueError, "parallel", match=r"args\[0\]\['rows'\] .* adds to it; .* jax.lax.psum\(x, 'data'\)"):
+        DP.parallel(total)(state, X)
+
+    def evaluate(model, metric, x):
+        metric.update(values=model(x))
+
+    metric = nnx.metrics.Average()
+    with refused(ValueError, "parallel", match=r"args\[1\]\.total differs .* adds to it"):
+        DP.parallel(evaluate)(Quiet(), metric, X)
+
+
+def unbiased(state, x):
+    """Haiku's averages: one that is biased, which goes into one that is not, and an average of both over steps."""
+    count = state["count"] + 1
+    hidden = state["hidden"] + 0.1 * (x.mean(0) - state["hidden"])
+    average = hidden / (1 - 0.9**count)
+    ema = 0.99 * state["ema"] + 0.01 * average
+    w = state["w"] - jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(state["w"]), "data")
+    return {"w": w, "count": count, "hidden": hidden, "average": average, "ema": ema}
+
+
+def test_statistics_may_go_into_others():
+    state = {"w": jnp.ones(6), "count": jnp.zeros(()), **{k: jnp.zeros(6) for k in ("hidden", "average", "ema")}}
+    got, want = state, jax_utils.replicate(state)
+    for _ in range(3):
+        got, want = DP.parallel(unbiased)(got, X), jax.pmap(unbiased, axis_name="data")(want, stacked(X))
+    close(got, jax_utils.unreplicate(want))
+
+
+def routed(w, x):
+    """Rows go to other replicas and come back, so that every value after it has parts of other replicas in it."""
+    there = jax.lax.all_to_all(x.reshape(N, -1), "data", 0, 0, tiled=True)
+    return (x + jax.lax.all_to_all(jnp.tanh(there), "data", 0, 0, tiled=True).reshape(x.shape)) @ w["out"]
+
+
+def embedded(w, x):
+    return routed(w, jnp.tile(w["in"][(x[:, 0] > 0).astype(int)], (8, 1))).mean()
+
+
+def test_a_model_that_exchanges_rows_still_reduces_its_gradients(refused):
+    w = {"in": jnp.ones((2, 6)), "out": jnp.ones((6, 4))}
+
+    def step(reduce, w, x):
+        return jax.tree.map(lambda w, g: w - g, w, reduce(jax.grad(embedded)(w, x)))
+
+    with refused(ValueError, "parallel", match=r"args\[0\]\['in'\] differs between 8 replicas"):
+        DP.parallel(functools.partial(step, unreduced))(w, X)
+    got = DP.parallel(functools.partial(step, lambda g: jax.lax.pmean(g, "data")))(w, X)
+    want = jax.pmap(functools.partial(step, lambda g: jax.lax.pmean(g, "data")), axis_name="data")(
+        jax_utils.replicate(w), stacked(X)
+    )
+    close(got, jax_utils.unreplicate(want))
+
+
 def running(reduce, state, x):
     """Statistics that nothing depends on; what is trained beside them is reduced."""
     mean = 0.9 * state["mean"] + 0.1 * x.mean(0)

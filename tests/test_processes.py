@@ -469,6 +469,9 @@ def test_parallel(found):
     for process, result in enumerate(found):
         close(result["w"], w - 0.1 * sum(grads) / 4)
         np.testing.assert_allclose(result["losses"], losses[2 * process : 2 * process + 2], rtol=1e-5)
+        np.testing.assert_array_equal(result["stacked"], result["losses"])
+        np.testing.assert_array_equal(*result["twice"])
+        assert result["freed"]
 
 
 def test_check_replicas(found):
