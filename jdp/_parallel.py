@@ -190,7 +190,7 @@ def _without_objects(tree: Tree, name: str) -> Tree:
 def _refuse_deleted(tree: Tree, name: str, mesh: Mesh) -> None:
     """A `RuntimeError` for what was donated already."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, Tracer):
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array):  # in jit; in explain, which moves nothing
             continue
         if x.is_deleted():
             raise RuntimeError(

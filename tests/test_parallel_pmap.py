@@ -200,6 +200,13 @@ def test_donated_state_is_freed(same, refused):
         step(old, X)
 
 
+def test_a_donating_step_can_be_explained_and_jitted(same):
+    step = DP.parallel(train, donate_argnums=0)
+    assert jdp.explain(step, {"w": W, "step": 0}, X).collectives
+    want = DP.parallel(train)({"w": W, "step": 0}, X)
+    same(jax.jit(step)({"w": W, "step": jnp.int32(0)}, X)[0]["w"], want[0]["w"])
+
+
 def test_nothing_else_is_donated(same):
     kept = jdp.replicate({"w": W, "step": np.int32(0)})
     x = jdp.scatter(X)

@@ -381,14 +381,14 @@ def test_the_mean_of_state_is_for_what_is_not_trained(refused):
 def test_a_key_in_the_state_may_differ():
     """Each replica draws its own numbers; the next step's key is the primary's."""
 
-    def step(state, x):
+    def step(state, x, mine):
         w, key = state
-        key, own = jax.random.split(jax.random.fold_in(key, jax.lax.axis_index("data")))
+        key, own = jax.random.split(jax.random.fold_in(key, mine[0]))
         grads = jax.grad(lambda w: (x @ w * jax.random.bernoulli(own, 0.5, (len(x),))).mean())(w)
         return (w - jax.lax.pmean(grads, "data"), key), jax.random.bits(own)
 
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
-        (_, new), bits = DP.parallel(step)((np.ones(6, np.float32), key), X)
+        (_, new), bits = DP.parallel(step)((np.ones(6, np.float32), key), X, np.arange(ROWS))
         assert len({*bits.tolist()}) == N
         assert (new == jax.random.split(jax.random.fold_in(key, 0))[0]).all()
 
