@@ -264,7 +264,8 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
         ) from None
     for axis in prefix:
         if axis is not None and axis is not STACKED and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise TypeError(f"jdp.{verb}: {what} holds {axis!r}; an axis is an int or None. Pass one of these.")
+            other = ' (or "stacked")' if verb == "parallel" else ""
+            raise TypeError(f"jdp.{verb}: {what} holds {axis!r}; an axis is an int or None{other}. Pass one of these.")
     return [
         axis
         for axis, subtree in zip(prefix, subtrees, strict=True)

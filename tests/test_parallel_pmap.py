@@ -104,6 +104,8 @@ def test_what_is_stacked_has_an_entry_for_each_replica(refused):
         step(1.0, {"x": X})
     with refused(ValueError, "parallel", match=r"args\[1\] has shape \(\) and is 'stacked'"):
         step(1.0, np.float32(3))
+    with refused(TypeError, "parallel", match=r"in_axes holds 'stack'; an axis is an int or None \(or \"stacked\"\)"):
+        DP.parallel(lambda w, x: w, in_axes=(None, "stack"))(1.0, X)
 
 
 @pytest.mark.parametrize("axis_name", ["data", "batch"])
