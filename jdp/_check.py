@@ -48,23 +48,22 @@ def is_legacy_key(x: Any) -> bool:
 
 
 def is_deep(x: Any, levels: int = 250) -> bool:
-    """Whether lists, tuples and dicts are nested deeper than that, as they are where one holds itself."""
-    if not isinstance(x, NESTED):
-        return False
+    """Whether a list, tuple or dict nests others deeper than that, as one does that holds itself."""
     for y in x.values() if isinstance(x, dict) else x:
-        if isinstance(y, NESTED) and (not levels or is_deep(y, levels - 1)):
+        # Every call asks it of its arguments; isinstance takes longer to say no of an array.
+        if issubclass(type(y), NESTED) and (not levels or is_deep(y, levels - 1)):
             return True
     return False
 
 
 def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
     """A `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
-    if not is_deep(tree):
+    if not isinstance(tree, NESTED) or not is_deep(tree):
         return
     name = root if isinstance(root, str) else "args"
     for part, x in zip(root, tree, strict=False) if isinstance(root, tuple) else ():
-        children = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ()
-        name = next((f"{part}[{key!r}]" for key, child in children if is_deep(child)), name)
+        children = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, NESTED) else ()
+        name = next((f"{part}[{key!r}]" for key, y in children if isinstance(y, NESTED) and is_deep(y)), name)
     raise ValueError(
         f"jdp.{verb}: {name} holds itself, or is nested more than 250 levels deep; JAX flattens all of a tree. Pass "
         f"lists, tuples and dicts that end in arrays."
