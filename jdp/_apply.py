@@ -54,7 +54,7 @@ class Apply(Steps):
             return self._all_steps(variables, args, kwargs)
         one = len(args) == 1 and not kwargs and type(args[0]) is Scattered  # what is called most, as in known_by
         key, batch = (args[0]._layout.token, args[0]._arrays) if one else known_by(args, kwargs)
-        known: Known | None = config.calls.get(key)
+        known: Known | None = config.calls.used(key)
         if known is None:
             return self._all_steps(variables, args, kwargs)
         module, steps, where, program, seen, arrays, stateful, stays = known

@@ -12,6 +12,7 @@ from flax import nnx
 from ._check import ARRAYS, USUAL, no_further, refuse_loader
 from ._check_replicas import check_replicas
 from ._config import Config
+from ._kept import Recent
 from ._layout import Layout, Tree
 from ._nnx import is_node, put_nodes, take_nodes
 from ._prefetch import on_host, prefetch, prefetch_together, refuse_one_batch
@@ -25,7 +26,7 @@ class BatchAxes(NamedTuple):
     """The `in_axes` of a door of its own, and the layouts of the batches that were cut by them."""
 
     in_axes: Tree
-    layouts: dict[Any, Layout]
+    layouts: Recent[Any, Layout]
 
 
 class Taken(NamedTuple):
@@ -82,7 +83,7 @@ class Batches:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
         refuse_one_batch(batches)
-        config, own = self._config, None if in_axes is None else BatchAxes(in_axes, {})
+        config, own = self._config, None if in_axes is None else BatchAxes(in_axes, Recent())
         convert = on_host(batches)
 
         def host(batch: Tree) -> Tree:
@@ -120,7 +121,7 @@ class Batches:
         layouts = config.batch_layouts if own is None else own.layouts
         # A batch that was seen before: a step on a small model is no longer than all that follows.
         leaves, treedef = flat(batch, verb, "batch", _stop)
-        seen = layouts.get((treedef, *map(known_by, leaves)))
+        seen = layouts.used((treedef, *map(known_by, leaves)))
         if seen is not None and (arrays := _at_hand(leaves, seen)) is not None:
             return Scattered(arrays, seen)
         if len(leaves) == 1 and leaves[0] is batch and not is_node(batch):

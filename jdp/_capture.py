@@ -138,7 +138,7 @@ class ReplicasCall(Call):
         self._inputs = tuple(None if s is None else shapes_of_scattered(s) for s in (inputs, kwargs))
         batch = tuple(s for s in self._inputs if s is not None)
         super().__init__(label, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
-        self.compilations = sum(run._cache_size() for run in programs.values() if hasattr(run, "_cache_size"))
+        self.compilations = sum(run._cache_size() for run in _jitted_of(programs))
 
     @property
     def differentiated(self) -> Tree:
@@ -156,6 +156,13 @@ class ReplicasCall(Call):
         inputs, kwargs = (None if s is None else on_one_device(s) for s in self._inputs)
         assert inputs is not None
         return ReplicasCall(self.label, self._jitted, self._programs, replicas, inputs, kwargs)
+
+
+def _jitted_of(programs: Any) -> list[Any]:
+    """Those of the programs that count themselves how often they were compiled."""
+    return [
+        run for x in programs.values() for run in (x if isinstance(x, tuple) else (x,)) if hasattr(run, "_cache_size")
+    ]
 
 
 @contextlib.contextmanager

@@ -25,6 +25,11 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, _KEY)
 
 
+def is_unbound_axis(error: NameError) -> bool:
+    """Whether this is JAX's error for a collective outside of its axis, and not a name that somebody misspelt."""
+    return "unbound axis name" in str(error)
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
     return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ._capture import Captured, ReplicasCall
 from ._capturing import capturing
 from ._devices import replicated
+from ._kept import Recent
 from ._layout import Layout, Tree
 from ._processes import spans_processes
 from ._replicate import all_lie
@@ -75,22 +76,23 @@ class Compiled:
 
     def __init__(self, run: Callable[..., Scattered], recalled: bool = False, donates: bool = False) -> None:
         self._run, self._recalled, self._donates = run, recalled, donates
-        self._programs: dict[Any, Callable[..., Scattered]] = {}
-        self.seen: dict[Any, Seen] = {}  # of each program of arrays
+        # By the layouts; of one of arrays with what is known of its calls.
+        self._programs: Recent[Any, Any] = Recent()
 
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         if capturing():
             raise Captured(ReplicasCall(self._run.__name__, self._jitted, self._programs, replicas, inputs, kwargs))
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
-            program, operands = self.of_arrays(inputs._layout, kw), (*self._split(replicas), *inputs._arrays, *rest)
+            program, seen = self.of_arrays(inputs._layout, kw)
+            operands = (*self._split(replicas), *inputs._arrays, *rest)
             if not is_plain():
                 out = arguments_of_this_jit_need_jdp_replicate(program, operands)
             else:
-                out = self._noticed(program, *operands) if self._recalled else program(*operands)
-            return Scattered(*self.seen[program].outputs(out))
+                out = self._noticed(program, seen, *operands) if self._recalled else program(*operands)
+            return Scattered(*seen.outputs(out))
         key = inputs._layout, kw
-        program = self._programs.get(key)
+        program = self._programs.used(key)
         if program is None:
             roots = ("donated", *ROOTS) if self._donates else ROOTS
             jitted = self._jit(self._run, self._where(inputs, kwargs))
@@ -111,9 +113,9 @@ class Compiled:
         donating.__name__ = donating.__qualname__ = run.__name__
         return jax.jit(donating, in_shardings=(None, None, *where), donate_argnums=0)
 
-    def _noticed(self, program: Any, replicas: Tree, *arrays: Any) -> Any:
+    def _noticed(self, program: Any, seen: Seen, replicas: Tree, *arrays: Any) -> Any:
         """A call of which `recall` has to know."""
-        seen, size = self.seen[program], program._cache_size()
+        size = program._cache_size()
         if not all_lie(jax.tree.leaves(replicas), replicated(seen.mesh)):
             seen.recalled = False  # by a subclass's replicate, or by parallel_apply called by hand
         out = program(replicas, *arrays)
@@ -121,14 +123,14 @@ class Compiled:
             seen.look(program, replicas, *arrays)
         return out
 
-    def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> Any:
+    def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> tuple[Any, Seen]:
         """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other.
 
         It returns the outputs behind a None for each layout before theirs, for a `Scattered` is a call back into
         Python: the tree itself, or the padded arrays where gather has to trim them.
         """
-        program = self._programs.get((inputs, kwargs))
-        if program is None:
+        found = self._programs.used((inputs, kwargs))
+        if found is None:
             run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
             def of_arrays(replicas: Tree, *arrays: Any) -> tuple[Any, ...]:
@@ -145,9 +147,8 @@ class Compiled:
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
             # before it costs, and into the one program that placed arrays run as well.
             where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-            program = self._programs[inputs, kwargs] = self._jit(of_arrays, where)
-            self.seen[program] = seen
-        return program
+            found = self._programs[inputs, kwargs] = self._jit(of_arrays, where), seen
+        return found
 
     def _jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:
         """The function of the trees themselves: names in it are those of the operands."""

@@ -23,14 +23,14 @@ from ._devices import (
     resolve_output,
     warn_imbalance,
 )
-from ._kept import kept
+from ._kept import Recent, kept
 from ._layout import Layout, Tree
 from ._linen import linen_function, mark_outputs
 from ._nnx import filters_of, nnx_function
 from ._outputs import Reduce
 from ._parallel_apply import spmd
 
-_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs")
+_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs", "_current")
 
 Kind = Literal["linen", "nnx", "function"]
 
@@ -79,16 +79,21 @@ class Config:
         self.reduce_state: Reduce = reduce_state
         self.state_axes = dict(state_axes or {})
         self.mesh = make_mesh(self.devices, axis_name)
-        self._programs: dict[int, tuple[Any, Compiled]] = {}
-        self.layouts: dict[Any, Layout] = {}
-        self.batch_layouts: dict[Any, Layout] = {}
-        self.calls: dict[Any, Any] = {}  # that recall knows
+        self._forget()
         warn_imbalance(self.devices)
 
     @property
     def is_described(self) -> bool:
         """Whether the devices are those of a topology, on which nothing runs."""
         return are_described(self.mesh)
+
+    def _forget(self) -> None:
+        """Begins with nothing compiled, and nothing known."""
+        self._current: tuple[Any, Compiled] | None = None  # the module that was called last, and its program
+        self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
+        self.layouts: Recent[Any, Layout] = Recent()
+        self.batch_layouts: Recent[Any, Layout] = Recent()
+        self.calls: Recent[Any, Any] = Recent()  # that recall knows
 
     def mesh_of(self, devices: Devices) -> Mesh:
         """The mesh of the devices that a step is given: the wrapper's own, unless a subclass chose others."""
@@ -117,30 +122,38 @@ class Config:
         """The compiled call of the module; a module that takes its place has its own."""
         if self.kind == "nnx":
             module = None  # its graph is an argument
-        found = self._programs.get(id(module))
-        if found is None:
-            shared = self.kind == "function" and self.out_axes is None  # with parallel_apply
-            program = kept(module, "program", spmd) if shared else spmd(self._function(module), _name(module))
-            found = self._programs[id(module)] = (module, program)
+        found = self._current
+        if found is None or found[0] is not module:
+            found = self._current = module, self._program_of(module)
         return found[1]
 
-    def _function(self, module: Any) -> Callable[..., Tree]:
+    def _program_of(self, module: Any) -> Compiled:
+        out_axes, reduce_state, state_axes = self.out_axes, self.reduce_state, self.state_axes
         if self.kind == "nnx":
-            return nnx_function(self.out_axes, self.reduce_state, self.state_axes, self.axis_name)
+            return spmd(nnx_function(out_axes, reduce_state, state_axes, self.axis_name), _name(module))
         if self.kind == "linen":
-            return linen_function(module, self.out_axes, self.reduce_state, self.state_axes)
-        out_axes = self.out_axes
 
-        def function(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
-            return mark_outputs(module(params, *args, **kwargs), out_axes)
+            def linen_program(apply: Callable[..., Any]) -> Compiled:
+                return spmd(linen_function(apply, out_axes, reduce_state, state_axes), _name(module))
 
-        return function
+            return kept(module.apply, "program", linen_program, self._programs)
+        if out_axes is None:
+            return kept(module, "program", spmd)  # shared with parallel_apply
+
+        def program(module: Callable[..., Any]) -> Compiled:
+            def function(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
+                return mark_outputs(module(params, *args, **kwargs), out_axes)
+
+            return spmd(function, _name(module))
+
+        return kept(module, "program", program, self._programs)
 
     def on(self, mesh: Mesh) -> Config:
         """The same arguments, on other devices."""
         other = object.__new__(Config)  # not copy.copy, which names devices that may be absent
         own = {"mesh": mesh, "devices": tuple(mesh.devices.flat)}
-        vars(other).update(vars(self) | own | {name: {} for name in _NOT_PICKLED if name != "mesh"})
+        vars(other).update(vars(self) | own)
+        other._forget()
         return other
 
     def __deepcopy__(self, memo: Any) -> Config:
@@ -157,7 +170,7 @@ class Config:
         *devices, self.output_device = _here([*state["devices"], state["output_device"]])
         self.devices = tuple(devices)
         self.mesh = make_mesh(self.devices, self.axis_name)
-        vars(self).update({name: {} for name in _NOT_PICKLED if name != "mesh"})
+        self._forget()
 
 
 def kind_of(module: Any, verb: str = "DataParallel") -> Kind:

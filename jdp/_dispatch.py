@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import signal
+import threading
+from _signal import getsignal  # without the wrappers in Python, at a tenth of their price
+from _signal import signal as set_handler
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -31,12 +36,49 @@ def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     return out
 
 
-def dispatch_step(program: Callable[..., tuple[S, dict[str, Any]]], mesh: Mesh, *args: Any) -> tuple[S, dict[str, Any]]:
+def dispatch_step(
+    program: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
+) -> tuple[S, dict[str, Any]]:
     """`dispatch` of a training step, held by its loss: the state that it gives is donated to the next."""
-    state, metrics = program(*args)
+    found = run_and_keep(program, args, keep)
     if may_deadlock(mesh):
-        _wait_for_earlier(metrics["loss"])
-    return state, metrics
+        _wait_for_earlier(found[1]["loss"])
+    return found
+
+
+def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:
+    """`keep(program(*args))`; no Ctrl-C comes between what the program frees and what `keep` stores.
+
+    Python runs the handler of a signal between any two of its instructions, those inside of JAX as well. In here the
+    first SIGINT waits until the result is kept. A second one does not wait.
+    """
+    handler = getsignal(signal.SIGINT)
+    # Only the main thread gets signals, and a handler of C's is not Python's to call.
+    if threading.get_ident() != threading.main_thread().ident or not callable(handler) or handler is _hold_back:
+        return keep(program(*args))
+    _interrupted[:] = [handler]
+    set_handler(signal.SIGINT, _hold_back)
+    try:
+        return keep(program(*args))
+    finally:
+        set_handler(signal.SIGINT, handler)
+        if len(_interrupted) > 1:
+            _deliver()
+
+
+_interrupted: list[Any] = []
+"""The handler that is put aside, and an entry for each SIGINT that waits for it."""
+
+
+def _hold_back(number: int, frame: FrameType | None) -> None:
+    _interrupted.append(frame)
+    if len(_interrupted) > 2:
+        _deliver()
+
+
+def _deliver() -> None:
+    while len(_interrupted) > 1:
+        _interrupted[0](signal.SIGINT, _interrupted.pop())
 
 
 @functools.cache

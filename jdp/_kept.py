@@ -1,14 +1,36 @@
-"""Keeps what was made for a function for as long as the function lives, and no longer."""
+"""Keeps what was made for a function while the function lives; of what was made for sizes, what was used last."""
 
 from __future__ import annotations
 
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+K, T = TypeVar("K"), TypeVar("T")
+
+SIZES = 64
+"""How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
+
+
+class Recent(OrderedDict[K, T]):
+    """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
+
+    def used(self, key: K) -> T | None:
+        """The entry with this key, which is the last now that goes; None where there is none."""
+        try:
+            self.move_to_end(key)
+        except KeyError:
+            return None
+        return self.get(key)
+
+    def __setitem__(self, key: K, value: T) -> None:
+        super().__setitem__(key, value)
+        while len(self) > SIZES:
+            self.popitem(last=False)
+
 
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
@@ -16,8 +38,8 @@ MOST_HELD = 16
 _held: list[Any] = []  # what cannot be referred to weakly, the last used last
 
 
-def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
-    """`make(fn)`, made once per `fn` and `key`; freed with `fn`, to which what is made must refer weakly.
+def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
+    """`make(fn)`, made once per `fn` and `key`; freed with `fn`, to which what is made must refer weakly, or the store.
 
     An object of a class with `__slots__` tells nobody when it is freed: the last 16 of those that were used stay alive.
     `make` gets a stand-in that calls `fn` and does not keep it alive. A bound method, which Python
@@ -25,13 +47,13 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T]) -> T:
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     number = id(owner)
-    entry = _kept.get(number)
+    entry = store.get(number)
     if entry is None or entry[0]() is not owner:
         try:
-            ref: Callable[[], Any] = weakref.ref(owner, lambda _: _kept.pop(number, None))
+            ref: Callable[[], Any] = weakref.ref(owner, lambda _: store.pop(number, None))
         except TypeError:  # of a class with slots
             ref = functools.partial(_itself, owner)
-        entry = _kept[number] = (ref, {})
+        entry = store[number] = (ref, {})
     ref, made = entry
     if isinstance(ref, functools.partial):
         _hold(owner)

@@ -17,6 +17,38 @@ Tree = Any
 """Any pytree of arrays."""
 
 
+def outline(name: str, tree: Tree, most: int = 12) -> str:
+    """The tree in a few lines, one for each leaf: its path, dtype, shape and place, and never a value."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {_leaf(x)}" for path, x in leaves[:most]]
+    if len(leaves) > most:
+        lines.append(f"  ... and {len(leaves) - most} more of {len(leaves)}")
+    return "\n".join([f"{name}(", *lines, ")"]) if lines else f"{name}()"
+
+
+def _leaf(x: Any) -> str:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
+        return type(x).__name__ + f" {text}" * (0 < len(text) < 40)
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}] {_place(x)}"
+
+
+def _place(x: Any) -> str:
+    """Where an array lies; of one that is freed nothing else can be asked."""
+    if isinstance(x, jax.core.Tracer):
+        return "traced"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "described"
+    if not isinstance(x, jax.Array):
+        return "on the host"
+    if x.is_deleted():
+        return "deleted"
+    devices = sorted(x.sharding.device_set, key=lambda d: d.id)
+    if len(devices) == 1:
+        return f"on {devices[0]}"
+    return f"{'whole on' if x.sharding.is_fully_replicated else 'cut over'} {len(devices)} devices"
+
+
 class Cut(NamedTuple):
     """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest (or to `least`)."""
 

@@ -12,7 +12,7 @@ from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
 from ._assemble import put
-from ._check import axes_of, is_array, is_key
+from ._check import axes_of, is_array, is_key, is_unbound_axis
 from ._devices import replicated
 from ._layout import Tree
 from ._outputs import Marked, Reduce
@@ -29,13 +29,13 @@ def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
 
 
 def linen_function(
-    module: Any, out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[str, int]
+    apply_fn: Callable[..., Any], out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[str, int]
 ) -> Callable[..., Tree]:
     """`module.apply` with a rule for every output and every updated leaf."""
 
     def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
         try:
-            out = module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+            out = apply_fn(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
         except flax.errors.ScopeCollectionNotFound as error:
             error.add_note("Variables come from dp.init(key, *args): pass its result to dp.apply.")
             raise
@@ -165,7 +165,10 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
     _check_key(rngs)
     try:
         return module.init(rngs, *args, **kwargs)
-    except NameError:  # JAX's unbound axis name: one replica's axis, on which the values do not depend
+    except NameError as error:
+        if not is_unbound_axis(error):
+            raise
+        # One replica's axis, on which the values do not depend.
         bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
         return bound(jax.numpy.zeros(1))
 

@@ -28,6 +28,14 @@ class Nonfinite(NamedTuple):
     rows: tuple[int, ...]
     paths: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        def few(values: tuple[Any, ...]) -> str:
+            more = [f"... and {len(values) - 6} more"] if len(values) > 6 else []
+            return f"({', '.join([*map(str, values[:6]), *more])})"
+
+        rows, paths = few(self.rows), few(self.paths)
+        return f"Nonfinite(replica={self.replica}, device={self.device}, rows={rows}, paths={paths})"
+
 
 def flags(loss: Loss, steps: int) -> CallOf:
     """What a replica runs: for each parameter whether its gradient is finite, and for each row whether all are."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ._compiled import Compiled
 from ._dispatch import dispatch
-from ._kept import kept
+from ._kept import SIZES, Recent, kept
 from ._layout import Static, Tree
 from ._operands import Signature, flatten_call
 from ._outputs import Outputs, Returned, returned
@@ -92,7 +92,7 @@ def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
 
 def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
     """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from."""
-    seen: dict[Any, set[Any]] = {}
+    seen: Recent[Any, set[Any]] = Recent()
     body = _body_of(call_of, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
@@ -131,7 +131,7 @@ def _plain(fn: Callable[..., Tree]) -> CallOf:
 
 
 def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
-    @functools.cache
+    @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Returned]:
         """The call on a chunk of the size that `replica` (the lowest such) has."""
         run = call_of(signature, replica)
@@ -153,7 +153,7 @@ def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable
     return body
 
 
-def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
+def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
     layouts = [node for node in signature.nodes if node]
     statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))

@@ -17,6 +17,7 @@ from ._agree import Pending, begin, described_by_others, finish
 from ._check import ARRAYS
 from ._coordination import DesyncError
 from ._describe import without_rows
+from ._kept import Recent
 from ._layout import Layout, Static, Tree
 from ._nnx import put_nodes
 from ._prepare import Prepared
@@ -117,7 +118,7 @@ def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int
 
 
 def prefetch_together(
-    batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: dict[Any, Layout], size: int
+    batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], size: int
 ) -> Iterator[Tree]:
     """`prefetch` over several processes: goes on until all have run out, with no rows of those that have."""
     agreed = _together(iter(batches), prepare, mesh, layouts, size > 0)
@@ -125,7 +126,7 @@ def prefetch_together(
 
 
 def _together(
-    batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: dict[Any, Layout], early: bool
+    batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], early: bool
 ) -> Iterator[Tree]:
     """Scatters the batches of all processes; `early`: which tell each other of one before they need the one before."""
     last: Prepared | None = None

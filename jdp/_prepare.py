@@ -25,6 +25,7 @@ from ._check import (
 )
 from ._chunk import chunk_sizes, given_sizes
 from ._describe import describe, own_rows
+from ._kept import Recent
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import own_mesh, spans_processes
 from ._scattered import Scattered, is_scattered, on_mesh
@@ -53,7 +54,7 @@ def prepare(
     root: str | tuple[str, ...],
     axes: Tree = None,
     sizes: Sequence[int] | None = None,
-    layouts: dict[Any, Layout] | None = None,
+    layouts: Recent[Any, Layout] | None = None,
     stacked: Callable[[Any], bool] | None = None,
 ) -> Prepared | tuple[list[Any], Layout]:
     """The batch, checked; or its leaves and their layout, where that is known."""
@@ -62,7 +63,7 @@ def prepare(
     key: Any = None
     if layouts is not None:
         key = (treedef, *map(known_by, leaves))
-        if (layout := layouts.get(key)) is not None:
+        if (layout := layouts.used(key)) is not None:
             return [y for x in leaves for y in (_ready(x) if type(x) is Scattered else (x,))], layout
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs, verb)
     given = leaves

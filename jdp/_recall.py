@@ -66,8 +66,8 @@ def remember(
     arrays = [*inputs._arrays, *kw._arrays]
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
         return
-    program = compiled.of_arrays(inputs._layout, kw._layout)
-    places, seen = None if len(at) == len(leaves) else at, compiled.seen[program]
+    program, seen = compiled.of_arrays(inputs._layout, kw._layout)
+    places = None if len(at) == len(leaves) else at
     where, steps = getattr(first_leaf(params), "_sharding", None), steps_of(dp)
     if where is None or steps is None:  # no parameters, or keys first
         return

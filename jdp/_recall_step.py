@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax._src.core import eval_trace, trace_state_strong_ref  # not public; trace_ctx.trace, without its Python frame
 
-from ._dispatch import hold, may_deadlock
+from ._dispatch import hold, may_deadlock, run_and_keep
 from ._layout import Tree
 from ._scattered import Scattered
-from ._train_program import Flat, Program
-from ._train_state import TrainState, refuse_deleted
+from ._train_jit import of_leaves
+from ._train_program import Flat, Keep, Program
+from ._train_state import Given, TrainState, refuse_deleted
 
 
 class KnownStep(NamedTuple):
@@ -57,22 +58,25 @@ def known_by(batch: Tree) -> tuple[Any, Sequence[Any]]:
 
 
 def recall_step(
-    known: KnownStep, state: TrainState, arrays: Sequence[Any]
+    known: KnownStep, given: Given, arrays: Sequence[Any], keep: Keep
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """What the step gives, on the last state; None where all of it has to be looked at, or where JAX refuses it."""
     if trace_state_strong_ref.value is not eval_trace:
         return None
+    state = given.last
     try:
         # Makes no treedef to compare, as flatten would; and none is the key of a dict, for which each name in it would
         # have to be hashed.
         leaves = known.treedef.flatten_up_to(state)
         refuse_deleted(state, leaves)
-        state, metrics = known.program(*leaves, *arrays)
-    except (TypeError, ValueError):  # somebody put another array or tree into it; nothing has run
+        if not given.has(leaves):
+            return None  # somebody put another array or tree into it
+        found = run_and_keep(known.program, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+    except (TypeError, ValueError):  # nothing has run
         return None
     if known.waits:
-        hold(metrics["loss"])
-    return state, metrics
+        hold(found[1]["loss"])
+    return found
 
 
 def known_step(program: Program, state: TrainState, batch: Scattered, flat: Flat) -> KnownStep:

@@ -96,6 +96,10 @@ class Report:
 
         return self.work if self.devices == 1 else work_alone(self._call)
 
+    def __repr__(self) -> str:
+        where = f"{self.devices} x {self.device_kind}"
+        return f"Report({self.label!r}, {where}, flops={self.flops:.3g}, peak_bytes={self.peak_bytes})"
+
     def __str__(self) -> str:
         from ._report_print import text
 

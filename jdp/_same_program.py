@@ -30,8 +30,7 @@ def same_program(program: Any, mesh: Mesh, roots: tuple[str, ...]) -> Callable[.
     """
     seen: set[Any] = set()
 
-    @functools.wraps(program)
-    def call(*args: Any, label: str = program.__name__, names: Sequence[str] | None = None) -> Any:
+    def make_ready(*args: Any, label: str = program.__name__, names: Sequence[str] | None = None) -> None:
         leaves, treedef = jax.tree.flatten(args)
         key = (treedef, *[getattr(x, "aval", type(x)) for x in leaves])
         if key not in seen:
@@ -40,9 +39,13 @@ def same_program(program: Any, mesh: Mesh, roots: tuple[str, ...]) -> Callable[.
             lowered.compile()
             exchange_of(processes_of(mesh)).post(f"{label} (compiled)", None).result(limits.compile)
             seen.add(key)
+
+    @functools.wraps(program)
+    def call(*args: Any, **names: Any) -> Any:
+        make_ready(*args, **names)
         return program(*args)
 
-    call.lower = program.lower  # type: ignore[attr-defined]
+    call.lower, call.make_ready = program.lower, make_ready  # type: ignore[attr-defined]
     return call
 
 

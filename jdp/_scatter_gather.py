@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from ._assemble import own_part, refuse_traced
 from ._check import check_dim, name_of, normal_axis
 from ._chunk import pad, unpad
 from ._devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
 from ._dispatch import dispatch
+from ._kept import SIZES
 from ._layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
 from ._processes import spans_processes
 from ._same_program import same_program
@@ -118,13 +118,13 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":
-        return layout.fill(dispatch(_trim_sharded, layout.mesh, outputs))
+        return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if layout.devices != (target,):  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         arrays = put_all(arrays, [target] * len(arrays))
-    return layout.fill(arrays if layout.is_even else _jit_trim(Scattered(arrays, layout)))
+    return layout.fill(arrays if layout.is_even else _trimming(layout, False)(arrays))
 
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
@@ -167,7 +167,11 @@ def _trim(s: Scattered) -> list[Any]:
     return out
 
 
-_jit_trim = jax.jit(_trim)
+@functools.lru_cache(SIZES)
+def _trimming(layout: Layout, sharded: bool) -> Any:
+    """A jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
+    what = trim if sharded else _trim
+    return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
 
 def trim(s: Scattered) -> Sequence[Any]:
@@ -186,9 +190,6 @@ def trim(s: Scattered) -> Sequence[Any]:
     ]
 
 
-_trim_sharded = jax.jit(trim)
-
-
 def _along(s: Scattered, dim: int) -> Scattered:
     """`s` with its chunks side by side along `dim`; itself, where they are."""
     layout = s._layout
@@ -200,15 +201,15 @@ def _along(s: Scattered, dim: int) -> Scattered:
     ]
     if all(not isinstance(leaf, Cut) or leaf.axis == axis for leaf, axis in zip(layout.arrays, axes, strict=True)):
         return s
-    return dispatch(_realigning(layout.mesh), layout.mesh, s, tuple(axes))
+    return dispatch(_realigning(layout, tuple(axes)), layout.mesh, s)
 
 
-@functools.cache
-def _realigning(mesh: Mesh) -> Any:
-    return same_program(_realign, mesh, ("outputs", "axes")) if spans_processes(mesh) else _realign
+@functools.lru_cache(SIZES)
+def _realigning(layout: Layout, axes: tuple[int, ...]) -> Any:
+    realign = jax.jit(lambda s: _realign(s, axes))
+    return same_program(realign, layout.mesh, ("outputs",)) if spans_processes(layout.mesh) else realign
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:
     layout, n = s._layout, len(s._layout.devices)
     arrays, leaves = [], iter(axes)

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, replicated
-from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole
+from ._layout import Cut, Layout, Leaf, Stack, Tree, Whole, outline
 from ._processes import own_replicas, spans_processes
 
 
@@ -91,9 +91,15 @@ class Scattered(Sequence[Tree]):
         )
 
     def __repr__(self) -> str:
-        devices = ", ".join(str(d) for d in self.devices)
-        shapes = [f"{x.dtype}{list(x.shape)}" for x in self._arrays]  # not the values, which hold padding
-        return f"Scattered(sizes={self.sizes}, devices=({devices}), padded arrays: {', '.join(shapes) or 'none'})"
+        several = len(self) > 8
+        sizes = (
+            f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows" if several else f"sizes={self.sizes}"
+        )
+        devices = f"{len(self.devices)} devices" if several else ", ".join(str(d) for d in self.devices)
+        # Not the values, which hold padding.
+        arrays = [outline("padded", x).split(": ", 1)[-1][:-2] for x in self._arrays[:8]]
+        more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
+        return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
 
 
 def parts(s: Scattered) -> tuple[Scattered, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ._agree import alike, begin, fail, finish
 from ._assemble import assemble, global_shapes
 from ._capturing import capturing
 from ._chunk import pad
+from ._kept import SIZES, Recent
 from ._layout import Cut, Layout, Static, Tree
 from ._prepare import Prepared, Ready, prepare
 from ._processes import spans_processes
@@ -28,7 +30,7 @@ def split(
     root: str | tuple[str, ...],
     axes: Tree = None,
     sizes: Sequence[int] | None = None,
-    layouts: dict[Any, Layout] | None = None,
+    layouts: Recent[Any, Layout] | None = None,
     place: bool = True,
     stacked: Callable[[Any], bool] | None = None,
 ) -> Scattered:
@@ -54,7 +56,7 @@ def split(
     return _fill(leaves, layout, place)
 
 
-def filled(batch: Prepared, chunks: tuple[int, ...], layouts: dict[Any, Layout] | None, place: bool) -> Scattered:
+def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:
     """The batch as a `Scattered`, with the rows of every replica."""
     specs = tuple(Cut(s, chunks) if isinstance(s, int) else s for s in batch.specs)
     layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
@@ -84,7 +86,9 @@ def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
 
 
 def _pad(x: Any, leaf: Cut, n: int) -> Any:
-    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _jit_pad(x, leaf, n)
+    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
 
 
-_jit_pad = jax.jit(pad, static_argnums=(1, 2))
+@functools.lru_cache(SIZES)
+def _padding(leaf: Cut, n: int) -> Any:
+    return jax.jit(lambda x: pad(x, leaf, n))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,49 @@ VERB = "train_step"
 
 
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
+
+
+def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None) -> None:
+    """A `TypeError` where a loss function does not take what a step passes; `key`: whether there is one (NNX: None)."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of C's
+        return
+
+    def takes(count: int) -> bool:
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
+    if takes(3 if key else 2):
+        return
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if takes(2 if key else 3):
+        what = "takes no third argument, and there is a key" if key else "takes a third argument, and there is no key"
+        way = (
+            "Leave key= out of step.init, or take it"
+            if key
+            else "Pass one: step.init(variables, key=jax.random.key(0))"
+        )
+        way = "Draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))" if key is None else way
+    else:
+        what, way = f"takes {signature}", "Put all that belongs to the batch into one tree"
+    last = ", key" if key else ""
+    raise TypeError(f"jdp.{VERB}: loss_fn {name} {what}; a step calls loss_fn({first}, batch{last}). {way}.")
+
+
+def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
+    """`loss_fn(*args)`; where it asks for the number of an array that is traced, JAX's error says how to go on."""
+    try:
+        return loss_fn(*args)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        error.add_note(
+            f"jdp.{VERB}: loss_fn asks for the value of an array (float(x), x.item(), np.asarray(x), if x); it is "
+            f"traced, before there are values. Return the arrays themselves; take float(...) of what the step gives."
+        )
+        raise
 
 
 def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
@@ -87,7 +131,7 @@ def variables_loss(
         if nodes is not None:
             args = _nnx.put_nodes(args, nodes)
         with rows_explained(*args):
-            out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
+            out = call(loss_fn, {"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = returned(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
         return loss, metrics, (after, graph, rest if nodes is None else nnx.state(nodes))

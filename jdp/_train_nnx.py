@@ -7,23 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from ._arguments import divide, loss_of, with_nodes
 from ._assemble import put
 from ._batches import BatchAxes, taken
 from ._config import Config
 from ._devices import replicated
+from ._kept import Recent
 from ._layout import Tree
 from ._nnx import own_values
 from ._nonfinite import Nonfinite
 from ._processes import spans_processes
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
-from ._train_loss import FORMS, VERB, returned, rows_explained
+from ._train_loss import FORMS, VERB, call, check_signature, returned, rows_explained
 from ._train_program import Program, StepOptions, of_model
-from ._train_state import TrainState, first_difference, refuse_deleted
+from ._train_state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
 from ._train_step import TrainStep, own_metrics, shapes_of
 from ._update import checked_optimizer, opt_shapes
 from ._value_and_grad import check_differentiable, check_rows, hashable
@@ -42,7 +43,7 @@ def make_step(
             f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
             f"where arrays with an entry per row are gathered."
         )
-    axes = None if in_axes is None else BatchAxes(in_axes, {})
+    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     if config.kind == "nnx":
         return NNXTrainStep(dp, loss_fn, tx, options, axes)
     return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
@@ -57,6 +58,7 @@ class NNXTrainStep:
     def __init__(
         self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
     ) -> None:
+        check_signature(loss_fn, "model")
         if not isinstance(tx, nnx.Optimizer):
             tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer = tx
@@ -79,29 +81,52 @@ class NNXTrainStep:
                 f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
             )
         self._view = views[differences.index(None)]
-        # What is donated are the step's own arrays, not those that somebody else may hold.
-        copy = jnp.copy if options.donate else (lambda x: x)
-        nnx.update(dp.module, jax.tree.map(copy, nnx.state(dp.module)))
+        self._given = Given(options.donate)
         mesh = dp._config.mesh
-        opt_state = jax.tree.map(copy, nnx.as_pure(tx.opt_state))
+        opt_state = nnx.as_pure(tx.opt_state)
         everywhere = replicated(mesh)
         where = cut_shardings(opt_state, mesh)
         if not options.shard_optimizer:
             where = jax.tree.map(lambda _: everywhere, opt_state)
-        self._put_optimizer(jax.tree.map(put, opt_state, where), put(copy(tx.step[...]), everywhere))
+        self._put_optimizer(jax.tree.map(put, opt_state, where), put(tx.step[...], everywhere))
 
-    def __call__(self, batch: Tree) -> dict[str, jax.Array]:
-        """One step: the metrics; with `donate` the arrays that the model held before are gone then."""
-        program, state, scattered, nodes = self._ready(batch)
-        state, metrics = program(state, scattered, jax.tree.flatten(state))
-        if nodes:
-            own, updates = state.state
-            nnx.update([self._dp.module, *nodes], own_values(updates))
-            state = state.replace(state=own)
-        self._put(state)
-        if self._options.check_replicas:
-            program.checked(state)
-        return own_metrics(metrics) if spans_processes(program.config.mesh) else metrics
+    @property
+    def last(self) -> dict[str, jax.Array] | None:
+        """The metrics that the step gave last, or was about to give when it was interrupted; None before the first.
+
+        After Ctrl-C the model and the optimizer are whole: both after the step that gave these.
+        """
+        return self._given.last
+
+    def __repr__(self) -> str:
+        label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        return f"NNXTrainStep({label}, devices=({', '.join(map(str, self._dp.devices[:8]))}))"
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
+        """One step: the metrics; with `donate` the arrays that the model held before are gone then.
+
+        Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
+        """
+        refuse_more(more, "step((x, y))")
+        last = self._given.last
+        try:
+            program, state, scattered, nodes = self._ready(batch, self._given.own())
+            keep = functools.partial(self._keep, nodes)
+            state, metrics = program(state, scattered, jax.tree.flatten(state), keep)
+            if self._options.check_replicas:
+                program.checked(state)
+            return own_metrics(metrics) if spans_processes(program.config.mesh) else metrics
+        except KeyboardInterrupt as error:
+            done = self._given.last is not last
+            held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
+            error.add_note(interrupted(held, done, "model", "dp.module"))
+            raise
 
     def lower(self, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`."""
@@ -121,7 +146,9 @@ class NNXTrainStep:
         program, state, scattered, _ = self._ready(batch)
         return program.find_nonfinite(state, scattered)
 
-    def _ready(self, batch: Tree) -> tuple[Program, TrainState, Scattered, list[Any]]:
+    def _ready(
+        self, batch: Tree, own: Callable[[Any], Any] = lambda x: x
+    ) -> tuple[Program, TrainState, Scattered, list[Any]]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
         scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
@@ -137,15 +164,16 @@ class NNXTrainStep:
         params, rest = call.replicas
         if nodes:  # whose state is not donated, and so no part of the step's own
             held, graph, every = rest
-            own, given = of_model(every)
-            scattered, rest = with_nodes(scattered, None, given, VERB), (held, graph, own)
+            mine, given = of_model(every)
+            scattered, rest = with_nodes(scattered, None, given, VERB), (held, graph, mine)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
-        refuse_deleted(state, jax.tree.leaves(state), "model")
-        return program, program.placed(state), scattered, nodes
+        leaves = jax.tree.leaves(state)
+        refuse_deleted(state, leaves, "model")
+        return program, state if self._given.has(leaves) else program.placed(state, own), scattered, nodes
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
         with rows_explained(batch):
-            out = self._loss_fn(model, batch)
+            out = call(self._loss_fn, model, batch)
         loss, metrics, _ = returned(out, self._options.reserved, FORMS[:2])
         return loss, metrics
 
@@ -153,6 +181,19 @@ class NNXTrainStep:
         """What the optimizer sees of the differentiated arguments: the one model's own state."""
         _, state = diff
         return self._view(state[0])
+
+    def _keep(
+        self, nodes: list[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            mine, updates = state.state
+            nnx.update([self._dp.module, *nodes], own_values(updates))
+            state = state.replace(state=mine)
+            leaves = jax.tree.leaves(state)
+        self._put(state)
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(metrics, leaves)
+        return state, metrics
 
     def _put(self, state: TrainState) -> None:
         _, params = state.params

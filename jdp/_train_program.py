@@ -16,12 +16,13 @@ from ._assemble import put
 from ._capture import Captured
 from ._capturing import capturing
 from ._check_replicas import Check, start
-from ._compiled import Compiled
+from ._compiled import Compiled, is_plain
 from ._compiler_options import Options, compiler_options, takes_options
 from ._config import Config
 from ._devices import replicated
 from ._dispatch import STEPS_IN_FLIGHT, dispatch, dispatch_step
 from ._gradients import Gradients, gradients
+from ._kept import Recent
 from ._layout import Layout, Tree, Whole
 from ._microbatch import Loss
 from ._nnx import with_updates
@@ -33,12 +34,15 @@ from ._scatter_gather import trim
 from ._scattered import Scattered, placed
 from ._shard_optimizer import cut_axis, cut_shardings
 from ._train_capture import StepCall
-from ._train_jit import jit_of_leaves, jit_of_state
+from ._train_jit import jit_of_leaves, jit_of_state, of_leaves, of_state
 from ._train_state import TrainState, first_difference
 from ._update import all_finite, keep_if, update, whole
 
 Flat = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
+
+Keep = Callable[[TrainState, list[Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""Stores what a step gives: the state after, its leaves, and the metrics."""
 
 
 class StepOptions(NamedTuple):
@@ -80,7 +84,7 @@ class Program:
         self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
         # Not synchronised, for there one replica's NaN is everybody's.
         self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
-        self.compiled: dict[Any, Any] = {}
+        self.compiled: Recent[Any, Any] = Recent()
         self.steps = 0  # that were called
         self.check: Check | None = None  # under way
 
@@ -93,30 +97,45 @@ class Program:
         key = None if state.key is None else everywhere
         return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
 
-    def placed(self, state: TrainState) -> TrainState:
-        """The state, where it belongs; what is there already stays the same array."""
+    def placed(self, state: TrainState, own: Callable[[Any], Any] = lambda x: x) -> TrainState:
+        """The state's own arrays, where it belongs; what is there already stays the same array."""
         prefix = self.shardings(state)
         where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
-        return jax.tree.map(lambda x, to: x if getattr(x, "sharding", None) == to else put(x, to), state, where)
 
-    def __call__(self, state: TrainState, batch: Scattered, flat: Flat) -> tuple[TrainState, dict[str, Any]]:
-        """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has."""
+        def place(x: Any, to: Any) -> Any:
+            x = own(x)  # before it is put anywhere, which may give another array of the same memory
+            return x if getattr(x, "sharding", None) == to else put(x, to)
+
+        return jax.tree.map(place, state, where)
+
+    def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
+        """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has.
+
+        What it gives is what `keep` makes of `(state, its leaves, metrics)`: no Ctrl-C comes before that.
+        """
         layout, mesh = batch._layout, self.config.mesh
         if capturing() or spans_processes(mesh):
-            return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
+            program = self.of(state, batch)
+            program.make_ready(state, batch._arrays)  # which takes long, and here it can be interrupted
+            args = state, batch._arrays
+            return dispatch_step(program.__wrapped__, mesh, args, lambda out: keep(*of_state(out)))
         leaves, treedef = flat
+        args = *leaves, *batch._arrays
         try:
-            return dispatch_step(self.of_leaves(state, treedef, layout), mesh, *leaves, *batch._arrays)
+            program = self.of_leaves(state, treedef, layout)
+            if is_plain() and not program._cache_size():
+                program.lower(*args).compile()  # likewise
+            return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
                 raise
         # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
-        return dispatch_step(self.of(state, batch), mesh, state, batch._arrays)
+        return dispatch_step(self.of(state, batch), mesh, (state, batch._arrays), lambda out: keep(*of_state(out)))
 
     def of_leaves(self, state: TrainState, treedef: Any, layout: Layout) -> Any:
         """The compiled function of the state's leaves and the batch's arrays, one after the other."""
         key = self._key(layout), treedef
-        found = self.compiled.get(key)
+        found = self.compiled.used(key)
         if found is None:
             options = self._options(key[0], state)
             found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
@@ -128,7 +147,7 @@ class Program:
             raise Captured(StepCall(self, state, batch))
         layout = batch._layout
         key = self._key(layout)
-        found = self.compiled.get(key)
+        found = self.compiled.used(key)
         if found is None:
             found = jit_of_state(self, state, layout, self._options(key, state))
             found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.core import Tracer
 
-from ._layout import Tree
+from ._layout import Tree, outline
 
 
 class TrainState(struct.PyTreeNode):
@@ -41,6 +48,9 @@ class TrainState(struct.PyTreeNode):
     opt_state: Tree
     state: Tree
     key: Any = None
+
+    def __repr__(self) -> str:
+        return outline("TrainState", self)
 
 
 def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | None:
@@ -78,3 +88,81 @@ def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
                 f"it; a state is good for one step. Pass on the state that the last step returned (to keep one, "
                 f"jax.tree.map(jnp.copy, state)), or make the step with donate=False."
             )
+
+
+class Given:
+    """What a step gave last. Only arrays that a step made may be donated to the next: all others are copied first."""
+
+    def __init__(self, donates: bool) -> None:
+        self.last: Any = None  # as the user got it
+        self.leaves: Sequence[Any] = ()  # of the state
+        self._donates = donates
+        if donates:
+            _steps.add(self)
+
+    def keep(self, last: Any, leaves: Sequence[Any]) -> None:
+        """Remembers what a step gives now."""
+        if self._donates and self.leaves and not self.leaves[0].is_deleted():
+            # Another state than the last went in, and the last is still good for a step.
+            for x in self.leaves:
+                _older[id(x)] = weakref.ref(x, functools.partial(_forget, id(x)))
+        self.last, self.leaves = last, leaves
+
+    def has(self, leaves: Sequence[Any]) -> bool:
+        """Whether these are the leaves that it gave last. Each step asks it, so there is no Python for each leaf."""
+        return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
+
+    def own(self) -> Callable[[Any], Any]:
+        """A function that gives what a step made as it is, once, and a copy of all else that a step would donate."""
+        if not self._donates:
+            return lambda x: x
+        made = {id(x) for step in _steps for x in step.leaves} | _older.keys()
+
+        def own(x: Any) -> Any:
+            if id(x) in made:
+                made.discard(id(x))  # one array cannot be donated in two places
+                return x
+            if isinstance(x, np.ndarray):
+                return x.copy()  # for JAX may use its memory as it is
+            return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
+
+        return own
+
+
+_steps: weakref.WeakSet[Given] = weakref.WeakSet()
+_older: dict[int, weakref.ref[Any]] = {}
+"""Arrays that steps gave before their last, and that are not donated yet, by their id."""
+
+
+def _forget(number: int, _: Any) -> None:
+    _older.pop(number, None)
+
+
+def refuse_more(more: Sequence[Any], spelling: str) -> None:
+    """A `TypeError` for a batch in several arguments."""
+    if more:
+        raise TypeError(
+            f"jdp.train_step: a step is called with {1 + len(more)} arguments for the batch; a batch is one tree of "
+            f"arrays. Pass {spelling}, which loss_fn gets as its second argument."
+        )
+
+
+def no_attribute(step: Any, name: str) -> AttributeError:
+    """The error for an attribute that a step has not."""
+    has = [x for x in dir(type(step)) if not x.startswith("_")] + [x for x in vars(step) if not x.startswith("_")]
+    near = difflib.get_close_matches(name, has, 1)
+    way = f"Use step.{near[0]}" if near else "Use one of these"
+    text = f"jdp.train_step: a {type(step).__name__} has no attribute {name!r}; it has {', '.join(sorted(has))}. {way}."
+    return AttributeError(text, name=name, obj=step)
+
+
+def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.last") -> str:
+    """What is told beside a KeyboardInterrupt: where the state is that training goes on with."""
+    if done:
+        return f"jdp.train_step: interrupted when a step was done; {last} is the {what} after it. Go on with {last}."
+    if any(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(state)):
+        return (
+            f"jdp.train_step: interrupted twice, and the second time in the middle of a step; the {what} before it is "
+            f"freed, that after it is lost. Go on with a checkpoint."
+        )
+    return f"jdp.train_step: interrupted before a step began; the {what} is as it was. Go on with the same {what}."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.core
@@ -19,6 +19,7 @@ from ._capturing import capturing
 from ._check_replicas import check_replicas
 from ._compiled import is_plain
 from ._config import Config
+from ._kept import Recent
 from ._layout import Tree
 from ._microbatch import Loss
 from ._nnx import own_values
@@ -29,9 +30,9 @@ from ._replicate import broadcast
 from ._scatter_gather import join
 from ._scattered import Scattered, is_scattered
 from ._shard_optimizer import OptimizerBytes, optimizer_bytes
-from ._train_loss import VERB, variables_loss
+from ._train_loss import VERB, check_signature, variables_loss
 from ._train_program import Flat, Program, StepOptions
-from ._train_state import TrainState, first_difference, refuse_deleted
+from ._train_state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
 from ._update import opt_shapes
 from ._value_and_grad import check_differentiable, check_rows
 
@@ -45,7 +46,7 @@ class TrainStep:
     def __init__(
         self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
     ) -> None:
-        self._dp, self._tx, self._options, self._axes = dp, tx, options, axes
+        self._dp, self._tx, self._options, self._axes, self._loss_fn = dp, tx, options, axes, loss_fn
         config: Config = dp._config
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
@@ -54,8 +55,8 @@ class TrainStep:
 
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
-        self._last: Any = lambda: None  # a weak reference to the state it gave last
-        self._known: dict[object, KnownStep] = {}  # by the batch's layout
+        self._given = Given(options.donate)
+        self._known: Recent[object, KnownStep] = Recent()  # by the batch's layout
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
         """The state to begin with: a copy of the variables (the caller's own are never donated).
@@ -80,6 +81,7 @@ class TrainStep:
         variables = flax.core.unfreeze(dict(variables))
         check_differentiable(VERB, variables["params"])
         key = checked_key(key)
+        check_signature(self._loss_fn, "variables", key is not None)
         mesh = self._program.config.mesh
         variables, key = broadcast((variables, key), mesh, VERB)
         if mesh.size > 1:  # each process has made its own, and what is replicated already may differ unseen
@@ -95,29 +97,56 @@ class TrainStep:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
             self._known.clear()
         state = jax.jit(make, out_shardings=self._program.shardings(shapes))(variables, key)
-        self._shapes, self._last = shapes, weakref.ref(state)
+        self._shapes = shapes
+        self._given.keep(state, jax.tree.leaves(state))
         return state
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step: `(state after, metrics)`; with `donate` the state that went in is gone then."""
-        if self._known and state is self._last():
-            key, arrays = known_by(batch)
-            known = self._known.get(key)
-            if known is None and type(batch) is not Scattered:  # of other containers, or with rows to be padded
-                self._program.config.refuse_other_mesh()
-                batch = self._dp._scatter_batch(batch, VERB, self._axes)
+    @property
+    def last(self) -> TrainState | None:
+        """The state that the step gave last, to go on with after Ctrl-C; None before the first.
+
+        An interrupt may come when the old state is freed and the new one has no name yet: this is the new one, whole.
+        It lives until the next step gives another, or as long as the step object does.
+        """
+        return self._given.last
+
+    def __repr__(self) -> str:
+        return f"TrainStep({self._program.label}, devices=({', '.join(map(str, self._dp.devices[:8]))}))"
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step: `(state after, metrics)`; with `donate` the state that went in is gone then.
+
+        Arrays that no step made (in a state that was restored, or made by hand) are copied, and stay.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the state is either all before the step, or all after it and `step.last`.
+        """
+        refuse_more(more, "step(state, (x, y))")
+        last = self._given.last
+        try:
+            if self._known and state is last:
                 key, arrays = known_by(batch)
-                known = self._known.get(key)
-            if known is not None and (found := recall_step(known, state, arrays)) is not None:
-                self._last = weakref.ref(found[0])
-                return found
-        before, scattered, flat, nodes = self._ready(state, batch)
-        state, metrics = self._program(before, scattered, flat)
-        if nodes:
-            own, updates = state.state
-            nnx.update(nodes, own_values(updates))
-            state = state.replace(state=own)
-        self._last = weakref.ref(state)
+                known = self._known.used(key)
+                if known is None and type(batch) is not Scattered:  # of other containers, or with rows to be padded
+                    self._program.config.refuse_other_mesh()
+                    batch = self._dp._scatter_batch(batch, VERB, self._axes)
+                    key, arrays = known_by(batch)
+                    known = self._known.used(key)
+                if known is not None and (found := recall_step(known, self._given, arrays, self._keep)) is not None:
+                    return found
+            return self._all(state, batch)
+        except KeyboardInterrupt as error:
+            error.add_note(interrupted(state, self._given.last is not last))
+            raise
+
+    def _all(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """A step of which nothing is known."""
+        before, scattered, flat, nodes = self._ready(state, batch, self._given.own())
+        keep = functools.partial(self._keep, nodes=nodes) if nodes else self._keep
+        state, metrics = self._program(before, scattered, flat, keep)
         if self._options.check_replicas:
             self._program.checked(state)
         if spans_processes(self._program.config.mesh):
@@ -129,6 +158,18 @@ class TrainStep:
             same = len(arrays) == len(scattered._arrays) and all(map(operator.is_, arrays, scattered._arrays))
             if key is not None and same:
                 self._known[key] = known  # nothing of such a batch had to be moved
+        return state, metrics
+
+    def _keep(
+        self, state: TrainState, leaves: list[Any], metrics: dict[str, Any], nodes: Sequence[Any] = ()
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            own, updates = state.state
+            nnx.update(nodes, own_values(updates))
+            state = state.replace(state=own)
+            leaves = jax.tree.leaves(state)
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(state, leaves)
         return state, metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
@@ -149,27 +190,35 @@ class TrainStep:
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(self, state: TrainState, batch: Tree) -> tuple[TrainState, Scattered, Flat, list[Any]]:
-        config = self._program.config
-        config.refuse_other_mesh()
-        # What it gave itself is as it should be, unless some of it has been donated since.
-        if state is None or state is not self._last():
-            state = self._checked(state)
-        flat = jax.tree.flatten(state)
-        refuse_deleted(state, flat[0])
+    def _ready(
+        self, state: TrainState, batch: Tree, own: Callable[[Any], Any] = lambda x: x
+    ) -> tuple[TrainState, Scattered, Flat, list[Any]]:
+        """The state of `own` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
+        self._program.config.refuse_other_mesh()
         scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
         check_rows(VERB, scattered)
         if nodes:
             scattered = with_nodes(scattered, *nnx.split(nodes), VERB)
-        return state, scattered, flat, nodes
+        # What it gave itself is as it should be, unless some of it has been donated or replaced since.
+        if state is None or state is not self._given.last:
+            state = self._checked(state, own)
+            return state, scattered, jax.tree.flatten(state), nodes
+        leaves, treedef = jax.tree.flatten(state)
+        refuse_deleted(state, leaves)
+        if not self._given.has(leaves):
+            leaves = list(map(own, leaves))
+            state = treedef.unflatten(leaves)
+        return state, scattered, (leaves, treedef), nodes
 
-    def _checked(self, state: TrainState) -> TrainState:
-        """A state that is not the last one: usable, of this model and optimizer, and in its place."""
+    def _checked(self, state: TrainState, own: Callable[[Any], Any]) -> TrainState:
+        """A state that is not the last one: usable, of this model and optimizer, of `own` arrays in their places."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
                 f"or the state that the last step returned."
             )
+        check_signature(self._loss_fn, "variables", state.key is not None)
+        refuse_deleted(state, jax.tree.leaves(state))
         shapes = shapes_of(state)
         if self._shapes is None:
             check_differentiable(VERB, state.params, "state.params")
@@ -186,7 +235,7 @@ class TrainStep:
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
-        return self._program.placed(state)
+        return self._program.placed(state, own)
 
 
 def own_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

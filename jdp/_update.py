@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from ._check import is_unbound_axis
 from ._devices import replicated
 from ._layout import Tree
 from ._outputs import path_name
@@ -33,7 +36,7 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
     """The shapes of the optimizer's state.
 
     Raises:
-        TypeError: a leaf of the state is no array.
+        TypeError: a leaf of the state is no array; the transformation needs more than a step passes it.
     """
     shapes = jax.eval_shape(tx.init, params)
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
@@ -42,6 +45,11 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
                 f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} is a {type(x).__name__}; an optimizer's state "
                 f"is a tree of arrays. Leave it out of the transformation's state."
             )
+    try:
+        jax.eval_shape(functools.partial(_updates, tx), params, shapes, params, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:  # what else is wrong with it is told when the step is traced
+        if str(error).startswith("jdp."):
+            raise
     return shapes
 
 
@@ -59,8 +67,10 @@ def update(
         params = constrain(params, cut_shardings(params, mesh))
     try:
         with jax.named_scope("optimizer"):
-            updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
-    except NameError as error:  # JAX's unbound axis name
+            updates, after = _updates(tx, grads, opt_state, params, loss)
+    except NameError as error:
+        if not is_unbound_axis(error):
+            raise
         raise ValueError(
             f"jdp.{VERB}: the optimizer runs a collective ({error}); the update is made once, of gradients that are "
             f"reduced already, and not on each replica. Leave the collective out of the transformation."
@@ -78,6 +88,36 @@ def update(
     if shard:
         after, new = constrain((after, new), cut_shardings((after, new), mesh))
     return params, new, after
+
+
+def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
+    """What the transformation makes of the gradients; `value` goes to those that take it.
+
+    Whether one does is not to be seen: `optax.chain` takes any argument, and passes it on to all that take more.
+    """
+    run = optax.with_extra_args_support(tx).update
+    try:
+        try:
+            return run(grads, opt_state, params, value=loss)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        return run(grads, opt_state, params)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, AttributeError) and "'fast'" in str(error):  # optax.lookahead
+            raise TypeError(
+                f"jdp.{VERB}: tx takes two trees of parameters, optax.LookaheadParams(fast, slow); a step has one. "
+                f"Take the gradients with dp.value_and_grad, and update both in a function of your own."
+            ) from error
+        text = str(error)
+        names = [name for name in ("value_fn", "grad_fn", "obj_fn", "grad") if re.search(rf"\b{name}\b", text)]
+        if names and ("required keyword-only argument" in text or "must be provided" in text):
+            raise TypeError(
+                f"jdp.{VERB}: tx needs {' and '.join(names)} beside the gradient ({text}); a step passes it the "
+                f"gradients, the parameters and value=loss, and no function to take others with. Choose one without "
+                f"(optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
+            ) from error
+        raise
 
 
 def keep_if(finite: Any) -> Callable[[Tree, Tree], Tree]:

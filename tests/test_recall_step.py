@@ -116,7 +116,7 @@ def test_what_somebody_puts_into_the_state_counts():
         other = jax.tree.map(lambda x: x, state)
         for _ in range(2):
             same(step(state, batch), expected(other, batch))
-            step._last = lambda: state  # as if it had given it: what was changed is the last state
+            step._given.last = state  # as if it had given it: what was changed is the last state
 
 
 def test_what_does_not_fit_is_refused_in_the_same_words():
@@ -211,7 +211,7 @@ def test_traces_and_settings_are_looked_at(monkeypatch):
     traced = jax.jit(lambda: step(state, batch)[1]["loss"])
     np.testing.assert_allclose(traced(), wanted[1]["loss"], rtol=1e-6)
     step(state, batch)
-    step._last = lambda: state
+    step._given.last = state
     mesh = jax.make_mesh((8,), ("other",))
     for given in (batch, X):
         with jax.sharding.set_mesh(mesh), pytest.raises(ValueError, match=r"called inside jax\.set_mesh"):

@@ -1,0 +1,251 @@
+"""Only arrays that a step made are donated: what anybody else put into the state is copied first, and stays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(16, 3)
+VARIABLES = {
+    "params": {"w": np.linspace(0, 1, 3, dtype=np.float32), "b": np.float32(0.5)},
+    "seen": {"n": np.float32(0)},
+}
+
+
+def loss_fn(variables, x):
+    params, n = variables["params"], variables["seen"]["n"]
+    return ((x @ params["w"] + params["b"] - 1) ** 2).mean(), {}, {"seen": {"n": n + 1}}
+
+
+def step_of(n=2, tx=None, **options):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices=range(n))
+    return dp.train_step(loss_fn, tx or optax.adam(0.1), **options)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.a(x)))
+
+
+def nnx_step(n=2, **options):
+    net = Net(nnx.Rngs(0))
+    dp = jdp.DataParallel(net, devices=range(n))
+    return net, dp.train_step(lambda m, x: ((m(x) - 1) ** 2).mean(), optax.adam(0.1), **options)
+
+
+def arrays(tree):
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def freed(tree):
+    return [x.is_deleted() for x in arrays(tree)]
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def places(tree):
+    return {x.addressable_data(0).unsafe_buffer_pointer() for x in arrays(tree)}
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The shapes of the arrays that a step copies."""
+    found, copy = [], jnp.copy
+    monkeypatch.setattr("jdp._train_state.jnp.copy", lambda x: found.append(x.shape) or copy(x))
+    return found
+
+
+# --- what others made stays ---
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("clone", [nnx.clone, lambda m: nnx.merge(*nnx.split(m))], ids=["clone", "merge"])
+def test_a_clone_of_the_model_from_before_the_first_step_works_after_it(n, clone):
+    net, step = nnx_step(n)
+    ref, snapshot = clone(net), arrays(nnx.as_pure((nnx.state(net), nnx.state(step.optimizer))))
+    was = [np.array(x) if x.dtype == np.float32 else None for x in snapshot]
+    for _ in range(3):
+        step(X)
+    assert ref.a.kernel[...].shape == (3, 4) and ref(X).shape == (16, 4)
+    assert not any(freed(snapshot))
+    for x, y in zip(snapshot, was, strict=True):
+        assert y is None or np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_put_into_an_nnx_model_between_steps_stays(n):
+    net, step = nnx_step(n)
+    step(X)
+    mesh = jax.tree.leaves(nnx.state(net))[0].sharding
+    mine = jax.device_put(jnp.ones((3, 4)), mesh)
+    mu = jax.device_put(jnp.zeros((3, 4)), mesh)
+    for _ in range(2):
+        nnx.update(net, {"a": {"kernel": mine}})
+        step.optimizer.opt_state[0].mu["a"]["kernel"].set_value(mu)
+        for _ in range(3):
+            step(X)
+        assert not mine.is_deleted() and not mu.is_deleted()
+        np.testing.assert_array_equal(mine, np.ones((3, 4)))
+        np.testing.assert_array_equal(mu, np.zeros((3, 4)))
+
+
+MADE_BY_HAND = {
+    "replace": lambda step, state: state.replace(params=copied(state.params)),
+    "all new": lambda step, state: copied(state),
+    "built": lambda step, state: jdp.TrainState(**{k: copied(v) for k, v in vars(state).items()}),
+    "one device": lambda step, state: jax.device_put(copied(state), jax.devices()[0]),
+    "on the host": lambda step, state: jax.tree.map(np.asarray, state),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("make", MADE_BY_HAND.values(), ids=MADE_BY_HAND.keys())
+def test_a_state_made_by_hand_stays_and_trains_alike(make, n):
+    step, other = step_of(n), step_of(n)
+    state = step(step.init(VARIABLES), X)[0]
+    expected = copied(state)
+    mine = make(step, state)
+    theirs = [x for x in jax.tree.leaves(mine) if all(x is not y for y in jax.tree.leaves(state))]
+    was = [np.array(x) for x in theirs]
+    for taker in (other, step):  # a step that never gave one, and one that did
+        after = taker(mine if taker is other else make(step, expected), X)[0]
+        again = taker(after, X)[0]
+    assert not any(freed(theirs))
+    for x, y in zip(theirs, was, strict=True):
+        np.testing.assert_array_equal(x, y)
+    want = forgetting(n)(expected, X)
+    want = forgetting(n)(want, X)
+    jax.tree.map(np.testing.assert_array_equal, again, want)
+
+
+def forgetting(n):
+    return lambda state, x: step_of(n, donate=False)(state, x)[0]
+
+
+def test_an_aligned_numpy_array_keeps_its_values():
+    """Memory that JAX can use as it is."""
+    memory = np.zeros(4096 + 64, np.uint8)
+    w = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
+    dp = jdp.DataParallel(lambda v, x: (x * v["params"]).sum(-1), devices=[0])
+    step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(1.0))
+    state = step.init({"params": np.ones(1024, np.float32)})
+    state, _ = step(state.replace(params=w), np.ones((2, 1024), np.float32))
+    step(state, np.ones((2, 1024), np.float32))
+    assert (w == 0).all()
+
+
+def test_an_array_put_in_place_into_the_last_state_stays():
+    step = step_of()
+    state = step(step(step.init(VARIABLES), X)[0], X)[0]
+    mine = jax.device_put(jnp.ones(3), state.params["w"].sharding)
+    rest = [state.params["b"], state.opt_state[0].mu["w"]]
+    state.params["w"] = mine
+    state = step(state, X)[0]
+    assert not mine.is_deleted() and all(freed(rest))
+    step(state, X)
+    np.testing.assert_array_equal(mine, np.ones(3))
+
+
+def test_one_array_in_two_places_is_donated_once():
+    """As where a target network is set to the network."""
+    step = step_of()
+    state = step(step.init(VARIABLES), X)[0]
+    tied = state.replace(params={**state.params, "b": state.state["seen"]["n"]})
+    value = float(tied.params["b"])
+    after, _ = step(tied, X)
+    again, _ = step(after, X)
+    assert int(again.step) == 3 and float(again.state["seen"]["n"]) == value + 2
+
+
+def test_what_a_step_without_donation_gave_is_copied_once():
+    """It may have passed the user's own arrays on."""
+    first, second = step_of(donate=False), step_of()
+    mine = jax.device_put(copied(first.init(VARIABLES)), jax.tree.leaves(first.init(VARIABLES))[0].sharding)
+    given, _ = first(mine, X)
+    second(given, X)
+    assert not any(freed(given)) and not any(freed(mine))
+
+
+# --- what steps made is donated, without a copy ---
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_steps_that_take_turns_on_one_state_copy_nothing(n, copies):
+    a, b = step_of(n), step_of(n)
+    state = a.init(VARIABLES)
+    copies.clear()
+    memory = None
+    for i in range(6):
+        before, (state, _) = state, (a, b)[i % 2](state, X)
+        assert all(freed(before)) and not any(freed(state))
+        memory = memory or places(state.opt_state)
+    assert not copies and len(memory & places(state.opt_state)) > 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_step_on_several_states_copies_nothing(n, copies):
+    step = step_of(n)
+    states = [step.init(VARIABLES) for _ in range(3)]
+    copies.clear()
+    for _ in range(3):
+        before, states = states, [step(state, X)[0] for state in states]
+        assert all(freed(before))
+    assert not copies and [int(state.step) for state in states] == [3, 3, 3]
+
+
+def test_what_is_kept_of_several_states_goes_with_them():
+    from jdp._train_state import _older
+
+    step = step_of()
+    states = [step.init(VARIABLES) for _ in range(3)]
+    states = [step(state, X)[0] for state in states]
+    assert _older
+    del states
+    assert not [ref for ref in _older.values() if ref() is not None]
+
+
+def test_a_part_that_is_replaced_is_copied_alone(copies):
+    step = step_of()
+    state = step.init(VARIABLES)
+    copies.clear()
+    for i in range(3):
+        state = state.replace(params=jax.tree.map(lambda x: x * 0.5, state.params))
+        before, (state, _) = state, step(state, X)
+        assert sum(freed(before)) == len(arrays(before)) - 2 and len(copies) == 2 * (i + 1)
+
+
+def test_nnx_copies_in_the_first_step_alone(copies):
+    net, step = nnx_step()
+    assert not copies
+    step(X)
+    first = len(copies)
+    assert first == len(arrays(nnx.as_pure((nnx.state(net), nnx.state(step.optimizer)))))
+    for _ in range(3):
+        held = arrays(nnx.as_pure(nnx.state(net)))
+        step(X)
+        assert all(freed(held))
+    assert len(copies) == first
+
+
+def test_nnx_steps_that_take_turns_on_one_model_copy_nothing(copies):
+    net = Net(nnx.Rngs(0))
+    dp = jdp.DataParallel(net, devices=range(2))
+    optimizer = nnx.Optimizer(dp, optax.adam(0.1), wrt=nnx.Param)
+    a, b = (dp.train_step(lambda m, x, s=s: (m(x) - s).mean(), optimizer) for s in (0, 1))
+    a(X)
+    first = len(copies)
+    for i in range(4):
+        held = arrays(nnx.as_pure(nnx.state(net)))
+        (b, a)[i % 2](X)
+        assert all(freed(held))
+    assert len(copies) == first and int(optimizer.step[...]) == 5

@@ -1,0 +1,341 @@
+"""What a training step says to those who call it as another library is called."""
+
+import pickle
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+
+import jdp
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+Y = np.ones(8, np.float32)
+W = {"params": {"w": np.linspace(0, 1, 3, dtype=np.float32)}}
+SGD = optax.sgd(0.1)
+
+
+def loss_fn(variables, x):
+    return ((x @ variables["params"]["w"] - 1) ** 2).mean()
+
+
+def keyed(variables, x, key):
+    return loss_fn(variables, x) + 0 * jax.random.normal(key)
+
+
+def wrapper(n=2):
+    return jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(n))
+
+
+def step_of(loss=loss_fn, tx=SGD, n=2):
+    return wrapper(n).train_step(loss, tx)
+
+
+def net():
+    return jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=range(2))
+
+
+# --- the call ---
+
+
+def test_a_batch_in_several_arguments(refused):
+    step = step_of()
+    state = step.init(W)
+    with refused(
+        TypeError, "train_step", r"2 arguments for the batch; a batch is one tree.*Pass step\(state, \(x, y\)\)"
+    ):
+        step(state, X, Y)
+    with refused(TypeError, "train_step", r"3 arguments for the batch; .*Pass step\(\(x, y\)\)"):
+        net().train_step(lambda m, b: m(b[0]).mean(), SGD)(X, Y, Y)
+    assert int(step(state, X)[0].step) == 1
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_that_wants_a_key_and_gets_none(refused, by_hand):
+    step = step_of(keyed)
+    words = r"keyed takes a third argument, and there is no key; .*step\.init\(variables, key=jax\.random\.key\(0\)\)"
+    with refused(TypeError, "train_step", words):
+        if by_hand:
+            step(step_of().init(W), X)
+        else:
+            step.init(W)
+    assert int(step(step.init(W, key=jax.random.key(0)), X)[0].step) == 1
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_that_wants_no_key_and_gets_one(refused, by_hand):
+    step, key = step_of(), jax.random.key(0)
+    with refused(TypeError, "train_step", r"loss_fn takes no third argument, and there is a key; .*Leave key= out"):
+        if by_hand:
+            step(step_of(keyed).init(W, key=key), X)
+        else:
+            step.init(W, key=key)
+
+
+def test_losses_that_take_both_or_anything():
+    for loss in (lambda v, x, key=None: loss_fn(v, x), lambda *args: loss_fn(*args[:2])):
+        for key in (None, jax.random.key(0)):
+            step = step_of(loss)
+            assert int(step(step.init(W, key=key), X)[0].step) == 1
+
+
+def test_a_loss_of_other_arguments(refused):
+    with refused(
+        TypeError, "train_step", r"loss_fn three takes \(v, x, y, z\); a step calls loss_fn\(variables, batch\)"
+    ):
+
+        def three(v, x, y, z): ...
+
+        step_of(three).init(W)
+    with refused(TypeError, "train_step", r"calls loss_fn\(model, batch\)\. Draw from an nnx\.Rngs of the model"):
+        net().train_step(lambda m, x, key: m(x).mean(), SGD)
+
+
+ASKING = {
+    "item": lambda x: x.mean().item(),
+    "float": lambda x: float(x.mean()),
+    "numpy": lambda x: np.asarray(x).mean(),
+    "if": lambda x: x.mean() if x.mean() > 0 else x.sum(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING.keys())
+@pytest.mark.parametrize("kind", ["variables", "nnx"])
+def test_a_loss_that_asks_for_a_number(ask, kind):
+    """JAX's own error, with what to do."""
+    dp = wrapper() if kind == "variables" else net()
+
+    def loss(v, x):
+        return ask(x @ v["params"]["w"] if kind == "variables" else v(x))
+
+    step = dp.train_step(loss, SGD)
+    state = step.init(W) if kind == "variables" else None
+    with pytest.raises(TypeError, match="racer") as error:
+        step(*[state, X][kind == "nnx" :])
+    notes = [n for n in error.value.__notes__ if n.startswith("jdp.train_step: loss_fn asks for the value of an array")]
+    assert len(notes) == 1 and "Return the arrays themselves" in notes[0]
+    assert type(error.value).__module__ == "jax.errors"
+
+
+RETURNS = {
+    "a dict": (lambda loss: {"loss": loss}, "the loss is dict"),
+    "nothing": (lambda loss: None, "the loss is NoneType"),
+    "a string": (lambda loss: "loss", "the loss is str"),
+    "a number": (lambda loss: 3, "the loss is int"),
+    "a function": (lambda loss: len, "the loss is builtin_function_or_method"),
+    "four": (lambda loss: (loss, {}, {}, {}), "loss_fn returns a tuple of 4"),
+    "a nested pair": (lambda loss: ((loss, {}), {}), "the loss is tuple"),
+    "metrics as an array": (lambda loss: (loss, loss), "the metrics are a"),
+    "metrics first": (lambda loss: ({"a": loss}, loss), "the metrics are a"),
+    "a string as a metric": (lambda loss: (loss, {"a": "b"}), r"\['a'\] is a str"),
+    "updates as a list": (lambda loss: (loss, {}, [loss]), "the updates are a list"),
+    "a metric of the step's name": (
+        lambda loss: (loss, {"loss": loss}),
+        "a metric is called 'loss'; .*Give yours another",
+    ),
+}
+
+
+@pytest.mark.parametrize(("form", "words"), RETURNS.values(), ids=RETURNS.keys())
+def test_what_a_loss_returns_and_should_not(refused, form, words):
+    step = step_of(lambda v, x: form(loss_fn(v, x)))
+    state = step.init(W)
+    with refused(TypeError if "called" not in words else ValueError, "train_step", words):
+        step(state, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state)) and step.last is state
+    np.testing.assert_array_equal(state.params["w"], W["params"]["w"])
+
+
+def test_misspelt_attributes(refused):
+    step, other = step_of(), net().train_step(lambda m, x: m(x).mean(), SGD)
+    with refused(
+        AttributeError, "train_step", r"a TrainStep has no attribute 'inti'; it has .*last.* Use step\.init\."
+    ):
+        step.inti(W)
+    with refused(AttributeError, "train_step", r"a NNXTrainStep has no attribute 'optimiser'; .*Use step\.optimizer\."):
+        _ = other.optimiser
+    with refused(AttributeError, "train_step", r"has no attribute 'state'; it has .* Use one of these"):
+        _ = other.state
+    assert not hasattr(step, "__deepcopy__") and not hasattr(step, "_repr_mimebundle_")
+
+
+def test_an_optimizer_by_name(refused):
+    with refused(TypeError, "train_step", r"tx is a str; it is an optax transformation"):
+        wrapper().train_step(loss_fn, "adam")
+    with refused(TypeError, "train_step", r"tx is a str; it is an optax transformation"):
+        net().train_step(lambda m, x: m(x).mean(), "adam")
+
+
+# --- optimizers ---
+
+
+def sam():
+    return optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+
+
+TAKES = {
+    "sam": sam,
+    "sam in a chain": lambda: optax.chain(optax.clip(1.0), sam()),
+    "sam in steps": lambda: optax.MultiSteps(sam(), 2),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "polyak": lambda: optax.polyak_sgd(),
+    "lbfgs without a search": lambda: optax.lbfgs(0.1, linesearch=None),
+}
+
+
+@pytest.mark.parametrize("make", TAKES.values(), ids=TAKES.keys())
+def test_what_is_passed_goes_to_those_that_take_it(make):
+    """Equal to optax by hand, with `value` where the transformation takes it."""
+    step, tx = step_of(tx=make()), make()
+    state = step.init(W)
+    params, opt_state = W["params"], tx.init(W["params"])
+    takes_value = "sam" not in str(make.__code__.co_names)
+    for _ in range(4):
+        state, metrics = step(state, X)
+        loss, grads = jax.value_and_grad(lambda p: loss_fn({"params": p}, X))(params)
+        more = {"value": loss} if takes_value else {}
+        updates, opt_state = (
+            optax.with_extra_args_support(tx).update(grads, opt_state, params, **more)
+            if not isinstance(tx, optax.MultiSteps)
+            else tx.update(grads, opt_state, params)
+        )
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-6)
+
+
+NEEDS = {
+    "lbfgs": (optax.lbfgs, "tx needs value_fn and grad beside the gradient .*linesearch=None"),
+    "sophia": (lambda: optax.contrib.sophia(0.1), "tx needs obj_fn beside the gradient"),
+    "opaque sam": (lambda: optax.contrib.sam(SGD, SGD, opaque_mode=True), "tx needs grad_fn beside the gradient"),
+    "lookahead": (lambda: optax.lookahead(SGD, 5, 0.5), r"tx takes two trees of parameters, optax\.LookaheadParams"),
+    "in a chain": (lambda: optax.chain(optax.clip(1.0), optax.lbfgs()), "tx needs value_fn and grad beside"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NEEDS.values(), ids=NEEDS.keys())
+def test_what_needs_more_is_refused_before_anything_runs(refused, make, words):
+    with refused(TypeError, "train_step", words):
+        step_of(tx=make()).init(W)
+    with refused(TypeError, "train_step", words):
+        net().train_step(lambda m, x: m(x).mean(), make())
+
+
+def test_a_name_error_in_an_optimizer_is_its_own():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -lerning_rate * g, grads), state  # noqa: F821
+
+    step = step_of(tx=optax.GradientTransformation(lambda p: (), update))
+    state = step.init(W)
+    with pytest.raises(NameError, match=r"name 'lerning_rate' is not defined"):
+        step(state, X)
+    assert not state.params["w"].is_deleted()
+
+
+def test_a_collective_in_an_optimizer_is_named(refused):
+    def update(grads, state, params=None):
+        return jax.lax.pmean(grads, "data"), state
+
+    step = step_of(tx=optax.GradientTransformation(lambda p: (), update))
+    with refused(ValueError, "train_step", r"the optimizer runs a collective \(.*unbound axis name"):
+        step(step.init(W), X)
+
+
+def test_a_name_error_in_init_is_its_own():
+    calls = []
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls.append(1)
+            return nn.Dense(features)(x)  # noqa: F821
+
+    with pytest.raises(NameError, match=r"^name 'features' is not defined"):
+        jdp.DataParallel(Model()).init(jax.random.key(0), X)
+    assert len(calls) == 1
+
+
+def test_an_optimizer_of_the_bare_model_trains_alike():
+    """In train_step it does not matter of which of the two it was made."""
+    losses = []
+    for of in ("model", "wrapper"):
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        dp = jdp.DataParallel(model, devices=range(2))
+        optimizer = nnx.Optimizer(model if of == "model" else dp, optax.adam(0.1), wrt=nnx.Param)
+        step = dp.train_step(lambda m, x: ((m(x) - 1) ** 2).mean(), optimizer)
+        losses.append([float(step(X)["loss"]) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_the_form_of_the_errors():
+    """None of them dumps an array."""
+    step = step_of()
+    with pytest.raises(TypeError) as error:
+        step(step.init(W), X, jnp.ones(1000))
+    assert len(str(error.value)) < 300 and not re.search(r"\[1\. 1\.", str(error.value))
+
+
+# --- what is printed ---
+
+
+def texts(x):
+    found = [repr(x), str(x)]
+    html = getattr(x, "_repr_html_", None)
+    return [*found, html()] if html else found
+
+
+def test_a_state_is_printed_without_its_values():
+    step = step_of(tx=optax.adam(0.1))
+    state = step.init(W)
+    mesh = state.step.sharding.mesh
+    cut = jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    mixed = state.replace(params={"cut": cut, "host": np.ones(3), "number": 3, "one": jnp.ones(2), "object": len})
+    assert repr(mixed) == (
+        "TrainState(\n  .step: int32[] whole on 2 devices\n  .params['cut']: float32[4, 4] cut over 2 devices\n"
+        "  .params['host']: float64[3] on the host\n  .params['number']: int 3\n"
+        "  .params['object']: builtin_function_or_method\n  .params['one']: float32[2] on cpu:0\n"
+        "  .opt_state[0].count: int32[] whole on 2 devices\n"
+        "  .opt_state[0].mu['w']: float32[3] whole on 2 devices\n"
+        "  .opt_state[0].nu['w']: float32[3] whole on 2 devices\n)"
+    )
+    step(state, X)
+    assert all(".params['w']: float32[3] deleted\n" in text for text in texts(state))
+    seen = []
+    jax.jit(lambda state: seen.extend(texts(state)) or 0)(mixed.replace(params={"w": jnp.ones(3)}))
+    assert all(".params['w']: float32[3] traced\n" in text for text in seen) and seen
+    shapes = jax.eval_shape(lambda: W)
+    assert ".params['w']: float32[3] described\n" in repr(jdp.TrainState(0, shapes["params"], (), {}))
+    again = pickle.loads(pickle.dumps(jax.device_get(step.last)))
+    assert ".params['w']: float32[3] on the host\n" in repr(again)
+    long = repr(state.replace(params={f"w{i:04}": np.ones(1000) for i in range(1000)}))
+    assert len(long) < 1000 and long.endswith("\n  ... and 992 more of 1004\n)")
+
+
+def test_a_step_and_what_is_scattered_are_printed_in_a_line():
+    step, other = step_of(), net().train_step(lambda m, x: m(x).mean(), SGD)
+    assert texts(step) == ["TrainStep(loss_fn, devices=(cpu:0, cpu:1))"] * 2
+    assert texts(other) == ["NNXTrainStep(<lambda>, devices=(cpu:0, cpu:1))"] * 2
+    s = jdp.scatter({"x": jnp.ones((3, 2))}, range(2))
+    line = "Scattered(sizes=(2, 1), devices=(cpu:0, cpu:1), padded arrays: float32[4, 2] cut over 2 devices)"
+    assert texts(s) == [line] * 2
+    s._arrays[0].delete()
+    assert repr(s) == line.replace("cut over 2 devices", "deleted")
+    many = repr(jdp.scatter([np.ones(3)] * 100, range(2)))
+    assert many.endswith("and 92 more)") and len(many) < 500
+
+
+def test_reports_are_printed_in_a_line():
+    found = [jdp.explain(step_of(), step_of().init(W), X)]
+    assert re.fullmatch(r"Report\('train_step of loss_fn', 2 x cpu, flops=\S+, peak_bytes=\d+\)", repr(found[0]))
+    step = step_of(lambda v, x: jnp.sqrt(x @ v["params"]["w"]).mean())
+    (bad, *_) = step.find_nonfinite(step.init(W), -np.ones((400, 3), np.float32))
+    assert re.fullmatch(
+        r"Nonfinite\(replica=0, device=cpu:0, rows=\(0, 1, 2, 3, 4, 5, \.\.\. and 194 more\), paths=\(\['w'\]\)\)",
+        repr(bad),
+    )
+    assert repr(step.optimizer_bytes(step.init(W))) == "OptimizerBytes(cut=0, whole=0)"
