@@ -7,7 +7,7 @@ import functools
 import signal
 import threading
 from _signal import getsignal  # without the wrappers in Python, at a tenth of their price
-from _signal import signal as set_handler
+from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar

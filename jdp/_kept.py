@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 SIZES = 64
 """How many sizes of a batch each function has programs for at once, and layouts, and known calls."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from ._devices import Device, cut_along, replicated
@@ -35,7 +36,7 @@ def _leaf(x: Any) -> str:
 
 def _place(x: Any) -> str:
     """Where an array lies; of one that is freed nothing else can be asked."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return "traced"
     if isinstance(x, jax.ShapeDtypeStruct):
         return "described"
