@@ -6,7 +6,7 @@ import collections
 import functools
 import signal
 import threading
-from _signal import getsignal  # without the wrappers in Python, at a tenth of their price
+from _signal import getsignal  # type: ignore[import-not-found]  # without Python wrappers, at a tenth of the price
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType
