@@ -217,10 +217,10 @@ class TrainStep:
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
                 f"or the state that the last step returned."
             )
-        check_signature(self._loss_fn, "variables", state.key is not None)
         refuse_deleted(state, jax.tree.leaves(state))
         shapes = shapes_of(state)
         if self._shapes is None:
+            check_signature(self._loss_fn, "variables", state.key is not None)
             check_differentiable(VERB, state.params, "state.params")
             expected = shapes.replace(opt_state=opt_shapes(self._tx, shapes.params))
         else:
