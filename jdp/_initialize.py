@@ -200,11 +200,12 @@ def _incomplete(address: str | None, count: int | None, here: int | None, severa
     three = {"coordinator_address": address, "num_processes": None if count == 1 else count, "process_id": here}
     missing = [name for name, value in three.items() if value is None]
     why = f" ({', '.join(unset)} not set)" if unset else ""
+    call = f'"host:port", {three["num_processes"] or "n"}, i'
     return (
         f"jdp.distributed.initialize: this is one of several processes by {', '.join(said) or 'the arguments'}, and "
         f"{', '.join(missing)} cannot be found{why}; the processes become one job when each knows where all meet, how "
-        f'many they are, and which one it is. Pass jdp.distributed.initialize("host:port", {three["num_processes"] or "n"}, '
-        f"i), with the host of process 0 and with i from 0, or num_processes=1 to run alone."
+        f"many they are, and which one it is. Pass jdp.distributed.initialize({call}), with the host of process 0 and "
+        f"with i from 0, or num_processes=1 to run alone."
     )
 
 
