@@ -1212,7 +1212,7 @@ STATES = {
         r"state\.state\['stats'\] is not expected",
     ),
     "a key": (
-        lambda: step_of(2).init({"params": single(PARAMS)}, jax.random.key(0)),
+        lambda: step_of(2, drawn).init({"params": single(PARAMS)}, jax.random.key(0)),
         r"state\.key is not expected",
     ),
     "stacked for jax.pmap": (
