@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
+from flax import nnx
 from jax._src.config import disable_jit  # what jax.config.jax_disable_jit reads, without its frames in Python
 
-from . import _linen
+from . import _linen, _nnx
 from ._dispatch import dispatch
 from ._layout import Tree
 from ._recall import Known, known_by, look
@@ -34,7 +35,8 @@ class Apply(Steps):
 
         Args:
             variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
-            *args: cut along `dim` (or `in_axes`).
+            *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
+                their state is updated.
             **kwargs: likewise; also `rngs`, `mutable` and `method` for Linen.
 
         Raises:
@@ -55,7 +57,7 @@ class Apply(Steps):
         one = len(args) == 1 and not kwargs and type(args[0]) is Scattered  # what is called most, as in known_by
         key, batch = (args[0]._layout.token, args[0]._arrays) if one else known_by(args, kwargs)
         known: Known | None = config.calls.used(key)
-        if known is None:
+        if known is None or type(variables) is not dict and _nnx.is_node(variables):
             return self._all_steps(variables, args, kwargs)
         module, steps, where, program, seen, arrays, stateful, stays = known
         leaf = variables
@@ -110,11 +112,20 @@ class Apply(Steps):
         ]
         if cut:
             variables = {**variables, **dict(cut)}
+        whole, nodes = (variables, []) if not _nnx.is_node(variables) else _nnx.take_nodes(variables)
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
+        nodes += given
+        if nodes:  # a model, an nnx.Rngs: whole on every replica, and updated
+            whole = _nnx.Beside(whole, *nnx.split(nodes))
         try:
-            return self._forward(variables, args, kwargs, stateful, cut)
+            out = self._forward(whole, args, kwargs, stateful, cut, variables if nodes else None)
         except Exception as error:
             _linen.explain_stacked(error, variables, len(config.devices))
             raise
+        if nodes:
+            out, updates = out
+            nnx.update(nodes, updates)
+        return out
 
 
 def in_replica() -> bool:

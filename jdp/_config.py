@@ -26,7 +26,7 @@ from ._devices import (
 from ._kept import Recent, kept
 from ._layout import Layout, Tree
 from ._linen import linen_function, mark_outputs
-from ._nnx import filters_of, nnx_function
+from ._nnx import filters_of, nnx_function, with_nodes
 from ._outputs import Reduce
 from ._parallel_apply import spmd
 
@@ -89,7 +89,7 @@ class Config:
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
-        self._current: tuple[Any, Compiled] | None = None  # the module that was called last, and its program
+        self._current: tuple[Any, bool, Compiled] | None = None  # the module that was called last, and its program
         self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
@@ -118,35 +118,31 @@ class Config:
                 f"takes one at a time. Call it outside of that context."
             )
 
-    def program(self, module: Any) -> Compiled:
-        """The compiled call of the module; a module that takes its place has its own."""
+    def program(self, module: Any, beside: bool = False) -> Compiled:
+        """The compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
         if self.kind == "nnx":
             module = None  # its graph is an argument
         found = self._current
-        if found is None or found[0] is not module:
-            found = self._current = module, self._program_of(module)
-        return found[1]
+        if found is None or found[0] is not module or found[1] != beside:
+            found = self._current = module, beside, self._program_of(module, beside)
+        return found[2]
 
-    def _program_of(self, module: Any) -> Compiled:
-        out_axes, reduce_state, state_axes = self.out_axes, self.reduce_state, self.state_axes
-        if self.kind == "nnx":
-            return spmd(nnx_function(out_axes, reduce_state, state_axes, self.axis_name), _name(module))
-        if self.kind == "linen":
-
-            def linen_program(apply: Callable[..., Any]) -> Compiled:
-                return spmd(linen_function(apply, out_axes, reduce_state, state_axes), _name(module))
-
-            return kept(module.apply, "program", linen_program, self._programs)
-        if out_axes is None:
+    def _program_of(self, module: Any, beside: bool) -> Compiled:
+        kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
+        axis_name = self.axis_name
+        if kind == "nnx":
+            return spmd(nnx_function(out_axes, reduce_state, state_axes, axis_name), _name(module))
+        if kind == "function" and out_axes is None and not beside:
             return kept(module, "program", spmd)  # shared with parallel_apply
 
-        def program(module: Callable[..., Any]) -> Compiled:
-            def function(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
-                return mark_outputs(module(params, *args, **kwargs), out_axes)
+        def program(call: Callable[..., Any]) -> Compiled:
+            if kind == "linen":
+                call = linen_function(call, out_axes, reduce_state, state_axes)
+            elif out_axes is not None:
+                call = _marking(call, out_axes)
+            return spmd(with_nodes(call, reduce_state, axis_name) if beside else call, _name(module))
 
-            return spmd(function, _name(module))
-
-        return kept(module, "program", program, self._programs)
+        return kept(module.apply if kind == "linen" else module, ("program", beside), program, self._programs)
 
     def on(self, mesh: Mesh) -> Config:
         """The same arguments, on other devices."""
@@ -171,6 +167,13 @@ class Config:
         self.devices = tuple(devices)
         self.mesh = make_mesh(self.devices, self.axis_name)
         self._forget()
+
+
+def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tree]:
+    def call(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
+        return mark_outputs(function(params, *args, **kwargs), out_axes)
+
+    return call
 
 
 def kind_of(module: Any, verb: str = "DataParallel") -> Kind:

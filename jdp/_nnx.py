@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -74,6 +74,27 @@ def nnx_function(
         out = module(*args, **kwargs)
         updates = mark_updates(nnx.state(nodes), before, reduce_state, filters)
         return mark_outputs(out, out_axes), updates
+
+    return call
+
+
+class Beside(NamedTuple):
+    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments."""
+
+    params: Tree
+    graph: Any
+    state: Tree
+
+
+def with_nodes(function: Callable[..., Tree], reduce_state: Reduce, axis_name: str) -> Callable[..., Tree]:
+    """`function`, called with `Beside` for its parameters: returns what it does, and the updates of the objects."""
+
+    def call(replicas: Beside, /, *args: Any, **kwargs: Any) -> Tree:
+        nodes = nnx.merge(replicas.graph, fold_state(copies(replicas.state), axis_name))
+        params, args, kwargs = put_nodes((replicas.params, args, kwargs), nodes)
+        out = function(params, *args, **kwargs)
+        before = [(path, v, None) for path, v in nnx.to_flat_state(replicas.state)]
+        return out, mark_updates(nnx.state(nodes), before, reduce_state)
 
     return call
 

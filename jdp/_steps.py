@@ -12,6 +12,7 @@ from ._devices import DeviceLike, Devices
 from ._dispatch import dispatch
 from ._gather_list import scatter_list
 from ._layout import Tree
+from ._nnx import Beside
 from ._recall import remember, steps_of
 from ._replicate import broadcast, first_leaf, lives_replicated
 from ._scatter_gather import gather, join
@@ -68,7 +69,8 @@ class Steps:
         if not isinstance(kwargs, Scattered):
             kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
         inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
-        return dispatch(self._config.program(self.module), inputs._layout.mesh, replicas, inputs, kwargs)
+        program = self._config.program(self.module, type(replicas) is Beside)
+        return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
         """Step four: concatenates the outputs on the output device."""
@@ -87,7 +89,7 @@ class Steps:
         cut: Sequence[tuple[str, Scattered]],
         home: Tree = None,
     ) -> Any:
-        """The four steps.
+        """The four steps; with parameters `Beside` NNX objects what it returns, and the updates of these.
 
         `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
         the parameters tells where results go, if not all of them do.
@@ -104,14 +106,17 @@ class Steps:
                 )
         replicas = self.replicate(params, config.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        in_place = replicas is params
-        if in_place and not cut and config.kind != "nnx" and self._takes_own_steps:
+        in_place, beside = replicas is params, type(params) is Beside
+        if in_place and not cut and not beside and config.kind != "nnx" and self._takes_own_steps:
             remember(self, params, args, kwargs, inputs, kw, stateful)
         # (The first of the two tests is the fast one.)
         stay = first_leaf(params) is not None if in_place else stateful or config.output_device is None
         home = params if home is None else home
         lives = in_place or not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
-        return self._gathered(outputs, stay and lives, stateful)
+        if not beside:
+            return self._gathered(outputs, stay and lives, stateful)
+        outputs, updates = parts(outputs)
+        return self._gathered(outputs, stay and lives, stateful), join(updates, "sharded" if lives else None)
 
     def _gathered(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
         """The last step: results come back where the parameters live, which is over the replicas where they `stay`."""

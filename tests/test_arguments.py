@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
 
 import jdp
@@ -393,6 +392,10 @@ def test_keys_and_static_values_mean_what_they_mean_in_value_and_grad(n):
         assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-6)
 
 
+def torch():
+    return pytest.importorskip("torch")
+
+
 class Loader:
     def __iter__(self):
         return iter([(X, Y)])
@@ -401,15 +404,15 @@ class Loader:
 NO_BATCH = {
     "a loader": (Loader, "batch is a Loader, which holds batches or rows.*for batch in dp.prefetch"),
     "torch's loader": (
-        lambda: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 6)), batch_size=2),
+        lambda: torch().utils.data.DataLoader(torch().utils.data.TensorDataset(torch().ones(4, 6)), batch_size=2),
         "batch is a DataLoader, which holds batches or rows.*for batch in dp.prefetch",
     ),
-    "a dataset": (lambda: torch.utils.data.TensorDataset(torch.ones(4, 6)), "batch is a TensorDataset"),
+    "a dataset": (lambda: torch().utils.data.TensorDataset(torch().ones(4, 6)), "batch is a TensorDataset"),
+    "a tensor": (lambda: (torch().ones(4, 6), 1), r"batch\[0\] is a torch\.Tensor, no jax or numpy array.*\.numpy\(\)"),
     "a generator": (lambda: (x for x in (X, Y)), "batch is a generator, which holds batches or rows"),
     "rows of numbers": (X.tolist, r"batch is a list of 24 lists of Python numbers.*np\.asarray"),
     "lists of numbers": (lambda: {"x": [1.0, 2.0]}, r"batch\['x'\] is a list of 2 Python numbers.*np\.asarray"),
     "labels": (lambda: (X, [0] * 24), r"batch\[1\] is a list of 24 Python numbers, as many as.*np\.asarray"),
-    "a tensor": (lambda: (torch.ones(4, 6), 1), r"batch\[0\] is a torch\.Tensor, no jax or numpy array.*\.numpy\(\)"),
 }
 
 
@@ -460,3 +463,77 @@ def test_a_list_of_arrays_is_a_batch(n):
     step = dp.train_step(lambda v, b: jnp.mean(sum(x @ v["params"] for x in b) ** 2), optax.sgd(0.1))
     _, metrics = step(step.init({"params": EYE}), [X, Y, X])
     np.testing.assert_allclose(metrics["loss"], np.mean((2 * X + Y) ** 2), rtol=1e-5)
+
+
+# --- calls of functions and Linen modules with NNX objects ---
+
+
+def dropped(w, x, rngs):
+    return nnx.Dropout(0.5)(w * x, rngs=rngs)
+
+
+class Student(nn.Module):
+    @nn.compact
+    def __call__(self, x, teacher, train=True):
+        self.variable("seen", "calls", lambda: jnp.int32(0)).value += 1
+        return nn.Dense(3)(teacher(x))
+
+
+@NS
+@ROWS
+def test_a_function_draws_from_rngs_that_go_on(n, rows):
+    """Each replica from its own, and in each call other numbers; also where calls without them are known."""
+    dp, x = jdp.DataParallel(dropped, devices=range(n)), X[:rows]
+    rngs, own = nnx.Rngs(dropout=3), [rngs_of(i) for i in range(n)]
+    for call in range(3):
+        chunks = np.split(x, np.cumsum(sizes_of(rows, n))[:-1])
+        want = np.concatenate([dropped(2.0, chunk, own[i]) for i, chunk in enumerate(chunks)])
+        got = dp(2.0, x, rngs) if call else jdp.data_parallel(dropped, 2.0, (x, rngs), devices=range(n))
+        np.testing.assert_array_equal(got, want)
+        assert int(rngs.dropout.count[...]) == call + 1
+
+
+@NS
+@ROWS
+def test_a_linen_module_and_a_function_take_an_nnx_model(n, rows):
+    """Whole on every replica; what it changes of itself is kept as reduce_state says."""
+    x, sizes = X[:rows], sizes_of(rows, n)
+    teacher, bare = Teacher(), Teacher()
+    student = Student()
+    variables = student.init(jax.random.key(0), x, Teacher())
+    dp = jdp.DataParallel(student, devices=range(n), reduce_state="mean")
+    chunks = np.split(x, np.cumsum(sizes)[:-1])
+    nodes = [nnx.clone(bare) for _ in chunks]
+    for _ in range(2):  # of a batch that was seen before, too
+        got, updates = dp.apply(variables, x, teacher, mutable=["seen"])
+        want = [student.apply(variables, c, node, mutable=["seen"]) for c, node in zip(chunks, nodes, strict=True)]
+        np.testing.assert_allclose(got, np.concatenate([y for y, _ in want]), rtol=1e-5, atol=1e-6)
+        assert int(updates["seen"]["calls"]) == int(want[0][1]["seen"]["calls"])
+        mean = sum(k / rows * node.norm.mean[...] for k, node in zip(sizes, nodes, strict=True))
+        np.testing.assert_allclose(teacher.norm.mean[...], mean, rtol=1e-5, atol=1e-6)
+        for node in nodes:
+            nnx.update(node, nnx.state(teacher))
+    plain = jdp.DataParallel(lambda w, x, model: w * model.linear(x), devices=range(n))
+    np.testing.assert_allclose(plain(2.0, x, teacher), 2 * teacher.linear(x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_nnx_model_as_the_parameters_of_a_function():
+    """It is updated, also after a call like it with plain parameters; an nnx.State is a plain tree."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+            self.calls = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            self.calls.set_value(self.calls[...] + 1)
+            return self.linear(x)
+
+    model, bare = Model(), Model()
+    graph, state = nnx.split(bare)
+    dp = jdp.DataParallel(lambda m, x: (m if isinstance(m, Model) else nnx.merge(graph, m))(x), devices=range(4))
+    whole = jdp.replicate(state, dp.devices)
+    for call in range(3):
+        np.testing.assert_allclose(dp(whole, X), bare.linear(X), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(dp(model, X), bare.linear(X), rtol=1e-5, atol=1e-6)
+        assert int(model.calls[...]) == call + 1

@@ -1,6 +1,7 @@
 """Any number of batch sizes takes no more memory than the sizes that are kept: those used last."""
 
 import gc
+import pathlib
 import subprocess
 import sys
 import weakref
@@ -142,9 +143,10 @@ def megabytes():
 
 t._kept.SIZES = {kept}
 calls, _ = t.doors(jdp.DataParallel(t.model))
-call = calls[{door!r}]
+calls = [calls[door] for door in {doors!r}]
 found = []
 for rows in range(2, 2 + {sizes}):
+    call = calls[rows % len(calls)]
     jax.block_until_ready(call(np.ones((rows, 2), np.float32)))
     if rows - 1 in ({warm}, {sizes}):
         found.append(megabytes())
@@ -152,23 +154,24 @@ print(found[1] - found[0])
 """
 
 
-def growth(door, sizes, warm, kept):
-    """Megabytes that a process grows by from so many sizes, `warm`, to `sizes`."""
-    from pathlib import Path
-
-    code = SCRIPT.format(here=str(Path(__file__).parent), door=door, sizes=sizes, warm=warm, kept=kept)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3000, check=False)
+def growth(doors, sizes, warm, kept):
+    """Megabytes that a process grows by from so many sizes, `warm`, to `sizes`, which go through the doors in turn."""
+    code = SCRIPT.format(here=str(pathlib.Path(__file__).parent), doors=doors, sizes=sizes, warm=warm, kept=kept)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return float(done.stdout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_sizes_take_no_more_memory_than_few():
-    assert growth("apply", sizes=90, warm=30, kept=16) < 60  # 2.5 MB for each size before: 150
+    assert growth(["apply"], sizes=90, warm=30, kept=16) < 60  # 2.5 MB for each size before: 150
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("door", ["apply", "value_and_grad", "train_step", "parallel"])
-def test_2000_sizes_stay_under_a_bound(door):
-    assert growth(door, sizes=2000, warm=100, kept=64) < 1000
+def test_2000_sizes_stay_under_a_bound():
+    doors = ["apply", "value_and_grad", "train_step", "parallel"]
+    megabytes = growth(doors, sizes=2000, warm=200, kept=64)
+    print(f"from 200 to 2000 sizes: {megabytes:.0f} MB")
+    assert megabytes < 1000  # 2.5 MB for each size before: 4500

@@ -14,14 +14,19 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
-from torch.utils.data import DataLoader, TensorDataset
 
 import jdp
 
 DP = jdp.DataParallel(lambda w, x: x * w, devices=range(4))
 WEIGHT = np.float32(2)
+
+try:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+except ModuleNotFoundError:
+    torch = None
+needs_torch = pytest.mark.skipif(torch is None, reason="there is no torch here")
 
 
 def batches(count, rows=5):
@@ -404,9 +409,7 @@ def test_a_step_on_batches_that_were_seen_looks_at_none_anew(monkeypatch):
 ONE_BATCH = {
     "an array": (lambda: X, r"one array of shape \(11, 3\).*dp\.prefetch\(\[x\]\)"),
     "a jax array": (lambda: jnp.asarray(X), r"one array of shape \(11, 3\).*dp\.prefetch\(\[x\]\)"),
-    "a tensor": (lambda: torch.ones(4, 2), r"one array of shape \(4, 2\).*dp\.prefetch\(\[x\]\)"),
     "a tuple": (lambda: (X, Y), r"a tuple of 2 with arrays in it.*dp\.prefetch\(\[\(x, y\)\]\)"),
-    "of tensors": (lambda: (torch.ones(4), torch.ones(4)), r"a tuple of 2.*dp\.prefetch\(\[\(x, y\)\]\)"),
     "one in a tuple": (lambda: (X,), r"a tuple of 1.*dp\.prefetch\(\[\(x,\)\]\)"),
     "a named tuple": (lambda: Pair(X, Y), r"a tuple of 2"),
     "a tuple with a tree": (lambda: ({"a": X}, Y), r"a tuple of 2"),
@@ -426,12 +429,22 @@ def test_one_batch_is_no_loader(one, match, refused):
         DP.prefetch(one())
 
 
+@needs_torch
+def test_one_tensor_or_tensors_are_no_loader(refused):
+    with refused(TypeError, "prefetch", r"one array of shape \(4, 2\).*dp\.prefetch\(\[x\]\)"):
+        DP.prefetch(torch.ones(4, 2))
+    with refused(TypeError, "prefetch", r"a tuple of 2.*dp\.prefetch\(\[\(x, y\)\]\)"):
+        DP.prefetch((torch.ones(4), torch.ones(4)))
+    assert len(list(DP.prefetch([torch.ones(4), torch.ones(4)]))) == 2
+
+
 def test_lists_and_tuples_of_batches_are_loaders():
-    for loader in ([X, X], ((X, Y), (X, Y)), iter([X, X]), (x for x in (X, X)), [torch.ones(4), torch.ones(4)]):
+    for loader in ([X, X], ((X, Y), (X, Y)), iter([X, X]), (x for x in (X, X))):
         assert len(list(DP.prefetch(loader))) == 2
     assert list(DP.prefetch(())) == []
 
 
+@needs_torch
 @pytest.mark.parametrize(("n", "workers"), [(1, 0), (3, 0), (8, 0), (3, 1)])
 def test_a_torch_loader(n, workers):
     data = TensorDataset(torch.from_numpy(X), torch.arange(11))
@@ -442,6 +455,7 @@ def test_a_torch_loader(n, workers):
     np.testing.assert_allclose(np.concatenate(got), X @ W + np.arange(11), rtol=2e-5)
 
 
+@needs_torch
 def test_a_torch_loader_of_dicts_with_names():
     rows = [{"x": X[i], "label": i, "name": f"row {i}"} for i in range(11)]
     dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(2))
@@ -451,6 +465,7 @@ def test_a_torch_loader_of_dicts_with_names():
     np.testing.assert_allclose(dp(W, batch["x"]), X[:8] @ W, rtol=2e-5)
 
 
+@needs_torch
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float16", "float32", "int8", "uint8", "bool", "int32"])
 def test_tensors_keep_their_bits(name):
     rows = torch.tensor([0.5, 1.5, -2.0, 0.0, 3.0]).to(getattr(torch, name))
@@ -460,6 +475,7 @@ def test_tensors_keep_their_bits(name):
     np.testing.assert_array_equal(array.astype(np.float32), rows.to(torch.float32).numpy())
 
 
+@needs_torch
 def test_tensors_of_all_sorts(refused):
     base = torch.arange(12.0).reshape(3, 4)
     for rows in (base.t(), base[:, ::2], base.clone().requires_grad_(), base.to(torch.bfloat16).t()):
@@ -472,6 +488,7 @@ def test_tensors_of_all_sorts(refused):
         next(DP.prefetch([base.to_sparse()]))
 
 
+@needs_torch
 def test_tensors_are_copied_where_their_loader_may_fill_them_anew():
     """Not where torch's loader makes new ones: these are handed over as they are."""
     buffer = torch.zeros(8)
