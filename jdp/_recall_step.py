@@ -69,11 +69,16 @@ def recall_step(
         # have to be hashed.
         leaves = known.treedef.flatten_up_to(state)
         refuse_deleted(state, leaves)
-        if not given.has(leaves):
-            return None  # somebody put another array or tree into it
-        found = run_and_keep(known.program, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
-    except (TypeError, ValueError):  # nothing has run
+    except (TypeError, ValueError):  # somebody put another tree into it
         return None
+    if not given.has(leaves):
+        return None  # or another array
+    try:
+        found = run_and_keep(known.program, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+    except (TypeError, ValueError) as error:
+        if "operands[" in str(error):  # JAX refuses one of the arguments, and nothing has run
+            return None
+        raise
     if known.waits:
         hold(found[1]["loss"])
     return found

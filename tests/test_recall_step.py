@@ -259,3 +259,28 @@ def test_replicas_are_compared_all_the_same():
     for _ in range(4):
         state, _ = step(state, batch)
     assert not step._known and step._program.steps == 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_known_step_that_raises_ran_once(n):
+    """And says why, not that its state is freed."""
+    runs = []
+
+    def callback(x):
+        runs.append(x.shape)
+        if len(runs) > 3 * n:
+            raise ValueError("mine")
+        return x
+
+    def loss(v, x):
+        return jnp.mean(v["params"] * jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(n))
+    step = dp.train_step(loss, optax.sgd(0.1))
+    state, x = step.init({"params": np.float32(1)}), np.ones(4, np.float32)
+    for _ in range(3):
+        state, metrics = step(state, x)
+    jax.block_until_ready(metrics)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="mine"):
+        jax.block_until_ready(step(state, x))
+    assert len(runs) == 4 * n
