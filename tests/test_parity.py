@@ -524,9 +524,9 @@ def test_the_wrapper_can_be_exported(devices):
     assert exported.nr_devices == 4 and exported.out_avals[0].shape == (10,)
 
 
-def test_data_parallel_takes_a_namedtuple_as_arguments_and_a_list_as_one(devices):
+def test_data_parallel_takes_a_namedtuple_and_a_list_as_one(devices):
     pair = collections.namedtuple("Pair", "a b")(ramp(5), ramp(5))
-    out = jdp.data_parallel(lambda w, a, b: a + w * b, 2.0, pair, devices[:2])
+    out = jdp.data_parallel(lambda w, both: both.a + w * both.b, 2.0, pair, devices[:2])
     np.testing.assert_array_equal(out, 3 * ramp(5))
     out = jdp.data_parallel(lambda w, both: both[0] + w * both[1], 2.0, list(pair), devices[:2])
     np.testing.assert_array_equal(out, 3 * ramp(5))
