@@ -140,6 +140,12 @@ def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable
             try:
                 out = run(*operands)
             except Exception as error:
+                if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+                    error.add_note(
+                        f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
+                        f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
+                        f"take float(...) of what the call gives."
+                    )
                 device = signature.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
                 raise

@@ -58,18 +58,6 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
     raise TypeError(f"jdp.{VERB}: loss_fn {name} {what}; a step calls loss_fn({first}, batch{last}). {way}.")
 
 
-def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """`loss_fn(*args)`; where it asks for the number of an array that is traced, JAX's error says how to go on."""
-    try:
-        return loss_fn(*args)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        error.add_note(
-            f"jdp.{VERB}: loss_fn asks for the value of an array (float(x), x.item(), np.asarray(x), if x); it is "
-            f"traced, before there are values. Return the arrays themselves; take float(...) of what the step gives."
-        )
-        raise
-
-
 def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
     """`(loss, metrics, updates)` of what a loss function returned.
 
@@ -131,7 +119,7 @@ def variables_loss(
         if nodes is not None:
             args = _nnx.put_nodes(args, nodes)
         with rows_explained(*args):
-            out = call(loss_fn, {"params": unbox(params), **collections}, *args, *kwargs.values())
+            out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = returned(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
         return loss, metrics, (after, graph, rest if nodes is None else nnx.state(nodes))

@@ -22,7 +22,7 @@ from ._nonfinite import Nonfinite
 from ._processes import spans_processes
 from ._scattered import Scattered
 from ._shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
-from ._train_loss import FORMS, VERB, call, check_signature, returned, rows_explained
+from ._train_loss import FORMS, VERB, check_signature, returned, rows_explained
 from ._train_program import Program, StepOptions, of_model
 from ._train_state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
 from ._train_step import TrainStep, own_metrics, shapes_of
@@ -173,7 +173,7 @@ class NNXTrainStep:
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
         with rows_explained(batch):
-            out = call(self._loss_fn, model, batch)
+            out = self._loss_fn(model, batch)
         loss, metrics, _ = returned(out, self._options.reserved, FORMS[:2])
         return loss, metrics
 

@@ -104,7 +104,7 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
                 raise
         return run(grads, opt_state, params)
     except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, AttributeError) and "'fast'" in str(error):  # optax.lookahead
+        if isinstance(error, AttributeError) and error.name == "fast":  # optax.lookahead
             raise TypeError(
                 f"jdp.{VERB}: tx takes two trees of parameters, optax.LookaheadParams(fast, slow); a step has one. "
                 f"Take the gradients with dp.value_and_grad, and update both in a function of your own."

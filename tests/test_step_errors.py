@@ -117,9 +117,20 @@ def test_a_loss_that_asks_for_a_number(ask, kind):
     state = step.init(W) if kind == "variables" else None
     with pytest.raises(TypeError, match="racer") as error:
         step(*[state, X][kind == "nnx" :])
-    notes = [n for n in error.value.__notes__ if n.startswith("jdp.train_step: loss_fn asks for the value of an array")]
+    says = "jdp.parallel_apply: loss asks for the value of an array"
+    notes = [n for n in error.value.__notes__ if n.startswith(says)]
     assert len(notes) == 1 and "Return the arrays themselves" in notes[0]
     assert type(error.value).__module__ == "jax.errors"
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING.keys())
+def test_a_call_that_asks_for_a_number(ask):
+    """The same at the other doors."""
+    dp = jdp.DataParallel(lambda v, x: ask(x @ v["params"]["w"]), devices=range(2))
+    for door in (dp, dp.value_and_grad(lambda v, x: ask(x @ v["params"]["w"]))):
+        with pytest.raises(TypeError, match="racer") as error:
+            door(W, X)
+        assert [n for n in error.value.__notes__ if "asks for the value of an array" in n]
 
 
 RETURNS = {
