@@ -109,7 +109,8 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
         )
     if hasattr(leaf, "__array__") and not isinstance(leaf, type):
         kind = type(leaf)
-        how = "x.detach().cpu().numpy()" if kind.__module__.partition(".")[0] == "torch" else "np.asarray(x)"
+        of_torch = kind.__module__.partition(".")[0] == "torch"
+        how = "x.detach().cpu().numpy(), which is np.asarray(x) of a tensor" if of_torch else "np.asarray(x)"
         raise TypeError(
             f"jdp.{verb}: {name()} is a {kind.__module__}.{kind.__name__}, no jax or numpy array; programs of JAX "
             f"take only those. Pass {how}."

@@ -113,9 +113,9 @@ class NNXTrainStep:
         Raises:
             KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
         """
-        refuse_more(more, "step((x, y))")
         last = self._given.last
         try:
+            refuse_more(more, "step((x, y))")
             program, state, scattered, nodes = self._ready(batch, self._given.own())
             keep = functools.partial(self._keep, nodes)
             state, metrics = program(state, scattered, jax.tree.flatten(state), keep)

@@ -124,9 +124,9 @@ class TrainStep:
         Raises:
             KeyboardInterrupt: Ctrl-C; the state is either all before the step, or all after it and `step.last`.
         """
-        refuse_more(more, "step(state, (x, y))")
         last = self._given.last
         try:
+            refuse_more(more, "step(state, (x, y))")
             if self._known and state is last:
                 key, arrays = known_by(batch)
                 known = self._known.used(key)

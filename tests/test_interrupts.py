@@ -200,6 +200,7 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as below
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_each_moment_of_a_step_leaves_a_whole_state(kind):
     run, reference = KINDS[kind](), Reference(KINDS[kind])
@@ -237,6 +238,8 @@ def _files(traceback):
         traceback = traceback.tb_next
 
 
+# Python itself ignores an interrupt that comes while it closes a generator, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["variables", "nnx"])
 def test_an_interrupt_in_the_first_step_leaves_a_whole_state(kind):
     """While the program is traced and compiled, too, which is not held back."""
