@@ -42,8 +42,8 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
     Over several processes (`jdp.distributed.initialize`) each passes its own rows, any number of them, and gets its
     own outputs; parameters, gradients, losses and state are those of all. All make the same calls in the same order.
 
-    Programs are kept for the 64 batch sizes used last, at each door (a call, `value_and_grad`, a step, `parallel`); one
-    that was dropped is compiled again.
+    Programs are kept for the 128 batch sizes used last, at each door (a call, `value_and_grad`, a step, `parallel`);
+    one that was dropped is compiled again.
 
     `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
     Inside another replica's program (a wrapper in a wrapper, `jax.pmap`, `jax.shard_map`) the module

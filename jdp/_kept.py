@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-SIZES = 64
+SIZES = 128
 """How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
 
 
