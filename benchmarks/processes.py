@@ -93,8 +93,8 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
 
         return turn
 
-    (scattered,) = dp.prefetch([batch])
-    known = Agreed(scattered.sizes, {0: ""})
+    (ahead,) = dp.prefetch([batch])
+    known = Agreed(ahead["x"].sizes, {0: ""})
     without = mock.patch.multiple("jdp._split", begin=lambda *_: None, finish=lambda _: known)
     by_trust = by_jdp("trusting", step, lambda: itertools.repeat(batch, STEPS))
 

@@ -141,7 +141,7 @@ def main() -> None:
         todo = range(done, steps)
         for number, batch in zip(todo, dp.prefetch(batches(data, args.batch_size, args.seed, todo)), strict=True):
             state, metrics = step(state, batch)
-            bar.step(metrics["loss"], sum(batch.sizes))
+            bar.step(metrics["loss"], sum(batch[0].sizes))
             epoch, rest = divmod(number + 1, per_epoch)
             if not rest:
                 bar.pause()
