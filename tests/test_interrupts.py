@@ -360,6 +360,14 @@ def test_last_holds_no_tracer():
 # --- at random moments, from another thread ---
 
 
+def interrupt(seconds, over):
+    """Sends SIGINT after so many seconds, and again: Python ignores one that comes in a callback of its collector."""
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGINT)
+    while not over.wait(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def at_random(make, count, seed, check=True):
     """How many of so many interrupted loops lost their state."""
     draw, reference, gone, noted = random.Random(seed), Reference(make), 0, 0
@@ -367,14 +375,14 @@ def at_random(make, count, seed, check=True):
     for _ in range(3):
         run.turn()
     for _ in range(count):
-        timer = threading.Thread(
-            target=lambda s: (time.sleep(s), os.kill(os.getpid(), signal.SIGINT)), args=(draw.uniform(0, 0.02),)
-        )
+        over = threading.Event()
+        timer = threading.Thread(target=interrupt, args=(draw.uniform(0, 0.02), over))
         try:
             timer.start()
             while True:
                 run.turn()
         except KeyboardInterrupt as error:
+            over.set()
             noted += any("jdp.train_step" in note for note in getattr(error, "__notes__", ()))
         timer.join()
         run.recover()
@@ -388,6 +396,7 @@ def at_random(make, count, seed, check=True):
 
 
 def main(count):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
     for name, make in {**KINDS, "plain jax.jit": Plain}.items():
         gone, noted = at_random(make, count, 0)
         print(f"{name}: {count} interrupts, {gone} lost the state, {noted} said where it is", flush=True)
