@@ -183,8 +183,8 @@ def interrupted_at(moment, call, times=1):
         call()
     except KeyboardInterrupt as error:
         return count, error
-    except Exception as error:  # C++ that compares treedefs makes a ValueError of what comes out of Python there
-        if not isinstance(error.__cause__, KeyboardInterrupt):
+    except Exception as error:  # C++ that calls Python makes an error of its own of what comes out there
+        if not isinstance(error.__cause__, KeyboardInterrupt) and "KeyboardInterrupt" not in str(error):
             raise
         return count, error
     finally:
@@ -206,7 +206,8 @@ def test_an_interrupt_at_each_moment_of_a_step_leaves_a_whole_state(kind):
     run, reference = KINDS[kind](), Reference(KINDS[kind])
     for _ in range(3):
         run.turn()
-    events, error = interrupted_at(10**9, run.turn)
+    for _ in range(2):  # from the second time on Python 3.12 tells of single instructions, too
+        events, error = interrupted_at(10**9, run.turn)
     assert error is None and events > 50
     draw, before, after = random.Random(0), 0, 0
     moments = range(1, events) if events < 400 else sorted(draw.sample(range(1, events), 250))

@@ -220,7 +220,8 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
     step, state = STEPS[name]
     got, want, results = run(own(step, pmean), state)
-    if name == "batch_norm":  # what is kept of the primary's statistics, XLA fuses in another way
+    # What is kept of the primary's statistics, XLA fuses in another way; from JAX 0.12 on, all that is in the update.
+    if name == "batch_norm" or jax.__version_info__ >= (0, 12):
         same = close
     same(got, want)
     for metrics, wanted in results:
@@ -436,7 +437,7 @@ def test_a_result_that_is_no_state_is_gathered_or_refused(refused, same):
 def test_a_state_that_is_a_tuple_may_be_all_that_is_returned(same):
     got, want, _ = run(own(adam, pmean), STEPS["adam"][1])
     assert type(got) is tuple
-    same(got, want)
+    (same if jax.__version_info__ < (0, 12) else close)(got, want)  # as above
 
 
 class Quiet(nnx.Module):
