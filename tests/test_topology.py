@@ -202,7 +202,9 @@ with quiet():
     os.abort()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "F0000 a.cc:2] Check failed: size > 0\nno newline")
+    assert done.returncode == -signal.SIGABRT
+    # (JAX's CUDA plugin, where it is installed, speaks before.)
+    assert done.stderr.endswith("F0000 a.cc:2] Check failed: size > 0\nno newline") and "starting" not in done.stderr
 
 
 @needs_gpus
