@@ -77,7 +77,7 @@ def differentiate(
     @(apart if loss.sync else _as_it_is)
     def value(diff: Tree, chosen: tuple[Tree, ...], part: list[Any], state: Tree) -> tuple[Any, tuple[Terms, Tree]]:
         out, aux, after = run(diff, chosen, part, state)
-        seen = terms(out, aux, rows, weight, shapes_of_more, loss.verb)
+        seen = terms(out, aux, rows, sum(signature.layout.sizes), weight, shapes_of_more, loss.verb)
         number = loss_value(out, rows, loss.verb)
         return number * jnp.asarray(seed if seen.forms[0].kind != "ratio" else 1, number.dtype), (seen, after)
 

@@ -91,8 +91,10 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     )
 
 
-def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[[int], Tree], verb: str) -> Terms:
-    """The terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
+def terms(
+    loss: Any, aux: Tree, rows: int | None, total: int, weight: float, more: Callable[[int], Tree], verb: str
+) -> Terms:
+    """The terms of one microbatch of so many rows (None: nothing is cut) of `total`, which weighs `weight`.
 
     `more` gives the shapes of `(loss, aux)` for a microbatch of so many rows more: what follows them is told by that,
     never by sizes that happen to be equal.
@@ -101,8 +103,8 @@ def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[
         TypeError: a value that is none of the forms, or of which it cannot be told what it is, with its path.
     """
     number = loss_value(loss, rows, verb)
-    followed = Followed((loss, aux), rows, more)
-    if not is_mean(loss) and jnp.ndim(loss) and followed.shapes and followed.axis(0) != 0:
+    followed = Followed((loss, aux), rows, total, more)
+    if not is_mean(loss) and jnp.ndim(loss) and followed.seen and followed.axis(0) != 0:
         raise TypeError(
             f"jdp.{verb}: the loss is {_described(loss)} for {rows} rows and for other numbers of them; a vector has "
             f"one entry per row. Return its mean, a scalar."
@@ -125,7 +127,7 @@ def terms(loss: Any, aux: Tree, rows: int | None, weight: float, more: Callable[
 
 def _marked(x: Any, name: str, followed: Followed, at: int) -> tuple[Form, list[Any]]:
     """The form and the summands of a `Mean` or a `Sum`, whose first array is the one with number `at`."""
-    for i in range(at, at + len(vars(x))) if followed.shapes else ():
+    for i in range(at, at + len(vars(x))) if followed.seen else ():
         if (axis := followed.axis(i)) is not None:
             where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
             raise TypeError(
@@ -162,26 +164,32 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     )
 
 
+Shapes = list[tuple[int, list[tuple[int, ...]]]]
+"""Numbers of rows, each with the shapes of all leaves."""
+
+
 class Followed:
     """How the shapes of a tree of arrays follow the number of rows: seen by tracing with other numbers of them."""
 
-    def __init__(self, tree: Tree, rows: int | None, more: Callable[[int], Tree]) -> None:
+    def __init__(self, tree: Tree, rows: int | None, total: int, more: Callable[[int], Tree]) -> None:
         self.rows, self._more = rows, more
         self.leaves = [jnp.shape(x) if is_array(x) else () for x in jax.tree.leaves(tree)]
-        self.shapes: list[list[tuple[int, ...]]] = []  # of the leaves, for other numbers of rows
+        self.seen: Shapes = []  # for more rows
+        self._fewer: Shapes = []
         self._problem = ""  # why none was seen
         if rows is None or not any(self.leaves):
             return
         # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
-        self.others = rows * 2 if self._see(rows * 2) else rows + 1
-        if not self.shapes and not self._see(rows + 1):
+        if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
             return
-        if any(x and x == y for x, y in zip(self.leaves, self.shapes[0], strict=True)):
-            # What did not follow may have been padded, to a size that holds twice as many rows as well.
-            self._see(-(-_MANY // rows) * rows)
+        # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
+        # well, but seldom all rows of the batch or `_MANY`.
+        self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
+        if rows > 1 and any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
+            self._see(1, self._fewer)  # the limit may be less than `rows`, but it is no less than one
 
-    def _see(self, rows: int) -> bool:
-        """Adds the shapes for so many rows; whether the function takes as many."""
+    def _see(self, rows: int, seen: Shapes) -> bool:
+        """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
         try:
             found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
         except Exception as error:  # a model for one number of rows alone
@@ -191,22 +199,30 @@ class Followed:
         if [*map(len, found)] != [*map(len, self.leaves)]:
             self._problem = "another tree or rank"
             return False
-        self.shapes.append(found)
+        seen.append((rows, found))
         return True
+
+    def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
+        """The axes of a leaf that are of another size for some number of rows that was seen (None: of more rows)."""
+        shape, seen = self.leaves[index], self.seen if seen is None else seen
+        return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
 
     def axis(self, index: int) -> int | str | None:
         """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
         shape, rows = self.leaves[index], self.rows
         if rows is None or not shape:
             return None
-        if not self.shapes:
+        if not self.seen:
             if not any(size and size % rows == 0 for size in shape):
                 return None  # no axis can be made of rows
             return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
-        apart = {i for other in self.shapes for i in range(len(shape)) if shape[i] != other[index][i]}
-        other = self.shapes[0][index]
-        if len(apart) > 1 or any(shape[i] * self.others != other[i] * rows for i in apart):
-            return f"{list(other)} for {self.others} rows, which is not in proportion along one axis"
+        apart, seen = self._apart(index), self.seen
+        if not apart:  # a pair of rows, which follows, would be none for one row
+            apart, seen = self._apart(index, self._fewer), self._fewer
+        for others, shapes in seen:
+            other = shapes[index]
+            if len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+                return f"{list(other)} for {others} rows, which is not in proportion along one axis"
         return apart.pop() if apart else None
 
 

@@ -183,7 +183,7 @@ def test_groups_of_rows():
 
     def loss_fn(w, x):
         pairs = w * x[::2] * x[1::2]
-        return jnp.mean(pairs), pairs
+        return jnp.mean(pairs), (pairs, jnp.mean(pairs, axis=0))
 
     close(wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, x), jax.value_and_grad(loss_fn, has_aux=True)(W, x))
 
@@ -208,7 +208,14 @@ def for_four_rows(w, x):
     return x
 
 
+def of_the_first(count):
+    return lambda w, x: x[:count]
+
+
 UNKNOWN = [
+    (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and \[1, 2\] for 1 rows"),
+    (of_the_first(6), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[6, 2\] for 8 rows"),
+    (of_the_first(64), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[64, 2\] for 132 rows"),
     (square, r"\['a'\] is float32\[4, 4\] for 4 rows, and \[8, 8\] for 8 rows"),
     (with_a_prefix, r"\['a'\] is float32\[6, 2\] for 4 rows, and \[10, 2\] for 8 rows"),
     (padded, r"\['a'\] is float32\[8, 2\] for 4 rows, and \[8, 2\] for 8 rows"),
