@@ -9,7 +9,8 @@ made: no device is needed, only the compilers (`pip install "jax-data-parallel[p
     jdp            dp.train_step
 
 and the share of the collectives' bytes that is in flight while something is computed, while some of the backward pass
-is, and by the links' and the chip's published figures (jdp/_chips.py) an estimate of the time and of what is exposed.
+is, and by the links' and the chip's published figures (jdp/_topology/chips.py) an estimate of the time and of what is
+exposed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp import _collectives, _hlo, _schedule
-from jdp._links import Network
-from jdp._quiet import quiet
+from jdp._explain import collectives as _collectives
+from jdp._explain import hlo as _hlo
+from jdp._plan import estimate as _schedule
+from jdp._plan.links import Network
+from jdp._topology.quiet import quiet
 
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8
 COLUMNS = (
@@ -124,7 +127,7 @@ class Contenders:
         step = jdp.DataParallel(self.model, self.devices).train_step(self.loss, self.tx, **arguments)
         params = self.variables["params"]
         state = jdp.TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, self.opt_state, {}, None)
-        with mock.patch("jdp._train_program.compiler_options", lambda *_: options) if options is not None else quiet():
+        with mock.patch("jdp._train.program.compiler_options", lambda *_: options) if options is not None else quiet():
             return jdp.explain(step, state, self.tokens).hlo
 
 

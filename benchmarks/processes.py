@@ -44,7 +44,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import jdp
-    from jdp._agree import Agreed
+    from jdp._processes.agree import Agreed
 
     model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(width), nn.relu, nn.Dense(10)])
     rng = np.random.default_rng(jax.process_index())
@@ -95,7 +95,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
 
     (ahead,) = dp.prefetch([batch])
     known = Agreed(ahead["x"].sizes, {0: ""})
-    without = mock.patch.multiple("jdp._split", begin=lambda *_: None, finish=lambda _: known)
+    without = mock.patch.multiple("jdp._core.split", begin=lambda *_: None, finish=lambda _: known)
     by_trust = by_jdp("trusting", step, lambda: itertools.repeat(batch, STEPS))
 
     def trusting() -> None:

@@ -21,15 +21,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command that `argv` names, and returns the code to exit with."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if command == "launch":
-        from . import _launch
+        from ._launch import cli as _launch
 
         return _launch.main(rest)
     if command == "doctor":
-        from . import _doctor
+        from ._doctor import cli as _doctor
 
         return _doctor.main(rest)
     if command == "plan":
-        from . import _plan
+        from ._plan import cli as _plan
 
         return _plan.main(rest)
     if command in ("-h", "--help"):

@@ -1,4 +1,4 @@
 """More than one process: `initialize` before anything else, and the rest of jdp is as it is with one."""
 
-from ._coordination import DesyncError as DesyncError
-from ._initialize import initialize as initialize
+from ._jax.coordination import DesyncError as DesyncError
+from ._processes.initialize import initialize as initialize

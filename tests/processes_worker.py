@@ -456,7 +456,7 @@ def case_explain():
     dp = jdp.DataParallel(MLP)
     step = dp.train_step(mse, optax.adam(1e-2))
     state = step.init(variables())
-    from jdp._exchange import Exchange
+    from jdp._processes.exchange import Exchange
 
     before = Exchange.calls
     reports = [jdp.explain(step, state, BATCH), jdp.explain(dp.apply, variables(), BATCH["x"])]

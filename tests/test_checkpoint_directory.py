@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 import jdp
-import jdp._checkpoint_directory as directory_of
-from jdp._checkpoint_directory import LOCK, Quiet
+import jdp._checkpoint.directory as directory_of
+from jdp._checkpoint.directory import LOCK, Quiet
 
 STATE = {"w": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_deleted_is_told_and_the_save_is_good(tmp_path, monkeypat
     def fails(path):
         raise OSError(errno.EACCES, "no")
 
-    monkeypatch.setattr(jdp._checkpoint_write, "delete", fails)
+    monkeypatch.setattr(jdp._checkpoint.write, "delete", fails)
     with jdp.Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.restore(STATE)
         checkpointer.save(2, at(2), data=2)
@@ -223,8 +223,8 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
     for step in range(2, 60):  # of step 1, each of them
         shutil.copytree(tmp_path / "1", tmp_path / str(step))
     lengths = []
-    tell_all = jdp._checkpoint_steps.tell_all
-    monkeypatch.setattr(jdp._checkpoint_steps, "tell_all", lambda text: lengths.append(len(text)) or tell_all(text))
+    tell_all = jdp._checkpoint.steps.tell_all
+    monkeypatch.setattr(jdp._checkpoint.steps, "tell_all", lambda text: lengths.append(len(text)) or tell_all(text))
     with pytest.warns(UserWarning, match=r"step 59 is damaged .*, and so are 18 more; step 1 is restored") as caught:
         assert restored(tmp_path) == 1
     assert len(caught) == 1 and max(lengths) < 1000
@@ -452,7 +452,7 @@ def test_a_reader_makes_no_directory(tmp_path):
 def test_a_checkpoint_that_its_writer_deletes_is_no_damage(tmp_path, monkeypatch):
     """A reader takes the newest then, which is one that came meanwhile."""
     saved(tmp_path, 1, 2)
-    read = jdp._checkpoint_steps.read
+    read = jdp._checkpoint.steps.read
 
     def read_late(path, leaves):
         if path.name == "2":
@@ -460,12 +460,12 @@ def test_a_checkpoint_that_its_writer_deletes_is_no_damage(tmp_path, monkeypatch
         return read(path, leaves)
 
     def saved_later(directory):
-        monkeypatch.setattr(jdp._checkpoint_steps, "read", read)
+        monkeypatch.setattr(jdp._checkpoint.steps, "read", read)
         with jdp.Checkpointer(directory, keep=1) as writer:
             writer.restore(STATE)
             writer.save(3, at(3), data=3)
 
-    monkeypatch.setattr(jdp._checkpoint_steps, "read", read_late)
+    monkeypatch.setattr(jdp._checkpoint.steps, "read", read_late)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert restored(tmp_path) == 3

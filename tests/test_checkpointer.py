@@ -21,8 +21,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp._checkpoint_directory import absolute, remove_unfinished
-from jdp._devices import make_mesh, replicated
+from jdp._checkpoint.directory import absolute, remove_unfinished
+from jdp._core.devices import make_mesh, replicated
 
 KEY = jax.random.key(5)
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from jdp import _connections
-from jdp._connections import Connections
+from jdp._processes import connections as _connections
+from jdp._processes.connections import Connections
 
 FIRST, OTHER = 0, 3
 

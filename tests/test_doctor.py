@@ -15,9 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from jdp import _doctor, _doctor_advice, _doctor_examine, _doctor_links, _doctor_machine, _doctor_print
-from jdp import _doctor_watch as watch
-from jdp._doctor_worker import choose
+from jdp import _tables as _doctor_print
+from jdp._doctor import advice as _doctor_advice
+from jdp._doctor import cli as _doctor
+from jdp._doctor import examine as _doctor_examine
+from jdp._doctor import links as _doctor_links
+from jdp._doctor import machine as _doctor_machine
+from jdp._doctor import watch
+from jdp._doctor.worker import choose
 
 ROOT = pathlib.Path(_doctor.__file__).parent.parent
 MEBIBYTES = ["--mebibytes", "1"]
@@ -118,7 +123,7 @@ def test_a_healthy_machine(doctor):
 
 
 def test_one_device_has_no_links_and_jax_is_not_started_here():
-    code = "import jdp, sys; from jdp._doctor import main; code = main(['--devices', '1']); "
+    code = "import jdp, sys; from jdp._doctor.cli import main; code = main(['--devices', '1']); "
     code += "jdp.virtual_cpu_devices(5); import jax; print(code, len(jax.devices()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "none: there is one device" in run.stdout and run.stderr == ""
@@ -129,7 +134,8 @@ def test_one_device_has_no_links_and_jax_is_not_started_here():
 
 FAULTS = """
     import signal, jax, numpy as np
-    from jdp import _doctor_links as links, _doctor_worker
+    from jdp._doctor import links
+    from jdp._doctor import worker as _doctor_worker
 
     def flipped(result, device, index):
         shards = [s.data for s in result.addressable_shards]
@@ -338,7 +344,7 @@ def test_a_backend_that_fails_says_so(doctor, monkeypatch):
 
 def test_a_failure_without_words_says_where(doctor, worker):
     worker("""
-        from jdp import _doctor_worker
+        from jdp._doctor import worker as _doctor_worker
         def start(spec):
             assert spec == "another"
         _doctor_worker.start = start
@@ -353,7 +359,8 @@ def test_a_failure_without_words_says_where(doctor, worker):
 def test_a_reader_that_has_seen_enough_is_no_error(fake):
     fake()
     command = watch.command(7, 1)[:2]
-    code = f"import sys; from jdp import _doctor, _doctor_watch as w, _doctor_print as p; first = {command!r}; "
+    code = f"import sys; from jdp._doctor import cli as _doctor, watch as w; from jdp import _tables as p; "
+    code += f"first = {command!r}; "
     code += "w.command = lambda reply, seconds: [*first, str(reply)]; p.importlib.util.find_spec = lambda n: None; "
     code += "sys.exit(_doctor.main([]))"
     with subprocess.Popen(
@@ -376,7 +383,8 @@ def test_nothing_is_left_behind_also_what_the_worker_started(doctor, fake, tmp_p
 
 HANGS = """
     import ctypes
-    from jdp import _doctor_links as links, _doctor_worker
+    from jdp._doctor import links
+    from jdp._doctor import worker as _doctor_worker
     def broadcast(x, mesh):
         print(os.getpid(), file=open(sys.argv[0] + ".pid", "w"), flush=True)
         {hang}
@@ -387,7 +395,7 @@ HANGS = """
 
 def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
     script = worker(HANGS.format(hang="time.sleep(600)"))
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp import _doctor, _doctor_watch as w; "
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._doctor import cli as _doctor, watch as w; "
     code += f"w.command = lambda reply, seconds: [sys.executable, {str(script)!r}, str(reply)]; _doctor.main([])"
     environ = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.DEVNULL) as parent:
@@ -545,7 +553,8 @@ def test_the_traps_of_a_machine_are_told():
 def test_the_imbalance_of_devices_is_told(doctor, worker):
     worker("""
         from unittest import mock
-        from jdp import _devices, _doctor_worker
+        from jdp._core import devices as _devices
+        from jdp._doctor import worker as _doctor_worker
         with mock.patch.object(_devices, "memory_bytes", lambda d: 40 if d.id == 1 else 80):
             _doctor_worker.serve(REPLY)
     """)

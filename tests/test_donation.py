@@ -61,7 +61,7 @@ def places(tree):
 def copies(monkeypatch):
     """The shapes of the arrays that a step copies."""
     found, copy = [], jnp.copy
-    monkeypatch.setattr("jdp._train_state.jnp.copy", lambda x: found.append(x.shape) or copy(x))
+    monkeypatch.setattr("jdp._train.state.jnp.copy", lambda x: found.append(x.shape) or copy(x))
     return found
 
 
@@ -204,7 +204,7 @@ def test_one_step_on_several_states_copies_nothing(n, copies):
 
 
 def test_what_is_kept_of_several_states_goes_with_them():
-    from jdp._train_state import _older
+    from jdp._train.state import _older
 
     step = step_of()
     states = [step.init(VARIABLES) for _ in range(3)]

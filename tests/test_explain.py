@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp._capture import unused_donations
+from jdp._explain.calls import unused_donations
 
 S = jax.ShapeDtypeStruct
 ROWS, WIDTH = 64, 32

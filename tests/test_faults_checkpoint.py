@@ -257,7 +257,7 @@ JOB = """
     import jax, numpy as np
     rank, address, directory, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
     jdp.distributed.initialize(address, 2, rank, heartbeat_timeout=4, quiet=True)
-    import jdp._checkpoint_write as module
+    import jdp._checkpoint.write as module
     state = {"w": jdp.replicate(np.arange(5000, dtype=np.float32))}
     checkpointer = jdp.Checkpointer(directory, keep=1)
     data = checkpointer.restore(state)[1]
@@ -284,7 +284,7 @@ JOB = """
     elif fault == "removal" :
         if rank == 0:
             import pathlib
-            from jdp import _checkpoint_steps
+            from jdp._checkpoint import steps as _checkpoint_steps
             pathlib.Path(directory, "7.orbax-checkpoint-tmp").mkdir(parents=True)
             def fails(directory):
                 raise OSError("jdp.Checkpointer: it sticks; so it is. Wait.")
@@ -433,7 +433,7 @@ TWO = """
             checkpointer.save(step, like, data=step)
         checkpointer.wait()
         if fault == "unreadable" and rank == 1:  # a file system that fails this process alone
-            import jdp._checkpoint_read as module
+            import jdp._checkpoint.read as module
             read = real = module._read_arrays
             module._read_arrays = lambda path, leaves: ({}, "gone") if "/2/" in str(path) else read(path, leaves)
         if fault == "flipped" and rank == 0:

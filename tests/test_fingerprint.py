@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp._fingerprint import fingerprint, hash_leaf
+from jdp._core.fingerprint import fingerprint, hash_leaf
 
 RNG = np.random.default_rng(0)
 

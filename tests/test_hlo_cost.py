@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdp._hlo import parse
-from jdp._hlo_cost import cost, totals
+from jdp._explain.cost import cost, totals
+from jdp._explain.hlo import parse
 
 HLO = pathlib.Path(__file__).parent / "hlo"
 
@@ -134,10 +134,10 @@ def test_room_that_a_library_works_in_is_no_traffic():
 
 LIVE = """
 import jax, jax.numpy as jnp
-from jdp._quiet import quiet
-from jdp._topology import topology
-from jdp._hlo import parse
-from jdp._hlo_cost import totals
+from jdp._topology.quiet import quiet
+from jdp._topology.topology import topology
+from jdp._explain.hlo import parse
+from jdp._explain.cost import totals
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 def mlp(ws, x):

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jdp
-from jdp import _kept
+from jdp._core import programs as _kept
 
 W = {"params": {"w": np.ones((2, 2), np.float32)}}
 

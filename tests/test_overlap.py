@@ -9,11 +9,11 @@ import optax
 import pytest
 
 import jdp
-from jdp import _train_program
-from jdp._collectives import collectives
-from jdp._compiler_options import _known, compiler_options, wanted
-from jdp._devices import make_mesh
-from jdp._hlo import parse
+from jdp._core.devices import make_mesh
+from jdp._explain.collectives import collectives
+from jdp._explain.hlo import parse
+from jdp._train import program as _train_program
+from jdp._train.compiler_options import _known, compiler_options, wanted
 
 S = jax.ShapeDtypeStruct
 WIDTH, LAYERS, ROWS = 2048, 6, 256

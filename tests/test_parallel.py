@@ -12,7 +12,7 @@ from flax import jax_utils, nnx
 from flax.training import train_state
 
 import jdp
-from jdp._varying import SAME, VARYING, varying
+from jdp._jax.jaxprs import SAME, VARYING, varying
 
 N, ROWS = 8, 24
 rng = np.random.default_rng(0)

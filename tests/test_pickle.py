@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp import _config
+from jdp._model import config as _config
 
 ROWS = np.random.RandomState(0).randn(5, 3).astype(np.float32)
 

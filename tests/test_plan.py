@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp import _plan, _plan_lines
 from jdp.__main__ import main
-from jdp._chips import CHIPS, Chip, Protocol
-from jdp._devices import make_mesh
-from jdp._plan_capture import PlanError, capture_step, spread
-from jdp._plan_search import Most, most
-from jdp._train_capture import StepCall
+from jdp._core.devices import make_mesh
+from jdp._explain.train_calls import StepCall
+from jdp._plan import cli as _plan
+from jdp._plan import lines as _plan_lines
+from jdp._plan.script import PlanError, capture_step, spread
+from jdp._plan.search import Most, most
+from jdp._topology.chips import CHIPS, Chip, Protocol
 
 STEP = """
     import sys

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp import _exchange
+from jdp._processes import exchange as _exchange
 
 HERE = pathlib.Path(__file__).parent
 PROCESSES, LOCAL = 2, 2
@@ -663,7 +663,7 @@ LEAVES = """
 import jdp, numpy as np
 jdp.distributed.initialize(timeout=45, quiet=True)
 import jax, jax.numpy as jnp
-from jdp import _dispatch
+from jdp._core import dispatch as _dispatch
 if jax.process_index() == 1:
     class Failed:
         def is_deleted(self): return False

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jdp import _launch_options, _plan
+from jdp._launch import options as _launch_options
+from jdp._plan import cli as _plan
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from jdp._hlo import parse
-from jdp._schedule import simulate
+from jdp._explain.hlo import parse
+from jdp._plan.estimate import simulate
 
 HLO = pathlib.Path(__file__).parent / "hlo"
 

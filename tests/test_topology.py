@@ -17,11 +17,11 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import jdp
-from jdp import _topology
-from jdp._chips import CHIPS
-from jdp._quiet import quiet
-from jdp._target_config import TARGETS, target_config
-from jdp._topology import GPUS, TPUS, topology
+from jdp._topology import topology as _topology
+from jdp._topology.chips import CHIPS
+from jdp._topology.quiet import quiet
+from jdp._topology.target_config import TARGETS, target_config
+from jdp._topology.topology import GPUS, TPUS, topology
 
 
 def installed(module):
@@ -95,7 +95,7 @@ def test_libtpu_says_as_much_memory_as_the_chips_table():
 @needs_tpus
 def test_nothing_is_logged_and_no_variable_is_left():
     code = (
-        "import os, sys, jax, jdp; from jdp._topology import topology\n"
+        "import os, sys, jax, jdp; from jdp._topology.topology import topology\n"
         "print('begin', file=sys.stderr, flush=True); before = dict(os.environ)\n"
         "topology('h100', hosts=2); topology('v5e', '2x2'); assert dict(os.environ) == before\n"
         "print('end', file=sys.stderr, flush=True)"
@@ -111,7 +111,7 @@ def test_nothing_is_logged_and_no_variable_is_left():
 
 @needs_gpus
 def test_jax_may_have_started_without_the_plugin():
-    code = "import jax; jax.devices()\nfrom jdp._topology import topology; print(len(topology('a100', hosts=2)))"
+    code = "import jax; jax.devices()\nfrom jdp._topology.topology import topology\nprint(len(topology('a100', hosts=2)))"
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert run.stdout == "16\n", run.stderr
@@ -196,7 +196,7 @@ def test_quiet_drops_the_loggers_lines_alone(capfd):
 def test_quiet_does_not_keep_the_last_words_of_a_compiler_that_aborts():
     code = """
 import os
-from jdp._quiet import quiet
+from jdp._topology.quiet import quiet
 with quiet():
     os.write(2, b"I0000 00:00:1795306221.128085 1 a.cc:1] starting\\nF0000 a.cc:2] Check failed: size > 0\\nno newline")
     os.abort()

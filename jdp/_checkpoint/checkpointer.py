@@ -1,0 +1,227 @@
+"""`Checkpointer`: after `save(step, state)`, `restore(state)` gives it back bit for bit, on any number of devices."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import weakref
+from typing import Any
+
+import jax
+
+from .._core.layout import Tree
+from .agree import agree
+from .directory import Quiet, absolute
+from .items import VERB, decode, leaves_of
+from .preemption import Preemption
+from .steps import Steps
+from .write import Writer
+
+
+class Checkpointer:
+    """Saves a training state while training goes on, and restores the newest checkpoint that is whole.
+
+    Over Orbax's `AsyncCheckpointer`, with what a long run needs besides:
+
+    * every array is saved with a fingerprint of its bits, and checked against it when it is restored; a checkpoint
+      that is damaged in any way is left for the newest intact one before it, and a warning says so;
+    * a `kill -9` at any moment loses no checkpoint that was there before: one is made under another name and
+      renamed when it is complete; older ones are deleted after that, and only when one of those that stay has been
+      read back from the disk and is whole;
+    * one writer: from its first `save` until it is closed, dropped or killed a Checkpointer holds a lock (`flock` on
+      the file `.jdp-lock`; in a job process 0 holds it for all), and a second that saves there is refused;
+    * any number of readers, beside the writer too: `restore` changes nothing, and needs no permission to write;
+    * nothing outside the directory is read or written: links, FIFOs and devices in a checkpoint, files that are too
+      large and manifests of another step are damage like any other;
+    * a SIGTERM, as a cluster sends before it takes the machine away: the `save` of the step that is being made saves,
+      whatever `every` is, waits until it is on the disk, says so, and raises `SystemExit(0)`. Under
+      `jax.distributed` all processes do that in the same step, whichever got the signal. Call `save` in every step.
+
+    Make it in every process, after `jax.distributed.initialize`, and call its methods in all of them; the directory
+    is one that all of them see.
+
+    Args:
+        directory: where the checkpoints are, one directory for each, named by its step. The first save makes it if it
+            is not there. It may be a link. In cloud storage (`gs://...`) there are no locks and no links: there it is
+            the user who sees to it that one job saves.
+        keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them stays,
+            too. With 1 that is known only of what has just been written, which the disk may yet lose.
+        every: save at steps that are multiples of this.
+
+    Attributes:
+        directory: the directory, absolute and without links.
+        latest_step: the newest complete checkpoint that was not found to be damaged, or None.
+
+    Raises:
+        OSError: the directory is something else.
+        ValueError: `keep` or `every` is less than 1.
+
+    Example:
+        >>> import jdp, numpy as np, tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> for attempt in range(2):
+        ...     with jdp.Checkpointer(directory, keep=2, every=10) as checkpointer:
+        ...         state, data = checkpointer.restore({"step": 0, "w": np.zeros(2)})
+        ...         print(state["step"], state["w"], data)
+        ...         for step in range(state["step"] + 1, 36):
+        ...             state = {"step": step, "w": state["w"] + 1}
+        ...             saved = checkpointer.save(step, state, data={"position": 64 * step})
+        0 [0. 0.] None
+        30 [30. 30.] {'position': 1920}
+
+    Source: orbax.checkpoint.AsyncCheckpointer and CheckpointManager.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
+        keep, self._every = _positive("keep", keep), _positive("every", every)
+        self.directory = absolute(directory)
+        self._quiet = Quiet()
+        self._steps = Steps(self.directory)
+        self._writer = Writer(self.directory, keep, self._steps, self._quiet)
+        self._preemption = Preemption()
+        # A Checkpointer that is dropped must not go on holding SIGTERM back.
+        self._finalizer = weakref.finalize(self, _let_go, self._preemption, self._quiet)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint that was not found to be damaged, or None."""
+        return self._steps.latest()
+
+    def save(self, step: int, state: Tree, data: Any = None) -> bool:
+        """Saves the state if `step` is a multiple of `every`, or if this is the step at which a SIGTERM ends the job.
+
+        Returns as soon as the arrays are on the host, so that they may be donated to the next step; the rest goes on
+        beside the training. Only one save runs at a time: the next waits for it.
+
+        Args:
+            step: the number of the step that has just been made, 0 or more; it grows from save to save.
+            state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
+            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys, together
+                at most 32 MiB. It may differ between processes, and each gets its own back; in a job of another number
+                of processes `restore` gives the list of them all.
+
+        Returns:
+            Whether it has saved; False also if this step is saved already.
+
+        Raises:
+            SystemExit: with code 0, after a SIGTERM.
+            RuntimeError: another job saves there; the save before this one has failed, or this one could not begin; or
+                another process of the job has ended. The checkpoints that were complete are untouched.
+            OSError: the directory cannot be written (in a job of several processes: RuntimeError).
+            TypeError: `step` is no integer, `data` is no JSON, or a leaf is no array.
+            ValueError: `step` is negative or less than one that was saved, or the directory holds a newer checkpoint,
+                and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
+                is too large.
+
+        Warns:
+            UserWarning: checkpoints on the disk are damaged, and an older one is kept for them; or the file system has
+                no locks.
+        """
+        step = _number(step)
+        ending = self._preemption.reached()
+        if not ending and step % self._every:
+            return False
+        if saving := step != self._steps.newest:
+            self._begin(step, state, data)
+        if ending:
+            self.wait()
+            self._close(acted=True)
+            if jax.process_index() == 0:
+                print(f"jdp: SIGTERM: saved step {step} in {self.directory}; ending", flush=True)
+            sys.exit(0)
+        return saving
+
+    def restore(self, state: Tree, step: int | None = None) -> tuple[Tree, Any]:
+        """The newest intact checkpoint, in the shapes, dtypes and shardings of `state`, and its data cursor.
+
+        So it comes onto any number of devices and processes, whatever the number was that saved it. NNX objects are
+        updated in place. Where there is no checkpoint: the state as it was passed, and None.
+
+        Checkpoints that are newer than the one restored stay, until the first `save` gives them another name.
+
+        Args:
+            state: one like the state that was saved; only its form counts, not its values.
+            step: the step to restore; None is the newest that is intact.
+
+        Returns:
+            The state and `data`, as they were saved.
+
+        Raises:
+            RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
+            TypeError: `step` is no integer.
+            ValueError: the checkpoint is of another model, or there is none of `step`.
+        """
+        step = None if step is None else _number(step)
+        self.wait()
+        leaves = leaves_of(state)
+        found = self._steps.find(leaves, step, self._quiet)
+        if found is None:
+            return state, None
+        arrays, data = found
+        return decode(arrays, state), data
+
+    def wait(self) -> None:
+        """Waits until the save that is running, if any, is complete on the disk.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        self._writer.wait()
+
+    def close(self) -> None:
+        """`wait`, and gives the lock back, and SIGTERM to who had it before; `with` does this at its end."""
+        self._close(acted=False)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except RuntimeError as e:
+            if error is None:
+                raise
+            error.add_note(str(e))
+
+    def _begin(self, step: int, state: Tree, data: Any) -> None:
+        self._steps.check_grows(step)
+        self.wait()
+        leaves, data, apart = agree(self._writer.prepare, state, data)
+        self._writer.write(step, leaves, data, apart)
+
+    def _close(self, acted: bool) -> None:
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._finalizer.detach()
+            self._quiet.close()
+            self._preemption.close(acted)
+
+
+def _let_go(preemption: Preemption, quiet: Quiet) -> None:
+    quiet.close()
+    preemption.close()
+
+
+def _number(step: int) -> int:
+    """The step as Python's int, of any kind of integer."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
+        raise TypeError(
+            f"jdp.{VERB}: step is {step!r:.100}, a {type(step).__name__}; a checkpoint is called by the number of its "
+            f"step. Pass an int."
+        )
+    if number < 0:
+        raise ValueError(f"jdp.{VERB}: step is {number}; the numbers of steps are 0 or more. Pass such a number.")
+    return number
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"jdp.{VERB}: {name} is {value!r}; it is a number of 1 or more. Pass such a number.")
+    return value

@@ -1,0 +1,296 @@
+"""The directory of a `Checkpointer`: many may read it, one writes it, and nothing is touched that is not its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from typing import Any
+
+import jax
+
+from .items import VERB
+
+LOCK = ".jdp-lock"
+_UNFINISHED = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp(-[0-9]+)?")  # as Orbax calls a step until it is whole
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_LATE = 5.0  # seconds for which a failed save may go on: Orbax waits for none of the writes that it abandons
+
+
+def absolute(directory: str | os.PathLike[str]) -> Any:
+    """The absolute path that is meant, without links; `~` is the user's home.
+
+    Raises:
+        OSError: there is something else than a directory.
+    """
+    from etils import epath  # Orbax's own paths: those of cloud storage too
+
+    path = os.fspath(directory)
+    if "://" in path:
+        return epath.Path(path)
+    path = os.path.realpath(os.path.expanduser(path))
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
+    except FileNotFoundError:
+        pass  # the first save makes it
+    except OSError as e:
+        raise _unwritable(path, e) from e
+    return epath.Path(path)
+
+
+def is_local(path: Any) -> bool:
+    """Whether the path is one of the operating system, with links and locks, and not of cloud storage."""
+    return "://" not in os.fspath(path)
+
+
+def make_writable(directory: Any) -> None:
+    """Makes the directory if need be, and a file in it.
+
+    Raises:
+        OSError: either is impossible.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if is_local(directory):  # under a name that is free: one that is known may be a link to elsewhere
+            handle, probe = tempfile.mkstemp(prefix=".jdp-", dir=directory)
+            os.close(handle)
+            os.unlink(probe)
+        else:
+            probe = directory / f".jdp-{os.getpid()}-{jax.process_index()}"
+            probe.write_text("")
+            probe.unlink()
+    except OSError as e:
+        raise _unwritable(directory, e) from e
+
+
+def _unwritable(directory: Any, e: OSError) -> OSError:
+    return type(e)(
+        f"jdp.{VERB}: {directory} cannot be written: {e.strerror or e}; checkpoints are made there by this "
+        f"user. Make it writable, or pass another directory."
+    )
+
+
+def kind(mode: int) -> str:
+    """What a file of this mode is, for an error."""
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
+    return "a file" if stat.S_ISREG(mode) else kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def open_file(path: str, flags: int = os.O_RDONLY) -> int:
+    """Opens a file of the directory, for its descriptor; nothing but a file, for a link leads out and a FIFO blocks.
+
+    Raises:
+        OSError: it is something else, or cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):  # before it is opened, which for a device is more than a look
+        _check_file(os.lstat(path).st_mode)
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _check_file(os.fstat(handle).st_mode)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_file(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind(mode)} and no file")
+
+
+class Lock:
+    """The right to write in a directory: one process has it, until it gives it back or ends, by a `kill -9` too.
+
+    It is `flock` on a file in the directory, which says who has it and is there as long as somebody has. Cloud storage
+    has no such locks.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self._directory = directory
+        self._path = os.path.join(directory, LOCK)
+        self._handle: int | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock, if it is not held already; warns where the file system has none.
+
+        Raises:
+            RuntimeError: another process has it, or another `Checkpointer` of this one.
+            OSError: the directory cannot be written.
+        """
+        if self._holds():
+            return
+        self.release()
+        make_writable(self._directory)
+        while is_local(self._directory):
+            try:
+                self._handle = open_file(self._path, os.O_RDWR | os.O_CREAT)
+                if os.fstat(self._handle).st_nlink > 1:
+                    raise OSError(errno.EMLINK, f"{LOCK} is a file elsewhere, too")
+            except OSError as e:
+                self._forget()
+                raise _unwritable(self._directory, e) from e
+            _held.add(self)
+            self._lock()
+            if self._holds():
+                with contextlib.suppress(OSError):  # a full disk: then others do not learn who has it
+                    os.ftruncate(self._handle, 0)
+                    os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                return
+            self._forget()  # who had it has deleted the file before it let go
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        if self._handle is not None and self._holds():
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        self._forget()
+
+    def _lock(self) -> None:
+        import fcntl
+
+        assert self._handle is not None
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as e:
+            text = os.read(self._handle, 400).decode(errors="replace").strip()
+            who = text if re.fullmatch(r"process [0-9]+ on [\w.-]+", text) else "another process"
+            self._forget()
+            raise RuntimeError(
+                f"jdp.{VERB}: {self._directory} is being written by {who}; a directory of checkpoints has one writer "
+                f"at a time, and any number of readers. End that one, or close its Checkpointer, or pass another "
+                f"directory."
+            ) from e
+        except OSError as e:
+            warnings.warn(
+                f"jdp.{VERB}: {self._directory} is on a file system without locks ({e.strerror or e}); a second writer "
+                f"would not be noticed. See to it that one job at a time saves there.",
+                stacklevel=7,  # the user's line, beyond `save`
+            )
+
+    def _holds(self) -> bool:
+        """Whether it is held, and its file is where others look for it."""
+        if self._handle is None:
+            return False
+        try:
+            there = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # the directory is out of reach: a save will tell why
+        return os.path.samestat(os.fstat(self._handle), there)
+
+    def _forget(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+# A child that is forked has the descriptor too, and with it the lock: for longer, maybe, than the parent lives.
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock._forget() for lock in _held])
+
+
+class Quiet(logging.Filter):
+    """Keeps to itself what Orbax logs, as long as a Checkpointer is open: its failures come as exceptions.
+
+    So too the reads and writes that Orbax abandons when another fails, and which report in their own threads that
+    nobody waits for them any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        logging.getLogger("absl").addFilter(self)
+        self.abandoned = False  # whether some are; they may report for some seconds from then on
+        self._before, self._hook = sys.unraisablehook, self._unraisable  # one object: each access makes another
+        self._over = False
+        sys.unraisablehook = self._hook
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    def close(self) -> None:
+        """Ends it."""
+        logging.getLogger("absl").removeFilter(self)
+        if not self.abandoned:
+            return self._put_back()
+        later = threading.Timer(_LATE, self._put_back)
+        later.daemon = True
+        later.start()
+
+    def _put_back(self) -> None:
+        self._over = True
+        hook = sys.unraisablehook
+        while isinstance(quiet := getattr(hook, "__self__", None), Quiet) and quiet._over:
+            hook = quiet._before  # of several the first to end need not be the last that began
+        sys.unraisablehook = hook
+
+    def _unraisable(self, report: Any) -> None:
+        if not (isinstance(report.exc_value, RuntimeError) and str(report.exc_value) == "Event loop is closed"):
+            self._before(report)
+
+
+def steps_in(directory: Any) -> list[int]:
+    """The steps of which there is a complete checkpoint, or a link in the place of one."""
+    if not is_local(directory):
+        import orbax.checkpoint as ocp
+
+        return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
+    try:
+        with os.scandir(directory) as entries:
+            names = [e.name for e in entries if e.is_symlink() or e.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+
+def delete(path: Any) -> None:
+    """Deletes a checkpoint; of a link the link.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if os.path.islink(path):
+        path.unlink()
+    else:
+        path.rmtree()
+
+
+def free_name(directory: Any, name: str) -> str:
+    """The name, or with a number behind it if it is taken."""
+    taken = {path.name for path in directory.iterdir()}
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 10**6))) if n not in taken)
+
+
+def remove_unfinished(directory: Any, patience: float = _LATE) -> None:
+    """Deletes what saves have left that were killed, or failed.
+
+    Args:
+        directory: that of the checkpoints.
+        patience: the seconds for which a failed save may go on writing there.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    end = time.monotonic() + patience
+    for path in directory.iterdir() if directory.is_dir() else ():
+        while _UNFINISHED.fullmatch(path.name) and path.is_dir() and not os.path.islink(path):
+            try:
+                path.rmtree()
+            except OSError as e:
+                if time.monotonic() > end:
+                    raise type(e)(
+                        f"jdp.{VERB}: {path} cannot be deleted: {e.strerror or e}; it is what is left of a save that "
+                        f"did not end, and nothing reads it. Delete it by hand, or pass another directory."
+                    ) from e
+                time.sleep(0.02)

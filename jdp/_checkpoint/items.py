@@ -1,0 +1,207 @@
+"""What goes into a checkpoint: `decode(encode(leaves_of(state)), state) == state`, and what tells that it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .._core.fingerprint import fingerprint
+from .._core.inputs import is_array, is_key
+from .._core.layout import Tree
+
+VERB = "Checkpointer"
+FORMAT = 1
+LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint that is read at once
+
+
+def leaves_of(state: Tree) -> dict[str, Any]:
+    """The leaves by their paths; of an NNX object those of its state.
+
+    Raises:
+        TypeError: a leaf is no array and no number.
+        ValueError: there are none.
+    """
+    flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
+    for path, x in flat.items():
+        if not is_array(x) and not isinstance(x, bool | int | float | complex):
+            raise TypeError(
+                f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
+                f"as JSON, or leave it out."
+            )
+    if not flat:
+        raise ValueError(f"jdp.{VERB}: the state has no leaves; a checkpoint is of at least one array. Pass the state.")
+    return flat
+
+
+def plain(state: Tree) -> Tree:
+    """The state, with that of NNX objects in their place."""
+    return jax.tree.map(lambda x: nnx.state(x) if _is_node(x) else x, state, is_leaf=_is_node)
+
+
+def encode(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that Orbax is to write: keys as their data, numbers as arrays, nothing that has no elements."""
+    # Orbax refuses arrays without elements, and in a job of many processes those of one process alone.
+    local = jax.process_count() > 1
+    out = {}
+    for path, x in leaves.items():
+        x = _data(x) if isinstance(x, jax.Array) else np.asarray(x)
+        if isinstance(x, jax.Array) and local and x.is_fully_addressable:
+            x = np.asarray(x)
+        if x.size:
+            out[path] = x
+    return out or {"nothing": np.zeros(1, np.uint8)}  # nor does Orbax write nothing at all
+
+
+def decode(arrays: Mapping[str, Any], state: Tree) -> Tree:
+    """The inverse of `encode`: a tree like `state`, whose leaves tell the kind of each array; NNX objects change."""
+
+    def leaf(path: Any, like: Any) -> Any:
+        x = arrays.get(jax.tree_util.keystr(path) or "state")
+        return _like(like, x)
+
+    tree = plain(state)
+    new = jax.tree_util.tree_map_with_path(leaf, tree)
+
+    def put(old: Any, value: Any) -> Any:
+        if not _is_node(old):
+            return value
+        nnx.update(old, value)
+        return old
+
+    return jax.tree.map(put, state, new, is_leaf=_is_node)
+
+
+def describe(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dtype and shape of each leaf, as JSON has them."""
+    return {path: [_dtype(x), list(np.shape(x))] for path, x in leaves.items()}
+
+
+def manifest(
+    step: int, leaves: Mapping[str, Any], encoded: Mapping[str, Any], data: Any, apart: bool
+) -> dict[str, Any]:
+    """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that.
+
+    `apart`: whether the data is a list with each process's own.
+
+    Raises:
+        ValueError: it is larger than what is read back.
+    """
+    from orbax.checkpoint import __version__ as orbax
+
+    import jdp
+
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "versions": {"jdp": jdp.__version__, "jax": jax.__version__, "orbax-checkpoint": orbax},
+        "leaves": describe(leaves),
+        "fingerprints": fingerprints(encoded),
+        "data": data,
+        "apart": apart,
+    }
+    size = len(json.dumps(content))
+    if size > LARGEST - 1000:
+        raise ValueError(
+            f"jdp.{VERB}: data and the names of {len(leaves):,} leaves are {size / 2**20:.1f} MiB as JSON; they are "
+            f"read back if they are at most {LARGEST >> 20} MiB. Put what is large into the state, as arrays."
+        )
+    return {"content": content, "sha256": digest(content)}
+
+
+def misformed(content: Any, step: int) -> str:
+    """What in a manifest is not as `manifest` makes it, or is of another step; "" where all is."""
+    for key, kind in {"format": int, "step": int, "versions": dict, "leaves": dict, "fingerprints": dict}.items():
+        if not isinstance(found := content.get(key), kind) or isinstance(found, bool):
+            return f"its {key!r} is {found!r:.100}, and no {kind.__name__}"
+    if content["step"] != step:
+        return f"it is of step {content['step']!r:.30}, which somebody has called {step}; a checkpoint keeps its name"
+    if content["format"] > FORMAT:
+        return ""  # nobody knows what else is in it
+    for path, entry in content["leaves"].items():
+        if not (isinstance(entry, list) and [type(part) for part in entry] == [str, list]):
+            return f"its entry of {path:.100} is {entry!r:.100}, and no dtype with a shape"
+        if not all(type(size) is int and size >= 0 for size in entry[1]):
+            return f"its entry of {path:.100} has the shape {entry[1]!r:.100}"
+    if "data" not in content or content.get("apart") and not isinstance(content["data"], list):
+        return "it has no data of each process"
+    return ""
+
+
+def fingerprints(encoded: Mapping[str, Any]) -> dict[str, str]:
+    """Sixteen hexadecimal digits for each array."""
+    # Not the mapping itself: a tree of it would be sorted by its keys.
+    hashes = fingerprint(list(encoded.values()))
+    return {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(encoded, hashes.tolist(), strict=True)}
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_data(data: Any) -> None:
+    """Raises:
+    TypeError: `data` does not come back from JSON as it went in.
+    """
+    try:
+        back = json.loads(json.dumps(data))
+    except (TypeError, ValueError) as e:
+        problem = str(e)
+    else:
+        if back == data:
+            return
+        problem = f"{data!r:.200} comes back as {back!r:.200}"
+    raise TypeError(
+        f"jdp.{VERB}: data cannot be kept as JSON: {problem}; it is None, or made of dicts with string keys, lists, "
+        f"strings, finite numbers, booleans and None. Convert it: int(x) for NumPy's numbers, list(x) for tuples."
+    )
+
+
+def first_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, list[Any]]) -> str | None:
+    """The first leaf that the checkpoint and the state have in different forms, or that one of them has not."""
+    for path in [*expected, *(p for p in stored if p not in expected)]:
+        if path not in stored:
+            return f"{path} is not in it"
+        if path not in expected:
+            return f"it has {path}, which is not in the state"
+        if stored[path] != expected[path]:
+            return f"{path} is {_short(stored[path])} in it, {_short(expected[path])} in the state"
+    return None
+
+
+def _like(like: Any, x: Any) -> Any:
+    if x is None:  # it has no elements, and was not written
+        x = np.asarray(_data(like)) if isinstance(like, jax.Array) else like
+    if isinstance(like, bool | int | float | complex):
+        return type(like)(np.asarray(x).item())
+    if not isinstance(like, jax.Array):
+        return np.asarray(x) if isinstance(like, np.ndarray) else np.asarray(x)[()]
+    if not isinstance(x, jax.Array):
+        x = jax.device_put(x, target_of(like))
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
+
+
+def target_of(like: jax.Array) -> Any:
+    """The sharding in which to restore; None where JAX was free to choose it, and is again."""
+    return _data(like).sharding if like.committed else None
+
+
+def _data(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+
+
+def _short(entry: list[Any]) -> str:
+    return f"{entry[0]}{entry[1]}"[:200]
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)

@@ -1,0 +1,156 @@
+"""Finds the checkpoint that a run goes on from, and sets aside those that are damaged or of a future it has left."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .directory import Quiet, free_name, remove_unfinished, steps_in
+from .items import VERB
+from .read import Damaged, read, tell_all
+
+_FEW = 40  # steps that one message names
+
+
+class Steps:
+    """The checkpoints in a directory, by their steps, and where among them this run is."""
+
+    def __init__(self, directory: Any) -> None:
+        self._directory = directory
+        self.newest: int | None = None  # the step that this run has restored or saved last
+        self._before: int | None = None  # what `newest` was before the last save
+        self._looked = False  # whether it is known what this run goes on from
+        self._cleared = False  # whether nothing in the directory is newer than what this run saves
+        self._damaged: list[int] = []
+
+    def latest(self) -> int | None:
+        """The newest complete checkpoint that was not found to be damaged, or None."""
+        return max((s for s in steps_in(self._directory) if s not in self._damaged), default=None)
+
+    def find(self, leaves: Mapping[str, Any], step: int | None, quiet: Quiet) -> tuple[dict[str, Any], Any] | None:
+        """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint.
+
+        Raises:
+            RuntimeError: all are damaged, or the one of `step` is.
+            ValueError: the checkpoint is of another model, or there is none of `step`.
+        """
+        damaged: dict[int, str] = {}
+        while (candidate := self._next(step, damaged)) is not None:
+            try:
+                found = read(self._directory / str(candidate), leaves)
+            except Damaged as e:
+                damaged[candidate] = str(e)
+                quiet.abandoned = True
+                continue
+            self._went_back(candidate, damaged)
+            return found
+        self._damaged = sorted({*self._damaged, *damaged})
+        if damaged:
+            raise RuntimeError(
+                f"jdp.{VERB}: in {self._directory} {listed(damaged)}; a checkpoint is restored only if it is what was "
+                f"saved. Bring an intact copy back, or begin anew in an empty directory."
+            )
+        self._looked = True
+        return None
+
+    def check_grows(self, step: int) -> None:
+        """Raises:
+        ValueError: the step is less than the newest.
+        """
+        if self.newest is not None and step < self.newest:
+            raise ValueError(
+                f"jdp.{VERB}: step {step} comes after step {self.newest}; steps grow from save to save. To go back, "
+                f"restore(state, step=...) first."
+            )
+
+    def set_aside(self, step: int) -> None:
+        """Renames what is damaged or of a future that this run has left, and deletes what other saves did not finish.
+
+        Raises:
+            ValueError: there is such a future, and this run has not restored anything.
+            OSError: something cannot be renamed or deleted.
+        """
+        if self._cleared:
+            return
+        here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
+        newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
+        ahead = int(tell_all(str(max((s for s in newer if s > here), default=-1)))[0])
+        if not self._looked and ahead >= 0:
+            raise ValueError(
+                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead} already; a "
+                f"run goes on from what is there, or begins in an empty directory. Call restore first, or pass another."
+            )
+        failed: OSError | None = None
+        try:
+            if jax.process_index() == 0:
+                self._rename(newer)
+                remove_unfinished(self._directory)
+        except OSError as e:
+            failed = e
+        problem = tell_all(str(failed or ""))[0]
+        if problem:
+            raise failed or OSError(problem)
+        self._damaged, self._cleared = [], True
+
+    def advance(self, step: int) -> None:
+        """The save of this step begins."""
+        self._before, self.newest = self.newest, step
+
+    def take_back(self) -> None:
+        """That save has failed."""
+        self.newest = self._before
+
+    def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
+        """The step to read after those that are damaged, or None; and takes out of those what is there no more.
+
+        Raises:
+            ValueError: there is no checkpoint of `step`.
+        """
+        # What process 0 sees counts, for a network file system may show the others something older.
+        there = steps_in(self._directory)
+        if step is not None:
+            seen: dict[str, Any] = {"next": step if step in there else None, "newest": there[-_FEW:]}
+        else:
+            gone = [s for s in [*damaged][-1:] if s not in there]  # its writer has deleted it meanwhile
+            seen = {"next": max((s for s in there if s not in damaged), default=None), "gone": gone}
+        told = json.loads(tell_all(json.dumps(seen))[0])
+        for s in told.get("gone", ()):
+            del damaged[s]
+        if step is None:
+            return told["next"]
+        if step in damaged:
+            return None
+        if told["next"] is None:
+            has = "it has" if len(told["newest"]) < _FEW else "the newest are"
+            raise ValueError(
+                f"jdp.{VERB}: {self._directory} has no step {step}; {has} {told['newest'] or 'none'}. "
+                f"Pass one of these, or None."
+            )
+        return step
+
+    def _rename(self, steps: list[int]) -> None:
+        for s in steps:
+            name = free_name(self._directory, f"{s}.set-aside")
+            (self._directory / str(s)).rename(self._directory / name)
+            why = "is damaged" if s in self._damaged else f"is newer than step {self.newest}, where this run goes on"
+            print(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", flush=True)
+
+    def _went_back(self, step: int, damaged: dict[int, str]) -> None:
+        self.newest, self._looked, self._cleared = step, True, False
+        self._damaged = sorted({*self._damaged, *damaged} - {step})
+        if damaged and jax.process_index() == 0:
+            warnings.warn(
+                f"jdp.{VERB}: in {self._directory} {listed(damaged)}; step {step} is restored, which is intact. "
+                f"The first save gives what is damaged another name.",
+                stacklevel=4,  # the user's line, beyond `find` and `restore`
+            )
+
+
+def listed(damaged: dict[int, str]) -> str:
+    """The newest of them, each with what is wrong with it."""
+    some = ", and ".join(f"step {s} is damaged ({why})" for s, why in [*damaged.items()][:_FEW])
+    return some + (f", and so are {len(damaged) - _FEW} more" if len(damaged) > _FEW else "")

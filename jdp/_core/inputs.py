@@ -1,0 +1,278 @@
+"""What may be an input: the kinds of leaves, their names in messages, axes and row counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .scattered import is_scattered
+
+_KEY = jax.dtypes.prng_key
+ARRAYS = (np.ndarray, jax.Array, np.generic)
+NESTED = (dict, list, tuple)
+USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(None)})
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a typed PRNG key, or an array of them."""
+    return jnp.issubdtype(x.dtype, _KEY)
+
+
+def is_unbound_axis(error: NameError) -> bool:
+    """Whether this is JAX's error for a collective outside of its axis, and not a name that somebody misspelt."""
+    return "unbound axis name" in str(error)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
+    return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a sparse array of JAX: a pytree, whose leaves must not be cut like rows."""
+    sparse = sys.modules.get("jax.experimental.sparse")  # who has one has imported it
+    return sparse is not None and isinstance(x, sparse.JAXSparse)
+
+
+def no_further(x: Any) -> bool:
+    """Where flattening stops: at what is scattered already, and at what `classify` must see whole."""
+    # Nearly all are the usual ones, and it takes an abstract class longer to say no.
+    return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
+
+
+def is_legacy_key(x: Any) -> bool:
+    """Whether `x` looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
+    return x.ndim == 1 and x.shape[0] == 2 and x.dtype == np.uint32
+
+
+def is_deep(x: Any, levels: int = 250) -> bool:
+    """Whether a list, tuple or dict nests others deeper than that, as one does that holds itself."""
+    for y in x.values() if isinstance(x, dict) else x:
+        # Every call asks it of its arguments; isinstance takes longer to say no of an array.
+        if issubclass(type(y), NESTED) and (not levels or is_deep(y, levels - 1)):
+            return True
+    return False
+
+
+def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
+    """A `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
+    if not isinstance(tree, NESTED) or not is_deep(tree):
+        return
+    name = root if isinstance(root, str) else "args"
+    for part, x in zip(root, tree, strict=False) if isinstance(root, tuple) else ():
+        children = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, NESTED) else ()
+        name = next((f"{part}[{key!r}]" for key, y in children if isinstance(y, NESTED) and is_deep(y)), name)
+    raise ValueError(
+        f"jdp.{verb}: {name} holds itself, or is nested more than 250 levels deep; JAX flattens all of a tree. Pass "
+        f"lists, tuples and dicts that end in arrays."
+    )
+
+
+def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
+    """Whether the leaf is an array (and it, in a form that JAX takes), or an object that goes whole to every replica.
+
+    Raises:
+        TypeError: what would be taken for an object and silently not be cut.
+    """
+    if isinstance(leaf, jax.Array):
+        return True, leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind in "OSUMm" or leaf.dtype.type is np.void:
+            raise TypeError(
+                f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
+                f"Convert it to one of these, or leave it out."
+            )
+        # JAX refuses big-endian arrays.
+        return True, leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+    _refuse(leaf, verb, name)
+    return False, leaf
+
+
+def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
+    """A `TypeError` for what holds arrays that would not be cut."""
+    if isinstance(leaf, dict | list | tuple):
+        kind = next(t.__name__ for t in (dict, list, tuple) if isinstance(leaf, t))
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__}, a subclass of {kind} that JAX does not know as a "
+            f"pytree; its arrays would not be cut. Register it (jax.tree_util.register_pytree_node) or pass a {kind}."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a jax.ShapeDtypeStruct, which has no values. Wrap the call in jax.eval_shape."
+        )
+    if hasattr(leaf, "__array__") and not isinstance(leaf, type):
+        kind = type(leaf)
+        of_torch = kind.__module__.partition(".")[0] == "torch"
+        how = "x.detach().cpu().numpy(), which is np.asarray(x) of a tensor" if of_torch else "np.asarray(x)"
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {kind.__module__}.{kind.__name__}, no jax or numpy array; programs of JAX "
+            f"take only those. Pass {how}."
+        )
+    if is_sparse(leaf):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__}, a sparse array, whose rows are not those of its "
+            f"buffers; it cannot be cut. Pass a dense array (x.todense())."
+        )
+    if isinstance(leaf, Iterator):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is an iterator; one call takes one batch. Pass next(it), or loop over it."
+        )
+    if _holds_arrays(leaf):
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a {type(leaf).__name__} that holds arrays, a container that JAX does not know as "
+            f"a pytree; they would not be cut. Register it (jax.tree_util.register_dataclass, "
+            f"register_pytree_node), or pass a dict, list or tuple of them."
+        )
+
+
+def _holds_arrays(x: Any) -> bool:
+    """Whether `x` is a container with arrays that are not 0-d: a deque, a UserDict, a plain dataclass."""
+    if isinstance(x, str | bytes | range):
+        return False
+    if isinstance(x, Mapping):
+        inside: Iterable[Any] = x.values()
+    elif isinstance(x, Collection):
+        inside = x
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, types.SimpleNamespace):
+        inside = vars(x).values() if hasattr(x, "__dict__") else ()
+    else:
+        return False
+    return any(is_array(value) and value.ndim for value in jax.tree.leaves(list(inside)))
+
+
+def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
+    """How the leaf with this index is reached: `inputs['x']`, `args[0]`, `kwargs['mask']`.
+
+    `root` is the name of the tree, or one name for each child of a tuple.
+    """
+    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0]
+    if isinstance(root, tuple):
+        return root[path[0].idx] + jax.tree_util.keystr(path[1:])
+    return root + jax.tree_util.keystr(path)
+
+
+def check_dim(verb: str, dim: Any) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"jdp.{verb}: dim is {dim!r}; it must be the axis to cut along. Pass an int.")
+
+
+def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:
+    """The axis counted from the front, or torch's `IndexError`."""
+    if not -ndim <= axis < ndim:
+        raise IndexError(
+            f"jdp.{verb}: {name()} is of rank {ndim} ({ndim} dimension{'s' * (ndim != 1)}), dim is {axis}; Dimension "
+            f"out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another "
+            f"dim{_or_axes(verb, name())}."
+        )
+    return axis % ndim
+
+
+def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
+    """The number of rows that all cut arrays (array, axis, index) agree on."""
+    first, axis, index = cut[0]
+    if verb != "scatter":  # of arguments; a tree that is only scattered may hold two such rows
+        for x, _, i in cut:
+            if is_legacy_key(x):
+                raise TypeError(legacy_key_text(verb, name(i)))
+    rows = first.shape[axis]
+    for other, other_axis, other_index in cut[1:]:
+        if other.shape[other_axis] == rows:
+            continue
+        for x, i in ((first, index), (other, other_index)):
+            if is_legacy_key(x):
+                raise TypeError(legacy_key_text(verb, name(i)))
+        raise ValueError(
+            f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other_index)} has "
+            f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal "
+            f"rows{_or_axes(verb, name(index))}."
+        )
+    return rows
+
+
+def _or_axes(verb: str, name: str) -> str:
+    """The other way out, for calls that have it."""
+    if name.startswith("state"):
+        return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
+    if verb != "DataParallel":
+        return ""
+    return ", or construct DataParallel with in_axes, None for an argument that is to go whole to every replica"
+
+
+def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
+    """A `TypeError` for rows as a list of Python numbers: each would go whole to every replica.
+
+    `rows` is None where nothing is cut: then a batch's lists are its rows, and those of a call's arguments are not.
+    """
+    is_batch = isinstance(root, str)
+
+    def numbers(x: Any) -> bool:
+        inside = jax.tree.leaves(x) if is_batch else x
+        return len(x) > 1 and bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
+
+    def are_rows(x: Any) -> bool:
+        return type(x) is list and (len(x) == rows or rows is None and is_batch) and numbers(x)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
+        if are_rows(x):
+            name = root[path[0].idx] + jax.tree_util.keystr(path[1:]) if isinstance(root, tuple) else root
+            name += jax.tree_util.keystr(path) if is_batch else ""
+            many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
+            of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
+            raise TypeError(
+                f"jdp.{verb}: {name} is a list of {len(x)} {of}Python numbers, {many}; each would go whole to every "
+                f"replica, and each new value compile anew. Pass np.asarray(x), which is cut."
+            )
+
+
+def refuse_loader(batch: Any, verb: str) -> None:
+    """A `TypeError` for a batch that is a loader, a dataset or an iterator."""
+    # What is a batch of another kind, or in a container that JAX does not know, has an error of its own.
+    if isinstance(batch, (*ARRAYS, str, bytes, type, dict, list, tuple)) or hasattr(batch, "__array__"):
+        return
+    if is_scattered(batch) or is_sparse(batch) or _holds_arrays(batch):
+        return
+    if hasattr(batch, "__iter__") or hasattr(batch, "__getitem__"):
+        raise TypeError(
+            f"jdp.{verb}: batch is a {type(batch).__name__}, which holds batches or rows; one call takes one batch, a "
+            f"tree of arrays. Loop over it: for batch in dp.prefetch(loader)."
+        )
+
+
+def legacy_key_text(verb: str, name: str) -> str:
+    return (
+        f"jdp.{verb}: {name} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
+        f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); "
+        f"cast two rows of data to another dtype, int32."
+    )
+
+
+STACKED: Any = object()
+"""The axis of what is stacked for `jax.pmap`: one entry for each replica, along the first axis."""
+
+
+def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_axes") -> list[Any]:
+    """One axis for each leaf of `tree`, out of a tree prefix of ints and Nones, as in `jax.vmap`."""
+    prefix, prefixdef = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
+    try:
+        subtrees = prefixdef.flatten_up_to(tree)
+    except ValueError:
+        raise ValueError(
+            f"jdp.{verb}: {what} does not fit the {'outputs' if what == 'out_axes' else 'arguments'}, whose tree is "
+            f"{jax.tree.structure(tree)}; it must be a tree prefix, as in jax.vmap. Pass an int or None for each."
+        ) from None
+    for axis in prefix:
+        if axis is not None and axis is not STACKED and (isinstance(axis, bool) or not isinstance(axis, int)):
+            other = ' (or "stacked")' if verb == "parallel" else ""
+            raise TypeError(f"jdp.{verb}: {what} holds {axis!r}; an axis is an int or None{other}. Pass one of these.")
+    return [
+        axis
+        for axis, subtree in zip(prefix, subtrees, strict=True)
+        for _ in jax.tree.leaves(subtree, is_leaf=no_further)
+    ]

@@ -1,0 +1,179 @@
+"""parallel_apply runs a function on every replica, as one SPMD program: `s[i] == fn(replicas, *inputs[i])`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .compiled import Compiled
+from .dispatch import dispatch
+from .layout import Static, Tree
+from .operands import Signature, flatten_call
+from .outputs import Outputs, Returned, returned
+from .programs import SIZES, Recent, kept
+from .replicate import broadcast
+from .scattered import Scattered, holds_scattered, is_scattered, placed
+from .split import split
+from .uneven import run_chunks
+
+
+def parallel_apply(
+    fn: Callable[..., Tree], replicas: Tree, inputs: Scattered | Tree, kwargs: Scattered | Tree = None
+) -> Scattered:
+    """Runs `fn(replicas, *inputs[i], **kwargs[i])` on every device i at once: `jit(shard_map(fn))`.
+
+    One compiled program, which is what `jax.pmap` is today. It is compiled once per function and
+    shapes: `fn` is known by its identity (a bound method by its object and name), so a lambda made
+    afresh for each call is compiled for each call. Python scalars, strings and other objects among
+    the inputs are part of the program: each new value compiles anew. The axis `"data"` is live
+    inside, for collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
+    on every replica but the primary. Chunks of unequal size are run at their true sizes.
+
+    Args:
+        fn: the function; returns a pytree of arrays.
+        replicas: its first argument, whole on every replica (`jdp.replicate`); arrays on the host or
+            on the primary device are replicated first.
+        inputs: from `jdp.scatter`, or a batch from `dp.prefetch`; a tuple or list holds the positional arguments,
+            anything else is one, a NamedTuple too.
+        kwargs: likewise: the keyword arguments, a dict.
+
+    Returns:
+        A `jdp.Scattered`: `s[i]` is what `fn` returned on replica i.
+
+    Raises:
+        TypeError: an output leaf is no array, with its path.
+        ValueError: outputs of replicas differ off `dim`; or `fn` runs collectives of its own and the
+            chunks are uneven.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> x = jdp.scatter((np.arange(4.0),), devices=[0])
+        >>> y = jdp.parallel_apply(lambda w, x: w * x, 2.0, x)
+        >>> jdp.gather(y).tolist()
+        [0.0, 2.0, 4.0, 6.0]
+
+    Source: torch/nn/parallel/parallel_apply.py; jax/_src/pmap.py.
+    """
+    inputs, kwargs = _as_one(inputs), _as_one(kwargs)
+    if not isinstance(inputs, Scattered) or not isinstance(kwargs, Scattered | None):
+        found = inputs if not isinstance(inputs, Scattered) else kwargs
+        raise TypeError(
+            f"jdp.parallel_apply: inputs and kwargs are a {type(found).__name__}; they are scattered trees. "
+            f"Pass jdp.scatter(inputs)."
+        )
+    if not callable(fn):
+        raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
+    replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
+    inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
+    return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
+
+
+def _as_one(batch: Tree) -> Tree:
+    """A batch whose leaves are scattered, as one `Scattered`; anything else as it is."""
+    if isinstance(batch, Scattered) or not holds_scattered(batch):
+        return batch
+    layout = next(x for x in jax.tree.leaves(batch, is_leaf=is_scattered) if is_scattered(x))._layout
+    return split(batch, layout.mesh, layout.dim, verb="parallel_apply", root="inputs")
+
+
+CallOf = Callable[[Signature, int], Callable[..., Tree]]
+"""What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
+
+
+def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
+    """The program that runs `fn` on every replica; compiled once per layout and shapes."""
+    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)), recalled=True)
+
+
+def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
+    """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from."""
+    seen: Recent[Any, set[Any]] = Recent()
+    body = _body_of(call_of, label)
+
+    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        operands, signature = flatten_call(replicas, inputs, kwargs)
+        _warn_new_values(seen, operands, signature, label)
+        found: list[Outputs] = []
+
+        def local(*operands: Any) -> tuple[list[Any], list[Any]]:
+            index = jax.lax.axis_index(signature.axis_name)
+            operands = signature.fold_keys(operands, index)
+            values, outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
+            found.append(outputs)
+            return outputs.reduce(values, index)
+
+        specs = (PartitionSpec(signature.axis_name), PartitionSpec())
+        mesh = signature.layout.mesh
+        # check_vma fails on real models (the scan of an RNN).
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=signature.specs, out_specs=specs, check_vma=False)
+        with jax.named_scope("DataParallel"):
+            cut, whole = mapped(*operands)
+        return found[-1].scattered(cut, whole)
+
+    run.__name__ = run.__qualname__ = label
+    return run
+
+
+def _plain(fn: Callable[..., Tree]) -> CallOf:
+    def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
+        def call(*operands: Any) -> Tree:
+            replicas, args, kwargs = signature.arguments(operands, replica)
+            return fn(replicas, *args, **kwargs)
+
+        return call
+
+    return call_of
+
+
+def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
+    @functools.lru_cache(SIZES)
+    def body(signature: Signature, replica: int) -> Callable[..., Returned]:
+        """The call on a chunk of the size that `replica` (the lowest such) has."""
+        run = call_of(signature, replica)
+
+        def call(*operands: Any) -> Returned:
+            try:
+                out = run(*operands)
+            except Exception as error:
+                if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+                    error.add_note(
+                        f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
+                        f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
+                        f"take float(...) of what the call gives."
+                    )
+                device = signature.layout.devices[replica]
+                error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
+                raise
+            return returned(out, signature.layout, operands)
+
+        call.__name__ = label
+        # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
+        # on the devices already, with and without a gradient.
+        return jax.jit(call)
+
+    return body
+
+
+def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
+    """Warns, once, where Python values that differ from call to call compile the same program over and over."""
+    layouts = [node for node in signature.nodes if node]
+    statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
+    values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
+    values.add(statics)
+    if len(values) == _MANY_VALUES:
+        warnings.warn(
+            f"jdp.parallel_apply: {name} was compiled {_MANY_VALUES} times for inputs that differ only in Python "
+            f"values, the last {[s.value for s in statics]}; each value is part of the program. Pass what changes "
+            f"between calls as a 0-d array, jnp.asarray(value).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+_MANY_VALUES = 16

@@ -1,0 +1,159 @@
+"""replicate puts every leaf of a tree whole on every device: `replicate(tree)[device i] == tree`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from .assemble import own_copies, put, refuse_traced
+from .capturing import capturing
+from .devices import Devices, are_described, mesh_of, replicated
+from .inputs import classify, refuse_deep
+from .layout import Tree
+from .processes import own_mesh, spans_processes
+from .scattered import concrete, is_scattered, put_all
+
+
+def replicate(tree: Tree, devices: Devices = None) -> Tree:
+    """Puts every leaf of a pytree whole on every device.
+
+    Leaves that are there already are neither moved nor copied; where that holds for all of them the
+    very same tree comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes
+    back to where the leaf was. Under `jax.jit` the tree passes through, for the program replicates it. Of
+    several processes all pass the same values, which `dp.check_replicas` compares.
+
+    Args:
+        tree: a pytree of arrays: on the host, on the primary device, or replicated.
+        devices: the devices, the primary first; `None` is all of `jax.devices()`.
+
+    Returns:
+        The tree, each leaf a `jax.Array` that is replicated over `devices`.
+
+    Raises:
+        RuntimeError: a leaf is committed to any other device.
+        TypeError: a leaf is no array and no number.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> w = jdp.replicate({"w": np.ones(3)}, devices=[0])["w"]
+        >>> w.is_fully_replicated
+        True
+
+    Source: torch/nn/parallel/replicate.py; the device check is that of `DataParallel.forward` in
+    torch/nn/parallel/data_parallel.py.
+    """
+    return broadcast(tree, mesh_of("replicate", devices), "replicate")
+
+
+def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
+    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors."""
+    refuse_deep(tree, verb, "params")
+    target = replicated(mesh)
+    if capturing() or are_described(mesh):
+        return tree
+    if all_lie(jax.tree.leaves(tree), target):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
+    away = [
+        i
+        for i, x in enumerate(leaves)
+        # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
+        # jitted step would compile once for it, and again for what comes back committed.
+        if not is_scattered(x) and (value := concrete(x)) is not None and getattr(value, "sharding", None) != target
+    ]
+    if not away:
+        return tree
+    for i in away:
+        leaves[i] = own_copies(leaves[i], target)
+        _check(leaves[i], mesh, verb, tree, i, root)
+        if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
+            # A gradient comes back to where the value came from, and from the host that is nowhere.
+            leaves[i] = jax.device_put(leaves[i], own_mesh(mesh).devices.flat[0])
+    if spans_processes(mesh):
+        refuse_traced([leaves[i] for i in away], verb)
+        moved = [put(leaves[i], target) for i in away]
+    else:
+        moved = put_all([leaves[i] for i in away], [target] * len(away))
+    for i, x in zip(away, moved, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def all_lie(leaves: list[Any], where: NamedSharding) -> bool:
+    """Whether all of them have that very sharding."""
+    try:
+        # Every call asks it of every parameter. The public attribute is a property in Python, at twice the price.
+        found = [x._sharding for x in leaves]
+    except AttributeError:  # of keys and others; numbers and tracers have none at all
+        found = [getattr(x, "sharding", None) for x in leaves]
+    return found.count(where) == len(found)
+
+
+def first_leaf(tree: Tree) -> Any:
+    """One of the leaves, without a list of them all; None where there is none."""
+    node = tree
+    while type(node) in (dict, list, tuple) and node:
+        node = next(iter(node.values())) if type(node) is dict else node[0]
+    return node if hasattr(node, "_sharding") else next(iter(jax.tree.leaves(tree)), None)
+
+
+def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
+    """Whether the arrays of a tree are whole on every device of the mesh, by whatever name."""
+    values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
+    target = replicated(mesh)
+    return bool(values) and all(
+        isinstance(x, jax.Array) and (x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim))
+        for x in values
+        if x is not None
+    )
+
+
+def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int, root: str) -> None:
+    x = concrete(x)
+    if isinstance(x, jax.Array):
+        primary, found = own_mesh(mesh).devices.flat[0], x.sharding.device_set
+        whole = x.is_fully_replicated and found == set(mesh.devices.flat)
+        if x.committed and found != {primary} and not whole:
+            path = _path(tree, index, root)
+            raise RuntimeError(_wrong_device(x, mesh, verb, path, jax.tree.leaves(tree)))
+    elif not isinstance(x, bool | int | float | complex):
+        array, _ = classify(x, verb, lambda: _path(tree, index, root))
+        if not array:
+            raise TypeError(
+                f"jdp.{verb}: {_path(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it out "
+                f"of the parameters and pass it as an argument."
+            )
+
+
+def _path(tree: Tree, index: int, root: str) -> str:
+    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
+    return root + jax.tree_util.keystr(path) or "params"
+
+
+def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: list[Any]) -> str:
+    n, primary = mesh.devices.size, own_mesh(mesh).devices.flat[0]
+    spec = tuple(getattr(x.sharding, "spec", ()))
+    found = ", ".join(sorted(str(d) for d in x.sharding.device_set))
+    one_each = len(x.sharding.device_set) == n and all(jax.numpy.shape(y)[:1] == (n,) for y in all_of_them)
+    if one_each and not x.is_fully_replicated and (not spec or spec[0] is not None):
+        return (
+            f"jdp.{verb}: {path} has shape {x.shape} and is cut over {n} devices along its first axis: it looks "
+            f"replicated for jax.pmap, one copy stacked for each device; jdp takes plain parameters. Pass "
+            f"jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
+        )
+    fact = (
+        f"jdp.{verb}: {path}: module must have its parameters and buffers on device {primary} (device_ids[0]) but "
+        f"found one of them on device: {found}"
+    )
+    if not x.is_fully_replicated:
+        return (
+            f"{fact}, cut into pieces ({x.shape} as {spec}); every replica holds all of it. Gather all of them and put "
+            f"them on every device: jdp.replicate(jax.device_get(params), devices)."
+        )
+    return (
+        f"{fact}; parameters live there, on the host, or on all of the replicas. Move them with jax.device_put(params, "
+        f"{primary!r}), or replicate them from the host: jdp.replicate(jax.device_get(params), devices)."
+    )

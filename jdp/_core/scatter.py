@@ -1,0 +1,237 @@
+"""prepare looks at a batch: its leaves, the axes that they are cut along, and the rows of each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.core import trace_state_clean  # not public; nothing else tells what a closure over a batch does
+from jax.sharding import Mesh
+
+from .._processes.agree import Described, own_sizes
+from .agreement import describe, own_rows
+from .capturing import capturing
+from .chunk import chunk_sizes, given_sizes
+from .inputs import (
+    ARRAYS,
+    STACKED,
+    axes_of,
+    check_rows,
+    classify,
+    name_of,
+    no_further,
+    normal_axis,
+    refuse_deep,
+    refuse_rows_of_numbers,
+)
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
+from .processes import own_mesh, spans_processes
+from .programs import Recent
+from .scattered import Scattered, is_scattered, on_mesh
+
+
+class Prepared(NamedTuple):
+    """A batch whose leaves are known, but not yet how many rows every replica has."""
+
+    leaves: list[Any]
+    specs: list[Any]
+    treedef: Any
+    sizes: tuple[int, ...]  # of this process's own replicas, where it is described
+    mesh: Mesh
+    dim: int
+    key: Any  # under which the layout is kept; None where it is not
+    described: Described | None  # for the other processes; None where there are none, or they know it
+    nodes: Mapping[int, Any] = {}  # the NNX objects that were taken out of it
+
+
+def prepare(
+    inputs: Tree,
+    mesh: Mesh,
+    dim: int,
+    *,
+    verb: str,
+    root: str | tuple[str, ...],
+    axes: Tree = None,
+    sizes: Sequence[int] | None = None,
+    layouts: Recent[Any, Layout] | None = None,
+    stacked: Callable[[Any], bool] | None = None,
+) -> Prepared | tuple[list[Any], Layout]:
+    """The batch, checked; or its leaves and their layout, where that is known."""
+    _refuse_trace(mesh, verb)
+    leaves, treedef = flat(inputs, verb, root)
+    key: Any = None
+    if layouts is not None:
+        key = (treedef, *map(known_by, leaves))
+        if (layout := layouts.used(key)) is not None:
+            return [y for x in leaves for y in (_ready(x) if type(x) is Scattered else (x,))], layout
+    axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs, verb)
+    given = leaves
+    if any(map(is_scattered, leaves)):
+        each = [len(x._layout.leaves) if is_scattered(x) else 1 for x in leaves]
+        axis_of = [axis for axis, count in zip(axis_of, each, strict=True) for _ in range(count)]
+        inputs = jax.tree.unflatten(treedef, [_expand(x, mesh, verb) if is_scattered(x) else x for x in leaves])
+        given, treedef = jax.tree.flatten(inputs)
+
+    def name(i: int) -> str:
+        return name_of(inputs, i, root)
+
+    if axes is not None:
+        _refuse_cut_otherwise(given, axis_of, dim, verb, name)
+    leaves, specs = _specs(given, axis_of, verb, name)
+    if stacked is not None:
+        specs = [Stack() if isinstance(s, int) and stacked(x) else s for x, s in zip(leaves, specs, strict=True)]
+    several = spans_processes(mesh)
+    mixed = several and any(type(x) is Ready for x in leaves) and not all(type(x) is Ready for x in leaves)
+    if mixed or any(x is not y for x, y in zip(leaves, given, strict=True)):
+        key = None  # the layout does not hold for the next batch as it is: something was converted, or all must agree
+    described = None
+    if several:
+        leaves = own_rows(leaves, specs, mesh, verb, name)
+        if not _agreed(leaves, specs):
+            described = describe([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
+    chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
+    if verb != "scatter":
+        rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
+        cut = described is not None or any(isinstance(s, int | Cut | Stack) for s in specs)
+        refuse_rows_of_numbers(inputs, rows if cut else None, verb, root)
+    return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+
+
+def flat(
+    inputs: Tree, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
+) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and its treedef."""
+    refuse_deep(inputs, verb, root)
+    try:
+        return jax.tree.flatten(inputs, is_leaf=stop)
+    except ValueError as error:  # JAX's, for dict keys that do not compare
+        raise ValueError(
+            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
+            f"({error}); JAX sorts them. Pass keys of one type."
+        ) from None
+
+
+def _refuse_trace(mesh: Mesh, verb: str) -> None:
+    """A `ValueError` inside of a transformation that would see one process's rows."""
+    if spans_processes(mesh) and not trace_state_clean() and not capturing():
+        raise ValueError(
+            f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
+            f"transformations see one process's program, not the rows of the others. Call it outside of them: "
+            f"dp.value_and_grad and dp.train_step give gradients over all processes."
+        )
+
+
+def _agreed(leaves: Sequence[Any], specs: Sequence[Any]) -> bool:
+    """Whether all processes know the rows already, from what came scattered: its own, or of nothing that is cut."""
+    ready = [type(x) is Ready for x in leaves]
+    rows = [isinstance(s, int | Cut | Stack) for s in specs]
+    return any(r and cut for r, cut in zip(ready, rows, strict=True)) or any(ready) and not any(rows)
+
+
+def _refuse_cut_otherwise(
+    given: Sequence[Any], axis_of: Sequence[int | None], dim: int, verb: str, name: Callable[[int], str]
+) -> None:
+    """A `ValueError` for what came cut, and that `in_axes` wants whole, or cut along another axis."""
+    for i, (x, axis) in enumerate(zip(given, axis_of, strict=True)):
+        if type(x) is not Ready or not isinstance(x.spec, Cut) or axis == dim:
+            continue
+        if axis is None or axis % x.array.ndim != x.spec.axis:
+            raise ValueError(
+                f"jdp.{verb}: {name(i)} came cut along axis {x.spec.axis}, and in_axes has {axis} for it; what is "
+                f"scattered stays as it was cut. Scatter it with the same in_axes, dp.prefetch(batches, in_axes=...)."
+            )
+
+
+def _specs(
+    given: Sequence[Any], axis_of: Sequence[int | None], verb: str, name: Callable[[int], str]
+) -> tuple[list[Any], list[Any]]:
+    """The leaves, in forms that JAX takes, and for each the axis that it is cut along or what else it is."""
+    leaves, specs = [], []
+    for i, (leaf, axis) in enumerate(zip(given, axis_of, strict=True)):
+        if type(leaf) is Ready:
+            spec: Any = leaf.spec
+        else:
+            array, leaf = classify(leaf, verb, lambda i=i: name(i))
+            if not array:
+                spec = Static(leaf)
+            elif axis is STACKED:
+                spec = Stack()
+            elif axis is None or not leaf.ndim:
+                spec = Whole()
+            else:
+                spec = normal_axis(axis, leaf.ndim, verb, lambda i=i: name(i))
+        leaves.append(leaf)
+        specs.append(spec)
+    return leaves, specs
+
+
+def _chunks(
+    leaves: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Mesh,
+    verb: str,
+    name: Callable[[int], str],
+    sizes: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The rows of each chunk: of what is scattered already, else `sizes`, else by torch's rule."""
+    ready = {x.sizes for x in leaves if type(x) is Ready and not isinstance(x.spec, Whole)}
+    if len(ready) > 1:
+        raise ValueError(
+            f"jdp.{verb}: inputs that are scattered already have chunks {' and '.join(map(str, sorted(ready)))}; all "
+            f"inputs are cut alike. Scatter them together."
+        )
+    n, several = own_mesh(mesh).size, spans_processes(mesh)
+    cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
+    if not cut and several and _agreed(leaves, specs) and not ready:
+        return next(x.sizes for x in leaves if type(x) is Ready)
+    if not cut:
+        alone = (1,) * n if any(isinstance(s, Stack) for s in specs) else (1, *[0] * (n - 1)) if several else (1,)
+        return ready.pop() if ready else alone if sizes is None else given_sizes(sizes, 0, n)
+    rows = check_rows(cut, verb, name)
+    if not ready:
+        own = chunk_sizes(rows, n) if sizes is None else given_sizes(sizes, rows, n)
+        return (*own, *[0] * (n - len(own))) if several else own
+    chunks = ready.pop()
+    if sum(own_sizes(mesh, chunks) if several else chunks) != rows:
+        raise ValueError(
+            f"jdp.{verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(chunks)}; all inputs "
+            f"are cut alike. Scatter them together."
+        )
+    return chunks
+
+
+def known_by(x: Any) -> Any:
+    """What decides how a leaf of a batch is cut."""
+    if type(x) is Scattered:
+        return x._layout
+    return (x.shape, x.dtype) if isinstance(x, ARRAYS) else Static(x)
+
+
+class Ready:
+    """One array of an argument that came scattered already."""
+
+    __slots__ = ("array", "spec", "sizes")
+
+    def __init__(self, array: Any, spec: Leaf, sizes: tuple[int, ...]) -> None:
+        self.array, self.spec, self.sizes = array, spec, sizes
+
+
+def _ready(s: Scattered) -> list[Any]:
+    """The leaves of `s`, with a `Ready` for each array."""
+    arrays = iter(s._arrays)
+    return [
+        leaf.value if type(leaf) is Static else Ready(next(arrays), leaf, s._layout.sizes) for leaf in s._layout.leaves
+    ]
+
+
+def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
+    """The tree of `s`, with a `Ready` for each array."""
+    s = on_mesh(s, mesh)
+    layout = s._layout
+    if layout.mesh != mesh:
+        raise ValueError(
+            f"jdp.{verb}: an input is scattered over ({', '.join(map(str, s.devices))}), the call runs on "
+            f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
+        )
+    return jax.tree.unflatten(layout.treedef, _ready(s))

@@ -1,0 +1,253 @@
+"""Runs a function on every replica's chunk at its true size, inside one SPMD program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax.convolutions import canonical
+from .._jax.jaxprs import source_line
+from .._model.sync_batch_norm import is_synced
+from .layout import Cut, Layout, Tree
+from .operands import Signature
+from .outputs import Outputs, Returned, Rule, output_path
+from .segments import run_segments
+
+BodyOf = Callable[[int], Callable[..., Returned]]
+_settings: Any = jax.config
+
+
+def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
+    """The replica's output arrays (padded alike on all replicas), and what they are.
+
+    `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
+    equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs.
+    """
+    layout = signature.layout
+    n = layout.mesh.size
+    if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
+        return _switch(body_of, operands, signature, index)
+    if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
+        _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands).jaxpr, n)
+    out = body_of(0)(*operands)
+    sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
+    return out.values, Outputs(layout, out.treedef, out.rules, sizes)
+
+
+def _along(x: Any, rule: Rule) -> bool:
+    return rule.axis is not None and x.ndim > 0
+
+
+class _Body(NamedTuple):
+    """The user's function traced on one size of chunk."""
+
+    replica: int
+    jaxpr: Any
+    out: Tree  # its outputs, for their paths
+    treedef: Any
+    rules: tuple[Rule, ...]
+
+
+def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> dict[tuple[int, ...], _Body]:
+    """One body for each size of chunk; the first replica of a size stands for all of that size."""
+    layout = signature.layout
+    # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
+    first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
+    bodies = {}
+    for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
+        # Traced by hand, not by switch: for the shapes, and to look for collectives.
+        jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
+        if layout.mesh.size > 1:
+            _refuse_ordered(jaxpr.jaxpr, layout.mesh.size)
+        if layout.used:
+            _refuse_collectives(jaxpr.jaxpr, layout)
+        if layout.devices[0].platform == "cpu":
+            jaxpr = canonical(jaxpr)
+        tree = jax.tree.unflatten(out.treedef, jaxpr.out_avals)
+        bodies[sizes] = _Body(replica, jaxpr, tree, out.treedef, out.rules)
+    lead, *others = bodies.values()
+    for other in others:
+        _must_agree(lead, other)
+    return bodies
+
+
+def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
+    layout = signature.layout
+    bodies = _trace_bodies(body_of, operands, signature)
+    lead = next(iter(bodies.values()))
+    rules, avals = lead.rules, lead.jaxpr.out_avals
+    shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
+
+    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+        run = jax.extend.core.jaxpr_as_fun(jaxpr)
+        return lambda *operands: [_pad_to(x, shape) for x, shape in zip(run(*operands), shapes, strict=True)]
+
+    def idle(*operands: Any) -> list[Any]:
+        return [
+            jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
+            for shape, aval, rule in zip(shapes, avals, rules, strict=True)
+        ]
+
+    if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
+        return _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
+    order = list(bodies) if layout.used else []
+    which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
+    branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
+    mine = jnp.asarray(np.array(which, np.int32))[index]
+    if any(_collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
+
+        def finish(values: Sequence[Any]) -> list[Any]:
+            return [_pad_to(x, shape) for x, shape in zip(values, shapes, strict=True)]
+
+        jaxprs = [bodies[s].jaxpr for s in order]
+        values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
+    else:
+        values = jax.lax.switch(mine, branches, *operands)
+    return values, Outputs(layout, lead.treedef, rules, _rows(bodies, signature))
+
+
+def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
+    """For each output the rows on each replica; none where it is not cut."""
+    layout, lead = signature.layout, next(iter(bodies.values()))
+
+    def rows(k: int, i: int) -> int:
+        if i not in layout.used:
+            return 0
+        return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[lead.rules[k].axis]
+
+    return tuple(
+        tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()
+        for k, (aval, rule) in enumerate(zip(lead.jaxpr.out_avals, lead.rules, strict=True))
+    )
+
+
+def _on_no_rows(
+    lead: _Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
+) -> tuple[list[Any], Outputs]:
+    """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
+    _refuse_collectives(lead.jaxpr.jaxpr, layout)
+
+    def primary(*operands: Any) -> list[Any]:
+        made = zip(run(*operands), idle(*operands), lead.rules, strict=True)
+        return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
+
+    values = jax.lax.cond(index == 0, primary, idle, *operands)
+    none = (0,) * len(layout.sizes)
+    sizes = tuple(none if _along(a, r) else () for a, r in zip(lead.jaxpr.out_avals, lead.rules, strict=True))
+    return values, Outputs(layout, lead.treedef, lead.rules, sizes)
+
+
+def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
+    return tuple(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
+
+
+def _must_agree(lead: _Body, other: _Body) -> None:
+    if (lead.treedef, lead.rules) != (other.treedef, other.rules):
+        raise ValueError(
+            f"jdp.parallel_apply: replica {lead.replica} returns {lead.treedef}, replica {other.replica} "
+            f"{other.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
+        )
+    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.rules, strict=True)):
+        apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
+        if a.ndim != b.ndim or a.dtype != b.dtype or apart:
+            how = (
+                "what is one for all replicas has one shape. Return what does not depend on the number of rows"
+                if rule.axis is None
+                else f"replicas may differ along axis {rule.axis} only, which is that of their rows. Return the rows "
+                f"along it; dp(...) and dp.parallel take another axis in out_axes"
+            )
+            raise ValueError(
+                f"jdp.parallel_apply: {output_path(lead.out, k)} is {a.str_short()} on replica {lead.replica} and "
+                f"{b.str_short()} on replica {other.replica}; {how}."
+            )
+
+
+def _padded(avals: Sequence[Any], rule: Rule) -> tuple[int, ...]:
+    """The shape that the outputs of all replicas are padded to."""
+    shape = list(avals[0].shape)
+    if _along(avals[0], rule):
+        shape[rule.axis] = max(1, *(a.shape[rule.axis] for a in avals))  # type: ignore[index]
+    return tuple(shape)
+
+
+def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
+    for axis, rows in enumerate(shape):
+        if x.shape[axis] != rows:
+            missing = jnp.zeros((*x.shape[:axis], rows - x.shape[axis], *x.shape[axis + 1 :]), x.dtype)
+            x = jnp.concatenate([x, missing], axis=axis)
+    return x
+
+
+def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
+    (axis_name,) = layout.mesh.axis_names
+    n = layout.mesh.size
+    for name in _collectives(jaxpr, axis_name):
+        if not layout.is_cut:
+            raise ValueError(
+                f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
+                f"that it runs on the primary device alone; it would wait for {n - 1} others for ever. Pass a batch, "
+                f"or leave the collective out (drop and pad do not help; sync_batch_norm of dp.train_step does)."
+            )
+        raise ValueError(
+            f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
+            f"{layout.sizes} on {n} devices; replicas with unequal chunks run different code and would wait for each "
+            f"other for ever. Drop rows or pad the batch to a multiple of {n}, or leave the collectives to "
+            f"dp.train_step or dp.value_and_grad, which reduce by rows (sync_batch_norm=True there stands for the "
+            f"axis_name of a BatchNorm)."
+        )
+
+
+def _refuse_ordered(jaxpr: Any, n: int) -> None:
+    """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
+    for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
+        if any(map(_is_ordered, eqn.effects)):
+            for inner in _inner(eqn):
+                _refuse_ordered(inner, n)
+            where = source_line(eqn)
+            raise ValueError(
+                f"jdp.parallel_apply: {eqn.primitive.name}{where and f' ({where})'} has ordered=True and runs on {n} "
+                f"devices at once; JAX keeps an order on one device only. Pass ordered=False."
+            )
+
+
+def _is_ordered(effect: Any) -> bool:
+    return type(effect).__name__.startswith("Ordered")  # JAX has no public name for them
+
+
+def _inner(eqn: Any) -> Iterable[Any]:
+    """The jaxprs that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            yield getattr(value, "jaxpr", value)
+
+
+def communicates(jaxpr: Any, axis_name: str) -> bool:
+    """Whether replicas wait for each other in it."""
+    return any(True for synced in (False, True) for _ in _collectives(jaxpr, axis_name, synced))
+
+
+def calls_back(jaxpr: Any) -> bool:
+    """Whether it calls back into Python: `pure_callback`, `io_callback`, `jax.debug.print`."""
+    return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in _equations(jaxpr))
+
+
+def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
+    """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
+    for eqn in _equations(jaxpr):
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = names if isinstance(names, tuple | list) else (names,)
+        if axis_name in names and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
+            yield eqn.primitive.name
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, nested ones too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _inner(eqn):
+            yield from _equations(inner)

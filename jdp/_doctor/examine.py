@@ -1,0 +1,180 @@
+"""The order of the doctor's tests, and what is made of their answers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .advice import BY_NCCL, GPU, remedies
+from .watch import Worker
+
+FEW = 8  # with more devices than these, all pairs would take too long
+ENOUGH = 2  # tests of a kind that hang or die, before the rest of the kind is left out: each costs a deadline
+
+Result = dict[str, Any]
+Say = Callable[[str], None]
+
+
+def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests define them.
+
+    The first is `size / seconds`. The second is the first times the share of the data that a link must carry, however
+    clever the algorithm: 2 (n-1) / n for all_reduce, (n-1) / n for reduce_scatter and all_gather, 1 otherwise.
+
+    Args:
+        test: its name.
+        size: bytes of the whole: of the buffer that is summed, scattered, or gathered.
+        seconds: of one run.
+        n: number of devices that take part.
+
+    Source: doc/PERFORMANCE.md of NVIDIA's nccl-tests.
+
+    Example:
+        >>> bandwidth("all_reduce", 4_000_000_000, 2.0, 4)
+        (2.0, 3.0)
+    """
+    algorithm = size / seconds / 1e9
+    share = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n}
+    return algorithm, algorithm * share.get(test, 1.0)
+
+
+def pairs(n: int) -> tuple[list[tuple[int, int]], str]:
+    """The pairs of devices that are tested, and in words which they are.
+
+    Example:
+        >>> pairs(2)
+        ([(0, 1), (1, 0)], 'all pairs of devices')
+    """
+    every = list(itertools.permutations(range(n), 2))
+    if n <= FEW:
+        return every, "all pairs of devices"
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    others = random.Random(n).sample([pair for pair in every if pair not in ring], n)  # the same ones every time
+    return ring + others, f"{2 * n} of {len(every)} pairs: a ring, and {n} others drawn by chance"
+
+
+def plan(n: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The tests, as name and numbers of the devices: each device, then all of them, then pair by pair."""
+    tests: list[tuple[str, tuple[int, ...]]] = [("compute", (i,)) for i in range(n)]
+    if n > 1:
+        together = ("broadcast", "all_reduce", "reduce_scatter", "all_gather")
+        tests += [(test, tuple(range(n))) for test in together]
+        tests += [(test, pair) for test in ("copy", "permute") for pair in pairs(n)[0]]
+    return tests
+
+
+class Examination:
+    """Runs tests in a worker, and in a new one after each that hung or died."""
+
+    def __init__(self, environ: Mapping[str, str], seconds: float, chosen: str | None) -> None:
+        # without it JAX takes 3/4 of a GPU's memory, and fails where another program has it
+        self.environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ}
+        self.seconds, self.chosen = seconds, chosen
+        self._worker: Worker | None = None
+        self._tried: set[str] = set()  # the tests that were run without P2P: each of those costs a start of JAX
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+
+    def start(self) -> Result:
+        """A worker whose JAX runs: its devices, or the failure. It has twice the deadline: drivers are slow."""
+        self.close()
+        self._worker, answer = _started(self.environ, 2 * self.seconds, self.chosen)
+        return answer
+
+    def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int, say: Say) -> list:
+        """The results of all the tests, in their order; the ones that were left out say why.
+
+        At the worst every test hangs: then it ends after `ENOUGH` deadlines and starts of JAX for each kind.
+        """
+        results, lost, gone = [], dict[str, int](), ""
+        for test, numbers in tests:
+            names = [devices[i]["name"] for i in numbers]
+            result = {"test": test, "devices": names}
+            results.append(result)
+            if not gone and lost.get(test, 0) < ENOUGH and not (self._worker and self._worker.alive):
+                again = self.start()
+                gone = f"the rest was left out: JAX does not start again, {again['text']}" if "failure" in again else ""
+            if gone or lost.get(test, 0) >= ENOUGH:
+                result |= {"ok": None, "text": gone or f"the rest of {test} was left out after {ENOUGH} failures"}
+                continue
+            say(f"{test} {' '.join(names)}")
+            result |= self._one(test, numbers, names, size)
+            if result.get("failure") in ("hang", "died", "error"):
+                lost[test] = lost.get(test, 0) + 1
+                self.close()  # after an error too: a GPU's context may be lost with it
+            if not result["ok"]:
+                platform = devices[0]["platform"]
+                result["remedies"] = remedies(test, result["failure"], platform, len(devices))
+                if platform in GPU and test in BY_NCCL:
+                    result |= self._without_p2p(test, numbers, size)
+        return results
+
+    def _one(self, test: str, numbers: tuple[int, ...], names: list[str], size: int) -> Result:
+        assert self._worker
+        answer = self._worker.ask(_request(test, numbers, size), self.seconds)
+        if "failure" in answer:
+            return {"ok": False, **_named(answer, names), "text": _worded(answer, names, test in ("copy", "permute"))}
+        if test == "compute":
+            return {"ok": True}
+        algorithm, bus = bandwidth(test, answer["bytes"], answer["bandwidth"], len(names))
+        speed = {"latency_us": answer["latency"] * 1e6, "algbw_gb_per_s": algorithm, "busbw_gb_per_s": bus}
+        return {"ok": True, "bytes": answer["bytes"], **speed}
+
+    def _without_p2p(self, test: str, numbers: tuple[int, ...], size: int) -> Result:
+        if self.environ.get("NCCL_P2P_DISABLE", "0") != "0" or test in self._tried:
+            return {}
+        self._tried.add(test)
+        worker, answer = _started(self.environ | {"NCCL_P2P_DISABLE": "1"}, 2 * self.seconds, self.chosen)
+        with worker:
+            if "failure" not in answer:
+                answer = worker.ask(_request(test, numbers, size), self.seconds)
+        return {"cured_by_nccl_p2p_disable": "failure" not in answer}
+
+
+def _request(test: str, numbers: tuple[int, ...], size: int) -> Result:
+    return {"test": test, "devices": numbers, "words": max(1, size // 4)}
+
+
+def _started(environ: Mapping[str, str], seconds: float, chosen: str | None) -> tuple[Worker, Result]:
+    worker = Worker(environ, seconds)
+    try:
+        answer = worker.ask(None, seconds)
+        step = "importing jax and jdp"
+        if "failure" not in answer:
+            answer, step = worker.ask({"test": "start", "devices": chosen}, seconds), "jax.devices()"
+    except BaseException:
+        worker.close()
+        raise
+    if answer.get("failure", "refused") != "refused":
+        answer["text"] = f"{step}: {_worded(answer, [])}"
+    return worker, answer
+
+
+def _named(answer: Result, names: list[str]) -> Result:
+    """The answer with names in the place of the devices' numbers."""
+    named = {k: v for k, v in answer.items() if k not in ("at", "from", "took_s", "text")}
+    if answer.get("at") is not None:
+        named["at"] = names[answer["at"]]
+    if answer.get("from") is not None:
+        named["from"] = names[answer["from"]]
+    return named
+
+
+def _worded(answer: Result, names: list[str], pair: bool = False) -> str:
+    """The failure as a sentence; of a `pair`, the names are said already."""
+    if answer["failure"] != "wrong":
+        printed = answer.get("printed", "")
+        return answer["text"] + (f'; it printed: "{printed}"' if printed else "")
+    where = f"{names[answer['at']]}: "
+    if answer.get("from") is not None and answer["from"] != answer["at"]:
+        where = f"{names[answer['from']]} -> {where}"
+    where = "" if pair or len(names) == 1 else where
+    if "index" not in answer:
+        return where + answer["text"]
+    count = f"{answer['wrong_words']} of {answer['words']} words wrong"
+    word = f"at index {answer['index']} expected {answer['expected']}, found {answer['found']}"
+    return f"{where}{word} ({count}{', in ' + answer['what'] if 'what' in answer else ''})"

@@ -1,0 +1,194 @@
+"""Reads the text of an optimized program: computations in the order of their schedule, and their instructions.
+
+XLA prints one instruction a line, `%name = shape opcode(operands), attributes`. A line of a program for thousands of
+devices can be 100 KB long, nearly all of it groups of devices, so nothing is taken apart before it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+from .shape import Shape, near, shapes
+
+_NAME = r"%?([^\s,(){}]+)"
+_INSTRUCTION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*?) ?([a-z][\w-]*)\(")
+_HEADER = re.compile(rf"(ENTRY )?{_NAME} .*\{{$")
+_PERCENT = re.compile(r"%([^\s,(){}]+)")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation|called_computations"
+                     r"|branch_computations)=(\{[^}]*\}|[^\s,]+)")  # fmt: skip
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
+
+_CALLERS = ("fusion", "while", "conditional", "call", "async-start", "custom-call", "map", "reduce", "sort")
+
+
+class Instruction:
+    """One line of a computation. What it says is read from the text when it is first asked for."""
+
+    def __init__(self, name: str, opcode: str, result: str, line: str, start: int, root: bool) -> None:
+        self.name, self.opcode, self.root = name, opcode, root
+        self._result, self._line, self._start = result, line, start
+
+    def __repr__(self) -> str:
+        return f"%{self.name} = {self._result} {self.opcode}"
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Dtype and dimensions of each array of the result; those of nested tuples one after the other."""
+        return shapes(self._result)
+
+    @functools.cached_property
+    def near(self) -> tuple[bool, ...]:
+        """Which arrays of the result lie in memory on the chip itself, as they can on a TPU."""
+        return near(self._result)
+
+    @functools.cached_property
+    def _end(self) -> int:
+        """Where the operands end: the closing parenthesis that belongs to the opcode's."""
+        close = self._line.find(")", self._start)
+        if self._line.find("(", self._start, close) < 0:
+            return close
+        depth = 0
+        for match in re.compile(r"[()]").finditer(self._line, self._start - 1):
+            depth += 1 if match.group() == "(" else -1
+            if not depth:
+                return match.start()
+        return len(self._line)
+
+    @property
+    def literal(self) -> str:
+        """What stands between the parentheses: operands, a constant's value, a parameter's number."""
+        return self._line[self._start : self._end]
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the instructions whose results it takes."""
+        if self.opcode in ("constant", "parameter", "iota"):
+            return ()
+        text = self.literal
+        names = _PERCENT.findall(text)
+        if names or not text.strip():
+            return tuple(names)
+        return tuple(part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", text).split(","))
+
+    @property
+    def attributes(self) -> str:
+        """The rest of the line, as XLA wrote it."""
+        return self._line[self._end + 1 :]
+
+    def attribute(self, name: str) -> str | None:
+        """The text of one attribute, with its braces; None where it has none of that name."""
+        start = self._line.find(f", {name}=", self._end)
+        if start < 0:
+            return None
+        start += len(name) + 3
+        if self._line.startswith("{", start):
+            depth = 0
+            for match in re.compile(r"[{}]").finditer(self._line, start):
+                depth += 1 if match.group() == "{" else -1
+                if not depth:
+                    return self._line[start : match.end()]
+        end = self._line.find(", ", start)
+        return self._line[start:] if end < 0 else self._line[start:end]
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a list of numbers, `dimensions={0,1}`; empty where it has none of that name."""
+        return tuple(map(int, re.findall(r"\d+", self.attribute(name) or "")))
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """Where in the user's program it comes from, `jit(step)/…/dot_general`; empty where XLA lost it."""
+        found = _OP_NAME.search(self._line, self._metadata)
+        return found.group(1) if found else ""
+
+    @property
+    def _metadata(self) -> int:
+        return max(self._line.rfind(", metadata={", self._end), self._end)
+
+    @functools.cached_property
+    def called(self) -> tuple[tuple[str, str], ...]:
+        """(role, computation) of each computation that it runs: `("body", "region_0.7")`."""
+        if self.opcode not in _CALLERS:
+            return ()
+        found = _CALLED.findall(self._line[self._end :])
+        return tuple((role, name) for role, text in found for name in re.findall(_NAME, text))
+
+    @functools.cached_property
+    def known_trips(self) -> int | None:
+        """How often a `while` runs its body, where XLA says so."""
+        found = _TRIPS.search(self._line, self._end)
+        return int(found.group(1)) if found else None
+
+
+class Computation:
+    """Instructions in the order they were printed, which is the schedule's in a scheduled program."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.instructions: list[Instruction] = []
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def order(self) -> dict[str, int]:
+        """Where in the schedule each instruction stands."""
+        return {instruction.name: n for n, instruction in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that take each one's result."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in dict.fromkeys(instruction.operands):
+                users.setdefault(name, []).append(instruction)
+        return users
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
+
+
+class Module:
+    """A program: its computations by name, the one it begins with, and the number of devices it runs on."""
+
+    def __init__(self, header: str, computations: dict[str, Computation], entry: Computation) -> None:
+        self.computations, self.entry = computations, entry
+        self.scheduled = "is_scheduled=true" in header
+        sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+        self.devices = math.prod(map(int, sizes))
+
+
+def parse(text: str) -> Module:
+    """The program that `compiled.as_text()` shows.
+
+    Raises:
+        ValueError: the text is no HLO module.
+    """
+    header, computations, entry, current = "", {}, None, None
+    for line in text.splitlines():
+        if current is not None and (match := _INSTRUCTION.match(line)):
+            root, name, result, opcode = match.groups()
+            current.instructions.append(Instruction(name, opcode, result, line, match.end(), bool(root)))
+        elif line.startswith("}"):
+            current = None
+        elif line.startswith("HloModule"):
+            header = line
+        elif header and not line.startswith(" ") and (match := _HEADER.match(line)):
+            current = computations[match.group(2)] = Computation(match.group(2))
+            entry = current if match.group(1) else entry
+    if entry is None:
+        raise ValueError(f"jdp.parse: the text has {len(text)} characters and no ENTRY computation; it must be an HLO "
+                         f"module. Pass compiled.as_text().")  # fmt: skip
+    return Module(header, computations, entry)

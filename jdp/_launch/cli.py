@@ -1,0 +1,156 @@
+"""`jdp launch`: one script as several processes of one JAX job, as torchrun does for torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+from .environment import environments, gpus_to_divide
+from .options import Job, parse
+from .output import Printer, Reader
+from .workers import Crew, Events, Guard, Worker
+
+
+def main(argv: list[str]) -> int:
+    """Runs the job that the command line asks for, and returns the code to exit with."""
+    job = parse(argv)
+    try:
+        gpus = gpus_to_divide(job, os.environ)
+    except ValueError as error:
+        print(f"jdp launch: error: {error}", file=sys.stderr)
+        return 2
+    events: Events = queue.SimpleQueue()
+    printer = Printer(events.put)
+    with _signals(events), contextlib.closing(Guard()) as guard:
+        attempt = 0
+        while True:
+            try:
+                code = _attempt(job, attempt, gpus, guard, events, printer)
+            except OSError as error:  # too many processes, or open files
+                printer.say(f"error: the processes cannot be started: {error}")
+                return 1
+            if code is not None:
+                return code
+            attempt += 1
+
+
+@contextlib.contextmanager
+def _signals(events: Events) -> Iterator[None]:
+    """Signals become events: a handler that raises could leave a worker half started."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored: started by nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: events.put(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _attempt(job: Job, attempt: int, gpus: int, guard: Guard, events: Events, printer: Printer) -> int | None:
+    """Runs the workers once, until all have ended; the code to exit with, or `None` to start them again."""
+    with Crew(guard, events) as crew:
+        crew.start(job.command, environments(job, attempt, gpus, os.environ))
+        reader = Reader(crew.pipes(), printer)
+        reader.start()
+        asked = _supervise(crew, events, job, printer)
+        crew.kill()  # what they have left behind, which would keep the pipes open
+        reader.finish()
+    culprit = crew.culprit()
+    if culprit is not None and asked is None and attempt < job.max_restarts:
+        again = f"restart {attempt + 1} of {job.max_restarts}"
+        printer.say(f"{_end(culprit)}; all {job.processes} processes start again ({again})")
+        asked = _pause(job, events)
+        return None if asked is None else 128 + asked
+    if culprit is not None and _is_news(culprit, asked):
+        _report(culprit, reader.last_words(culprit.rank), printer)
+    if asked is not None:
+        clean = all(worker.code == 0 for worker in crew.workers)
+        return 0 if clean and asked in (signal.SIGTERM, signal.SIGHUP) else 128 + asked
+    return 0 if culprit is None else _exit_code(culprit)
+
+
+def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | None:
+    """Waits until every worker has ended; gives the signal that asked the launcher to end, if one did."""
+    asked, deadline = None, math.inf
+    while crew.running():
+        try:
+            event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            if asked is not None:
+                printer.say(f"{_ranks(crew.running())} did not end in time; killed")
+            crew.kill()
+            deadline = math.inf
+            continue
+        if isinstance(event, Worker):
+            if event.code and deadline == math.inf and crew.killed == math.inf:
+                crew.signal(signal.SIGTERM)
+                deadline = time.monotonic() + job.grace
+        elif event == signal.SIGINT and asked is not None:
+            crew.kill()
+        else:
+            if asked is None:
+                printer.say(_handing_on(event, job))
+            crew.signal(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
+            asked, deadline = asked or event, min(deadline, time.monotonic() + job.preemption_grace)
+    return asked
+
+
+def _handing_on(number: int, job: Job) -> str:
+    what = f"{signal.Signals(number).name} is handed on"
+    if number == signal.SIGPIPE:
+        what = "the output cannot be written any more; SIGTERM is sent"
+    return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
+
+
+def _ranks(workers: list[Worker]) -> str:
+    return f"rank{'s' * (len(workers) > 1)} {', '.join(str(worker.rank) for worker in workers)}"
+
+
+def _pause(job: Job, events: Events) -> int | None:
+    """Waits before a restart where that is needed; gives the signal that asks the launcher to end, if one came."""
+    # With several nodes the other launchers may still be ending their workers, rank 0 among them: a new
+    # worker must not join the old job.
+    until = time.monotonic() + (job.grace + 1 if job.nodes > 1 else 0)
+    while True:
+        try:
+            event = events.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return None
+        if not isinstance(event, Worker):
+            return event
+
+
+def _end(worker: Worker) -> str:
+    return f"rank {worker.rank} {worker.how()} after {worker.seconds:.1f} s"
+
+
+def _is_news(culprit: Worker, asked: int | None) -> bool:
+    # who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it
+    return asked is None or (asked != signal.SIGINT and culprit.code != -signal.SIGTERM)
+
+
+def _exit_code(culprit: Worker) -> int:
+    assert culprit.code is not None
+    return culprit.code if culprit.code > 0 else 128 - culprit.code
+
+
+def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
+    said = f"{_end(culprit)}, before any other"
+    # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
+    last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
+    if last_words:
+        printer.say(f"{said}. Its last lines on stderr:")
+        printer.write(2, last_words)
+        return
+    hint = ""
+    if culprit.code == -signal.SIGKILL:
+        hint = " The launcher did not send it: the kernel does when memory runs out, or a person did."
+    printer.say(f"{said}. It wrote nothing to stderr.{hint}")

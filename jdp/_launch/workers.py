@@ -1,0 +1,159 @@
+"""The processes of one attempt: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from . import guard as _launch_guard
+from . import watch as _launch_watch
+from .environment import FOR_ANOTHER
+
+
+@dataclasses.dataclass
+class Worker:
+    """One process; `code` is as `subprocess` gives it (minus the signal), `None` while it runs."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    started: float
+    ended: float = 0.0
+    code: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.code is not None and self.code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(-self.code).name}"
+            return f"was ended by signal {-self.code}"
+        return f"failed with exit code {self.code}"
+
+
+Events = queue.SimpleQueue[Worker | int]
+"""A worker that has ended, or the number of a signal to the launcher. Only this kind of queue may be filled in a
+signal handler, which can run while the same thread waits in `get`."""
+
+
+class Guard:
+    """The process that kills the workers' groups when this one is gone."""
+
+    def __init__(self) -> None:
+        # a session of its own, so that what kills the launcher's group spares it
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", _launch_guard.__file__, "guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def add(self, group: int) -> None:
+        self._tell(b"+%d\n" % group)
+
+    def remove(self, group: int) -> None:
+        self._tell(b"-%d\n" % group)
+
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it; the kernel still guards the workers
+            self._process.stdin.write(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+class Crew:
+    """The workers of one attempt. As a context it leaves none of their processes behind."""
+
+    def __init__(self, guard: Guard, events: Events) -> None:
+        self.workers: list[Worker] = []
+        self.killed = float("inf")
+        self._watchers: list[threading.Thread] = []
+        self._guard = guard
+        self._events = events
+
+    def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
+        """Starts one worker for each environment."""
+        head = [sys.executable, "-I", "-S", _launch_guard.__file__, "worker", str(os.getpid())]
+        for env in environments:
+            process = subprocess.Popen(
+                [*head, *command],
+                env=env,
+                stdin=subprocess.DEVNULL,  # one terminal cannot answer several; a debugger there ends at once
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # so that a Ctrl-C in the terminal comes once, from the launcher
+            )
+            self._guard.add(process.pid)
+            self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
+        self._watchers = _launch_watch.watch([worker.process for worker in self.workers], self._ended)
+
+    def _ended(self, i: int, code: int) -> None:
+        self.workers[i].ended, self.workers[i].code = time.monotonic(), code
+        self._events.put(self.workers[i])
+
+    def pipes(self) -> list[tuple[IO[bytes], int, int]]:
+        """What the workers write: `(pipe, rank, file descriptor it was written to)`."""
+        found = []
+        for worker in self.workers:
+            for fd, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)):
+                assert pipe is not None
+                found.append((pipe, worker.rank, fd))
+        return found
+
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.code is None]
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the workers that run: not to their children, which a worker needs to save with."""
+        for worker in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process.pid, number)
+
+    def kill(self) -> None:
+        """Kills the workers, and all that they have started."""
+        self.killed = min(self.killed, time.monotonic())
+        for worker in self.workers:
+            _launch_guard.kill_group(worker.process.pid)
+
+    def culprit(self) -> Worker | None:
+        """The worker whose failure brought the others down, or `None` if none failed by itself."""
+        failed = [worker for worker in self.workers if worker.code and worker.ended < self.killed]
+
+        # The kernel closes the connections of a killed process before it reports its end, which takes a while when
+        # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
+        # And process 0 stays until all have heard that it has failed, who then end before it does.
+        def blame(worker: Worker) -> tuple[bool, bool, float]:
+            return worker.code != -signal.SIGKILL, worker.code in (FOR_ANOTHER, -signal.SIGTERM), worker.ended
+
+        return min(failed, key=blame, default=None)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        for watcher in self._watchers:
+            watcher.join()
+        for worker in self.workers:
+            self._guard.remove(worker.process.pid)  # first: once it is reaped, the number may be another's
+            worker.process.wait()

@@ -1,0 +1,236 @@
+"""What a wrapper was constructed with: fixed, hashable by identity, and pickled by names of devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from flax import linen, nnx
+from jax.sharding import Mesh
+
+from .._core.capturing import capturing
+from .._core.compiled import Compiled
+from .._core.devices import (
+    Device,
+    DeviceLike,
+    Devices,
+    are_described,
+    make_mesh,
+    resolve_devices,
+    resolve_output,
+    warn_imbalance,
+)
+from .._core.inputs import check_dim, is_array
+from .._core.layout import Layout, Tree
+from .._core.outputs import Reduce
+from .._core.parallel_apply import spmd
+from .._core.programs import Recent, kept
+from .linen import linen_function, mark_outputs
+from .nnx import filters_of, nnx_function, with_nodes
+
+_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs", "_current")
+
+Kind = Literal["linen", "nnx", "function"]
+
+
+class Config:
+    """The arguments of `DataParallel`, checked, and the programs compiled for it.
+
+    An object of its own so that NNX sees one static attribute: copies of the wrapper, as
+    `nnx.split` and `nnx.merge` make them in every `nnx.jit`, share it and so compile nothing twice.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        devices: Devices,
+        output_device: DeviceLike | None,
+        dim: int,
+        in_axes: Tree,
+        out_axes: Tree,
+        axis_name: str,
+        reduce_state: Reduce,
+        state_axes: Mapping[Any, int] | None,
+    ) -> None:
+        verb = "DataParallel"
+        check_dim(verb, dim)
+        if not isinstance(axis_name, str):
+            raise TypeError(f"jdp.{verb}: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
+        axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
+        if any(not isinstance(axis, int) for axis in axes):
+            raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
+        if reduce_state not in ("primary", "mean"):
+            raise ValueError(
+                f"jdp.{verb}: reduce_state is {reduce_state!r}; it is 'primary' or 'mean'. Pass one of them."
+            )
+        if state_axes and kind == "function":
+            raise ValueError(
+                f"jdp.{verb}: state_axes is {dict(state_axes)}; it names the state of Flax modules, and this is a "
+                f"function. Pass what has a batch axis as an argument."
+            )
+        if kind == "nnx":
+            filters_of(state_axes or {})
+        self.kind: Kind = kind
+        self.devices = resolve_devices(verb, devices)
+        self.output_device = resolve_output(verb, output_device)
+        self.dim, self.in_axes, self.out_axes, self.axis_name = dim, in_axes, out_axes, axis_name
+        self.reduce_state: Reduce = reduce_state
+        self.state_axes = dict(state_axes or {})
+        self.mesh = make_mesh(self.devices, axis_name)
+        self._forget()
+        warn_imbalance(self.devices)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the devices are those of a topology, on which nothing runs."""
+        return are_described(self.mesh)
+
+    def _forget(self) -> None:
+        """Begins with nothing compiled, and nothing known."""
+        self._current: tuple[Any, bool, Compiled] | None = None  # the module that was called last, and its program
+        self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
+        self.layouts: Recent[Any, Layout] = Recent()
+        self.batch_layouts: Recent[Any, Layout] = Recent()
+        self.calls: Recent[Any, Any] = Recent()  # that recall knows
+
+    def mesh_of(self, devices: Devices) -> Mesh:
+        """The mesh of the devices that a step is given: the wrapper's own, unless a subclass chose others."""
+        if devices is self.devices:
+            return self.mesh
+        return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
+
+    def refuse_described(self) -> None:
+        if self.is_described and not capturing():
+            raise RuntimeError(
+                f"jdp.DataParallel: called on {self.devices[0].device_kind} devices of a topology, which are only "
+                f"described; programs are compiled for them, and nothing runs there. Pass the call to jdp.explain, or "
+                f"make the wrapper over jax.devices()."
+            )
+
+    def refuse_other_mesh(self) -> None:
+        self.refuse_described()
+        around = jax.sharding.get_abstract_mesh()
+        if not around.empty and around != self.mesh.abstract_mesh:
+            raise ValueError(
+                f"jdp.DataParallel: called inside jax.set_mesh of {around}; the wrapper has a mesh of its own, and JAX "
+                f"takes one at a time. Call it outside of that context."
+            )
+
+    def program(self, module: Any, beside: bool = False) -> Compiled:
+        """The compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
+        if self.kind == "nnx":
+            module = None  # its graph is an argument
+        found = self._current
+        if found is None or found[0] is not module or found[1] != beside:
+            found = self._current = module, beside, self._program_of(module, beside)
+        return found[2]
+
+    def _program_of(self, module: Any, beside: bool) -> Compiled:
+        kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
+        axis_name = self.axis_name
+        if kind == "nnx":
+            return spmd(nnx_function(out_axes, reduce_state, state_axes, axis_name), _name(module))
+        if kind == "function" and out_axes is None and not beside:
+            return kept(module, "program", spmd)  # shared with parallel_apply
+
+        def program(call: Callable[..., Any]) -> Compiled:
+            if kind == "linen":
+                call = linen_function(call, out_axes, reduce_state, state_axes)
+            elif out_axes is not None:
+                call = _marking(call, out_axes)
+            return spmd(with_nodes(call, reduce_state, axis_name) if beside else call, _name(module))
+
+        return kept(module.apply if kind == "linen" else module, ("program", beside), program, self._programs)
+
+    def on(self, mesh: Mesh) -> Config:
+        """The same arguments, on other devices."""
+        other = object.__new__(Config)  # not copy.copy, which names devices that may be absent
+        own = {"mesh": mesh, "devices": tuple(mesh.devices.flat)}
+        vars(other).update(vars(self) | own)
+        other._forget()
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Config:
+        return self  # nothing in it changes
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        state["devices"] = [_portable(d) for d in self.devices]
+        state["output_device"] = _portable(self.output_device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        *devices, self.output_device = _here([*state["devices"], state["output_device"]])
+        self.devices = tuple(devices)
+        self.mesh = make_mesh(self.devices, self.axis_name)
+        self._forget()
+
+
+def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tree]:
+    def call(params: Tree, /, *args: Any, **kwargs: Any) -> Tree:
+        return mark_outputs(function(params, *args, **kwargs), out_axes)
+
+    return call
+
+
+def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
+    """What sort of module this is; a wrapper is of the sort of what it wraps."""
+    inner = getattr(module, "_config", None)
+    if isinstance(inner, Config):
+        return inner.kind
+    if isinstance(module, linen.Module):
+        return "linen"
+    if isinstance(module, nnx.Pytree):
+        return "nnx"
+    torch_nn = sys.modules.get("torch.nn")  # who has a module of its has imported it
+    if torch_nn is not None and isinstance(module, torch_nn.Module):
+        raise TypeError(
+            f"jdp.{verb}: module is a torch.nn.Module, a {type(module).__name__}; jdp runs JAX's programs, and torch's "
+            f"modules compute with torch's tensors. Write it in Flax (torch.nn.Linear is nnx.Linear and nn.Dense), and "
+            f"take its weights over as x.detach().numpy()."
+        )
+    arrays = [x for x in jax.tree.leaves(module) if is_array(x)] if callable(module) else []
+    if arrays and verb == "DataParallel":
+        raise TypeError(
+            f"jdp.{verb}: module is a {type(module).__name__}, a callable pytree that holds {len(arrays)} arrays; the "
+            f"arrays of a function are its params, for those that it holds itself have no gradient. Pass them apart: "
+            f"params, static = eqx.partition(model, eqx.is_array), and a function that calls eqx.combine(params, "
+            f"static); of a jax.tree_util.Partial its function, with the arrays as params."
+        )
+    if callable(module) and not isinstance(module, type):
+        return "function"
+    what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+    raise TypeError(
+        f"jdp.{verb}: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
+        f"Pass an instance or a function."
+    )
+
+
+def _name(module: Any) -> str:
+    return getattr(module, "__name__", None) or type(module).__name__
+
+
+def _portable(device: Any) -> Any:
+    return (device.platform, device.id) if isinstance(device, Device) else device
+
+
+def _here(devices: list[Any]) -> list[Any]:
+    """The devices of this machine with pickled platforms and ids; what is no device stays as it is."""
+    found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
+    missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if d is not None and here is None]
+    if missing:
+        raise ValueError(
+            f"jdp.DataParallel: the pickled wrapper runs on {', '.join(missing)}, which this machine lacks; it has "
+            f"{', '.join(map(str, jax.devices()))}. Pickle the variables instead, and make a wrapper here."
+        )
+    return found
+
+
+def _find(platform: str, number: int) -> Device | None:
+    try:
+        return next((d for d in jax.devices(platform) if d.id == number), None)
+    except RuntimeError:  # no such platform
+        return None

@@ -1,0 +1,209 @@
+"""The Flax Linen door: collections in, outputs and updated collections out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.errors
+import jax
+from flax import linen
+from flax.core.scope import in_filter
+from jax.sharding import Mesh
+
+from .._core.assemble import put
+from .._core.devices import replicated
+from .._core.inputs import axes_of, is_array, is_key, is_unbound_axis
+from .._core.layout import Tree
+from .._core.outputs import Marked, Reduce
+from .._core.scattered import concrete
+
+
+def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
+    """The outputs, each with its axis of `out_axes`; as they are where that is None."""
+    if out_axes is None:
+        return out
+    leaves, treedef = jax.tree.flatten(out)
+    axes = axes_of(out_axes, out, what="out_axes")
+    return jax.tree.unflatten(treedef, [Marked(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+
+
+def linen_function(
+    apply_fn: Callable[..., Any], out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[str, int]
+) -> Callable[..., Tree]:
+    """`module.apply` with a rule for every output and every updated leaf."""
+
+    def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
+        try:
+            out = apply_fn(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+        except flax.errors.ScopeCollectionNotFound as error:
+            error.add_note("Variables come from dp.init(key, *args): pass its result to dp.apply.")
+            raise
+        if not is_stateful(kwargs):
+            return mark_outputs(out, out_axes)
+        out, state = out
+        marked = {}
+        for name, collection in state.items():
+            before = variables.get(name, {})
+            if name == "intermediates":
+                marked[name] = mark_sown(collection, before)
+            else:
+                marked[name] = mark_state(collection, before, name, reduce_state, state_axes.get(name))
+        return mark_outputs(out, out_axes), marked
+
+    return apply
+
+
+def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
+    """The variables without the boxes of `nn.with_partitioning`, whose axes are not those of the replicas' mesh."""
+
+    return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
+
+
+def unbox(tree: Tree) -> Tree:
+    """The tree with the values of its boxes."""
+    box = linen.Partitioned  # logically partitioned ones are of this class, too
+    return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
+
+
+def is_stateful(kwargs: Mapping[str, Any]) -> bool:
+    """Whether `module.apply` returns updated collections beside the output."""
+    return kwargs.get("mutable", False) is not False or bool(kwargs.get("capture_intermediates", False))
+
+
+def mark_sown(after: Tree, before: Tree) -> Tree:
+    """Sown values: what earlier calls have sown is whole, what this one has is a chunk."""
+    kept = {id(x) for x in jax.tree.leaves(before)}
+    return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
+
+
+def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None, key: str | None = None) -> Tree:
+    """The updated state, each leaf cut along `axis` or reduced over the replicas.
+
+    What the call makes is no update of anything: of a mean of rows the mean over replicas is the one device's, of
+    other arrays no rule is known.
+
+    Raises:
+        ValueError: an update whose shape is not what went in.
+    """
+    key = f"{key or repr(name)}: 0"  # how state_axes would name it
+    was = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
+
+    def mark(path: Any, x: Any) -> Marked:
+        at = jax.tree_util.keystr(path)
+        old = was.get(at)
+        if old is not None and jax.numpy.shape(x) != jax.numpy.shape(old):
+            raise ValueError(
+                f"jdp.DataParallel: state {name}{at} was {jax.numpy.shape(old)} and its update is "
+                f"{jax.numpy.shape(x)}; an update keeps its shape. Name the batch axis of state that has one: "
+                f"state_axes={{{key}}}."
+            )
+        if axis is not None and jax.numpy.ndim(x):
+            return Marked(x, axis)
+        alone = _alone(f"{name}{at}", key, x, reduce) if old is None and is_array(x) else None
+        return Marked(x, None, reduce, old, alone=alone)
+
+    return jax.tree_util.tree_map_with_path(mark, after)
+
+
+def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
+    """Why one replica's value of what the call has made would not do for all; None where it would."""
+    if not x.ndim and (reduce == "mean" or not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)):
+        return None
+    made = f"jdp.DataParallel: state {path} is made by the call, as {x.dtype}{list(x.shape)} on each replica; "
+    gathered = 'sow it as an nnx.Intermediate (Linen: into "intermediates"), to have those of all replicas'
+    if x.ndim:
+        return (
+            f"{made}it has no value from before, and no axis of rows, by which those of the replicas would be one. "
+            f"Name its batch axis, state_axes={{{key}}}, or {gathered}."
+        )
+    return (
+        f'{made}with reduce_state="primary" its value and its gradient would be those of the first chunk alone. '
+        f'Construct DataParallel with reduce_state="mean" where it is a mean over rows, or {gathered}.'
+    )
+
+
+def module_of(apply_fn: Any) -> linen.Module | None:
+    """The Linen module that `apply_fn` is, or whose `apply` it is."""
+    if getattr(apply_fn, "__func__", None) is linen.Module.apply:
+        apply_fn = apply_fn.__self__
+    return apply_fn if isinstance(apply_fn, linen.Module) else None
+
+
+def check_variables(variables: Any) -> None:
+    """A `TypeError` where the variables are something else: the call that forgot `init`."""
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
+            f"collections. Call variables = dp.init(key, x) first, then dp.apply(variables, x)."
+        )
+
+
+def normal_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`rngs` and `mutable` in one form each, so that calls that say the same run the same program."""
+    kwargs = dict(kwargs)
+    for name, default in (("rngs", None), ("mutable", False), ("method", None)):
+        if name in kwargs and kwargs[name] is default:
+            del kwargs[name]
+    if "rngs" in kwargs:
+        # Keys of the old style (jax.random.PRNGKey): in rngs there is no doubt what they are.
+        kwargs["rngs"] = jax.tree.map(
+            lambda k: jax.random.wrap_key_data(k) if getattr(k, "ndim", 0) == 1 and k.dtype == "uint32" else k,
+            kwargs["rngs"],
+        )
+    if isinstance(kwargs.get("mutable"), set | frozenset | tuple):
+        kwargs["mutable"] = sorted(kwargs["mutable"])
+    return kwargs
+
+
+def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
+    """`module.init`, also for a module that runs collectives over the axis.
+
+    Raises:
+        TypeError: the key was forgotten.
+    """
+    _check_key(rngs)
+    try:
+        return module.init(rngs, *args, **kwargs)
+    except NameError as error:
+        if not is_unbound_axis(error):
+            raise
+        # One replica's axis, on which the values do not depend.
+        bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
+        return bound(jax.numpy.zeros(1))
+
+
+def _is_old_key(x: Any) -> bool:
+    """Of any of JAX's generators: two words, or four."""
+    return x.ndim == 1 and x.dtype == "uint32"
+
+
+def _check_key(rngs: Any) -> None:
+    """A `TypeError` where the batch stands in the place of the key: Flax would print all of it."""
+    for key in rngs.values() if isinstance(rngs, Mapping) else [rngs]:
+        number = isinstance(key, bool | int | float)
+        if number or hasattr(key, "__array__") and not (is_array(key) and (is_key(key) or _is_old_key(key))):
+            what = f"number, {key}" if number else f"{key.dtype}{list(key.shape)}"
+            raise TypeError(
+                f"jdp.init: rngs is a {what}; the first argument of init is a PRNG key, or a dict of keys, and the "
+                f"batch follows it. Call dp.init(jax.random.key(0), x)."
+            )
+
+
+def place(variables: Tree, mesh: Mesh) -> Tree:
+    """New variables, whole on every device, wherever `init` made them."""
+    return jax.tree.map(lambda x: x if concrete(x) is None else put(x, replicated(mesh)), variables)
+
+
+def explain_stacked(error: Exception, params: Tree, n: int) -> None:
+    """Says so where a model failed on parameters that `jax.pmap` code has stacked: all shapes have n in front."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not isinstance(error, flax.errors.ScopeParamShapeError) or n < 2:
+        return
+    shapes = [jax.numpy.shape(x) for _, x in leaves]
+    if all(s[:1] == (n,) for s in shapes) and any(f"expected to generate shape {s[1:]}" in str(error) for s in shapes):
+        raise ValueError(
+            f"jdp.DataParallel: {jax.tree_util.keystr(leaves[0][0])} has shape {shapes[0]}, and every leaf has {n} "
+            f"entries along its first axis, as many as there are devices: they look replicated for jax.pmap; jdp takes "
+            f"plain parameters. Pass jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
+        ) from error

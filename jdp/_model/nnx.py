@@ -1,0 +1,248 @@
+"""The Flax NNX door: a module is split into a graph and its state, and updated in place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from .._core.inputs import is_key, refuse_deep
+from .._core.layout import Tree
+from .._core.operands import fold_key
+from .._core.outputs import Reduce
+from .._core.scattered import is_scattered
+from .linen import mark_outputs, mark_sown, mark_state
+
+Filter = Callable[[Any, Any], bool]
+"""Of a path and a variable: an NNX predicate."""
+
+
+def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Filter, int]]:
+    """One predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type.
+
+    Raises:
+        TypeError: a key is no filter.
+        ValueError: no variable type has that name.
+    """
+
+    def below(accepts: Filter) -> Filter:
+        # The state is that of [module, *arguments], so that its paths have a number before the user's own.
+        return lambda path, variable: accepts(path[1:], variable)
+
+    return [(below(_filter(kind)), axis) for kind, axis in state_axes.items()]
+
+
+def _filter(kind: Any) -> Filter:
+    if isinstance(kind, tuple):
+        return nnx.filterlib.Any(*map(_filter, kind))
+    try:
+        # To NNX itself a name is a tag; here "cache" is nnx.Cache, as it is for Linen.
+        return nnx.filterlib.to_predicate(nnx.variable_type_from_name(kind) if isinstance(kind, str) else kind)
+    except (TypeError, ValueError):
+        if isinstance(kind, str):
+            raise ValueError(
+                f"jdp.DataParallel: state_axes has the key {kind!r}; a name is that of a registered variable type, as "
+                f"'cache' is of nnx.Cache. Pass the type itself, or where the variable is: nnx.PathContains({kind!r})."
+            ) from None
+        raise TypeError(
+            f"jdp.DataParallel: state_axes has the key {kind!r}; a key is an NNX filter. Pass a variable type "
+            f"(nnx.Cache), nnx.PathContains('name'), or a function of (path, variable)."
+        ) from None
+
+
+def nnx_function(
+    out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str
+) -> Callable[..., Tree]:
+    """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
+    filters = filters_of(state_axes)
+
+    def call(replicas: Tree, /, *args: Any, **kwargs: Any) -> Tree:
+        graph, cut, sown, rest = replicas
+        index = jax.lax.axis_index(axis_name)
+        before = [(path, v, None) for state in (sown, rest) for path, v in nnx.to_flat_state(state)]
+        for state, (_, axis) in zip(cut, filters, strict=True):
+            before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
+        # Copies, for merge takes the variables as they are, and the module changes them in place.
+        own = [(path, _fold(v, index) if _is_rng_key(v) else copies(v)) for path, v, _ in before]
+        nodes = nnx.merge(graph, nnx.from_flat_state(own))
+        module, *given = nodes
+        args, kwargs = put_nodes((args, kwargs), given)
+        out = module(*args, **kwargs)
+        updates = mark_updates(nnx.state(nodes), before, reduce_state, filters)
+        return mark_outputs(out, out_axes), updates
+
+    return call
+
+
+class Beside(NamedTuple):
+    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments."""
+
+    params: Tree
+    graph: Any
+    state: Tree
+
+
+def with_nodes(function: Callable[..., Tree], reduce_state: Reduce, axis_name: str) -> Callable[..., Tree]:
+    """`function`, called with `Beside` for its parameters: returns what it does, and the updates of the objects."""
+
+    def call(replicas: Beside, /, *args: Any, **kwargs: Any) -> Tree:
+        nodes = nnx.merge(replicas.graph, fold_state(copies(replicas.state), axis_name))
+        params, args, kwargs = put_nodes((replicas.params, args, kwargs), nodes)
+        out = function(params, *args, **kwargs)
+        before = [(path, v, None) for path, v in nnx.to_flat_state(replicas.state)]
+        return out, mark_updates(nnx.state(nodes), before, reduce_state)
+
+    return call
+
+
+def is_tabulated(wrapper: Any) -> bool:
+    """Whether `nnx.tabulate` calls this; it has then replaced every method by one that describes its arguments."""
+    return hasattr(wrapper, "_nnx_tabulate_id")
+
+
+@contextlib.contextmanager
+def sorted_captures(module: Any) -> Iterator[None]:
+    """Takes from each `nnx.List` of the module what `nnx.capture` keeps there, as long as this runs.
+
+    It is empty, for a list sows nothing, and Flax's own split and merge cannot sort its name among the numbers.
+    """
+    taken = []
+    if hasattr(module, "__captures__"):
+        lists = [m for _, m in nnx.iter_modules(module) if isinstance(m, nnx.List)]
+        taken = [(m, vars(m).pop("__captures__")) for m in lists if "__captures__" in vars(m)]
+    try:
+        yield
+    finally:
+        for m, captures in taken:
+            vars(m)["__captures__"] = captures
+
+
+def copies(tree: Tree) -> Tree:
+    """The same variables in new objects."""
+    return jax.tree.map(lambda x: x, tree)
+
+
+def fold_state(state: Tree, axis_name: str) -> Tree:
+    """The state, with the keys of its `nnx.Rngs` made the replica's own."""
+    index = jax.lax.axis_index(axis_name)
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, _fold(v, index) if _is_rng_key(v) else v) for path, v in flat])
+
+
+def mark_updates(
+    state: Tree,
+    before: Sequence[tuple[Any, Any, int | None]],
+    reduce: Reduce,
+    filters: Sequence[tuple[Filter, int]] = (),
+) -> Tree:
+    """What of the state has changed, each leaf with its rule.
+
+    `before` has a path, a variable and an axis for each that there was; `filters` give those that are new their axis.
+    """
+    known = {path: (v, axis) for path, v, axis in before}
+    updates = []
+    for path, after in nnx.to_flat_state(state):
+        if _is_rng_key(after):
+            continue  # a folded key is one replica's; only the counts go back
+        if path in known:
+            old, axis = known[path]
+            if _same(old, after):
+                continue
+        else:
+            old, axis = None, next((axis for accepts, axis in filters if accepts(path, after)), None)
+        if isinstance(after, nnx.Intermediate) and axis is None:
+            updates.append((path, mark_sown(after, old)))
+        else:
+            own = path[1:] or path  # below the number of the module or argument
+            name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
+            updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis, key)))
+    return nnx.from_flat_state(updates)
+
+
+def enter(state: Tree, axis_name: str) -> Tree:
+    """`(what else, graph, state of the NNX objects)` as a replica's own; `graph` is None where there are no objects."""
+    other, graph, rest = state
+    return other, graph, rest if graph is None else fold_state(rest, axis_name)
+
+
+def leave(after: Tree, before: Tree, reduce: Reduce) -> Tree:
+    """What of the NNX objects' state has changed, each leaf with its rule."""
+    if before[1] is None:
+        return ()
+    return mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce)
+
+
+def own_values(updates: Tree) -> Tree:
+    """Updates of objects that each process has for itself: of what is whole on all processes, its own copy."""
+    return jax.tree.map(lambda x: x if x.is_fully_addressable else x.addressable_data(0), updates)
+
+
+def with_updates(state: Tree, updates: Tree) -> Tree:
+    """The state, with what `mark_updates` found changed in place of what it was."""
+    return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **dict(nnx.to_flat_state(updates))})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """Stands for an NNX object among the arguments; static, for which argument it was is part of the program."""
+
+    index: int
+
+
+def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:
+    """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
+    refuse_deep(arguments, "DataParallel", ("args", "kwargs"))
+    taken: list[Any] = []
+
+    def take(x: Any) -> Any:
+        if not is_node(x):
+            return x
+        taken.append(x)
+        return _Node(first + len(taken) - 1)
+
+    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or is_scattered(x)), taken
+
+
+def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
+    """The inverse of `take_nodes`."""
+    return jax.tree.map(lambda x: nodes[x.index] if _is_stand_in(x) else x, arguments, is_leaf=_is_stand_in)
+
+
+def stand_ins(argument: Tree) -> tuple[int, ...]:
+    """Which of the NNX objects that were taken stood in this argument."""
+    leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or is_scattered(x))
+    return tuple(x.index for x in leaves if _is_stand_in(x))
+
+
+def _is_stand_in(x: Any) -> bool:
+    return isinstance(x, _Node)
+
+
+def is_node(x: Any) -> bool:
+    """Whether `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _is_rng_key(variable: Any) -> bool:
+    return isinstance(variable, nnx.RngKey)
+
+
+def _fold(variable: Any, index: Any) -> Any:
+    """The key of an `nnx.Rngs`, or each of an array of them, folded with the replica's index."""
+
+    def fold(x: Any) -> Any:
+        if not is_key(x) or not x.ndim:
+            return fold_key(x, index)
+        return jax.vmap(lambda key: fold_key(key, index))(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, variable)
+
+
+def _same(old: Any, new: Any) -> bool:
+    a, b = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,79 @@
+"""BatchNorm over the whole batch, without a change to the model: torch's `SyncBatchNorm.convert_sync_batchnorm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from .._jax.rewrite import rewrite
+
+
+class SyncedAxis(str):
+    """The axis, as the name that is given to BatchNorm: equal to the name itself, and known again in a jaxpr."""
+
+
+def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """`fn`, with every Linen BatchNorm in it averaging its statistics over the axis."""
+
+    def interceptor(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        before = module.axis_name
+        # Linen freezes its modules; this one lives for the call alone, and is put back.
+        object.__setattr__(module, "axis_name", SyncedAxis(axis_name))
+        try:
+            return next_fun(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "axis_name", before)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with linen.intercept_methods(interceptor):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, traced where JAX's caches do not take it for the same function without synchronisation.
+
+    What is jitted inside the model (`nn.jit`, `jax.jit`) is traced once, and JAX does not know that the interceptor is
+    part of it; it does know the axes around it, of which this adds one.
+    """
+
+    def call(*args: Any) -> Any:
+        around = jax.vmap(lambda _: fn(*args), axis_name="jdp_sync_batch_norm", out_axes=None)
+        return around(jnp.zeros(1))
+
+    return call
+
+
+def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
+    """Makes every BatchNorm of NNX objects (a replica's own copies) average its statistics over the axis."""
+    for _, node in nnx.iter_graph(list(nodes)):
+        if isinstance(node, nnx.BatchNorm):
+            node.axis_name = SyncedAxis(axis_name)
+
+
+def is_synced(eqn: Any) -> bool:
+    """Whether an equation is a collective of such a BatchNorm."""
+    return any(isinstance(axis, SyncedAxis) for axis in eqn.params.get("axes", ()))
+
+
+def weighted(jaxpr: Any, weight: float) -> Any:
+    """The jaxpr with the replica's part in the statistics weighted.
+
+    Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows
+    only if each has as many. With `weight = n * rows / all rows` for each replica it is that for any.
+    """
+
+    def rule(eqn: Any) -> Callable[..., Any] | None:
+        if not is_synced(eqn):
+            return None
+        return lambda *values: eqn.primitive.bind(*[x * jnp.asarray(weight, x.dtype) for x in values], **eqn.params)
+
+    return rewrite(jaxpr, rule)

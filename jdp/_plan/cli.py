@@ -1,0 +1,173 @@
+"""`python -m jdp plan`: a training script's step on machines that are not here, before any of them is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from .._core.devices import Device, make_mesh
+from .._topology.chips import CHIPS
+from .._topology.topology import how_to_install, topology
+from .lines import Line, attempt, available, estimate, line
+from .links import Network
+from .print import as_json, picture, show
+from .script import PlanError, Step, capture_step
+
+ABOUT = """\
+Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
+does it fit, how many rows would, what goes over the wire, and how long should it take. Nothing of the step is run.
+
+  jdp plan train.py --topology h100 --hosts 1,2,8,64
+  jdp plan train.py --topology v5e --shapes 4x4,8x8,16x16 -- --width 512
+
+Times are estimates, of an ideal machine: every chip and link at the speed of its data sheet."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a line for each size of the machine.
+
+    Args:
+        argv: the arguments after `jdp plan`; `None` takes those of this process.
+
+    Returns:
+        0; 1 where there is no plan, with the reason on stderr; 2 for arguments that make no sense; 130 after Ctrl-C.
+
+    Example:
+        >>> from jdp._plan.cli import main
+        >>> main(["train.py", "--topology", "h100", "--hosts", "1,8"])  # doctest: +SKIP
+        0
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    at = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    try:
+        args = parser.parse_args(given[:at])
+        _check(parser, args)
+    except SystemExit as stop:  # argparse has said why
+        return int(stop.code or 0)
+    try:
+        _refuse_missing(args)
+        devices = _topologies(args)
+        step = capture_step(args.script, given[at + 1 :])
+        if args.batch_per_device is not None and not step.is_cut:
+            raise PlanError(
+                "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
+            )
+        rows = args.batch_per_device or step.rows
+        lines = list(_lines(step, args.topology, devices, rows, args.search))
+        _say("")
+        if args.picture is not None:
+            picture(lines, CHIPS[args.topology], _title(step)).savefig(args.picture, dpi=120)
+        network = Network.of(devices[-1][1])
+        print(as_json(lines, network)) if args.json else show(lines, network, _title(step), sys.stdout)
+    except (PlanError, ValueError, ImportError) as error:
+        _say("")
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        _say("")
+        print("jdp plan: interrupted", file=sys.stderr)
+        return 130
+    return 0 if any(one.compiles for one in lines) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp plan", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("script", help="its own arguments come at the end, after --")
+    add("--topology", required=True, metavar="NAME", help=f"what to plan for: {', '.join(CHIPS)}")
+    add("--hosts", type=_counts, metavar="N,N", help="GPUs: numbers of hosts (1)")
+    add("--per-host", type=_count, metavar="N", help="GPUs of a host (8)")
+    add("--shapes", metavar="AxB,AxB", help="TPUs: shapes of slices, as 4x4,16x16 or 4x4x4,8x8x16")
+    add("--batch-per-device", type=_count, metavar="N", help="rows of the batch on each device (the script's own)")
+    add("--no-search", dest="search", action="store_false", help="do not look for the most rows that fit")
+    add("--json", action="store_true", help="one JSON document on stdout")
+    add("--picture", type=pathlib.Path, metavar="FILE.png", help="efficiency against devices, drawn by matplotlib")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; there is 1 or more of them. Pass a whole number, as 8.")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}; a plan is made for 1 host or more. Pass whole numbers with commas, as 1,2,8."
+        )
+    return [int(part) for part in parts]
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses what makes no sense before the script is run."""
+    chip = CHIPS.get(args.topology)
+    if chip is not None and chip.kind == "gpu" and args.shapes is not None:
+        parser.error(f"argument --shapes: {chip.name} is a GPU; give --hosts")
+    if chip is not None and chip.kind == "tpu" and (args.hosts is not None or args.per_host is not None):
+        parser.error(f"argument --hosts, --per-host: {chip.name} is a TPU; give --shapes")
+    if chip is not None and chip.kind == "tpu" and args.shapes is None:
+        parser.error(f"argument --shapes: {chip.name} is a TPU; give shapes of its slices")
+    path = args.picture
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"argument --picture: {path} ends in none of .png, .svg, .pdf")
+    if path is not None and not path.absolute().parent.is_dir():
+        parser.error(f"argument --picture: there is no folder {path.parent}")
+
+
+def _refuse_missing(args: argparse.Namespace) -> None:
+    """What would be missing only at the end, after minutes of compiling."""
+    for module, wanted, instead in (
+        ("rich", not args.json, "the table needs rich; --json does not"),
+        ("matplotlib", args.picture is not None, "the picture needs matplotlib"),
+    ):
+        if wanted and importlib.util.find_spec(module) is None:
+            raise PlanError(f"jdp.plan: {module} is not installed; {instead}. {how_to_install('examples')}")
+
+
+def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]]:
+    """What to compile for, with how each is called; first one device alone."""
+    chip = CHIPS.get(args.topology)
+    if chip is not None and chip.kind == "tpu":
+        alone = "x".join("1" * len(chip.domain))
+        return [(shape, topology(args.topology, shape)) for shape in (alone, *args.shapes.split(","))]
+    found = [("1 x 1", topology(args.topology, hosts=1, per_host=1))]
+    for hosts in args.hosts or [1]:
+        devices = topology(args.topology, hosts=hosts, per_host=args.per_host)
+        found.append((f"{hosts} x {len(devices) // hosts}", devices))
+    return found
+
+
+def _lines(
+    step: Step, name: str, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
+) -> Iterator[Line]:
+    (_, one), *asked = devices
+    _say(f"compiling for one {name}")
+    report = attempt(step, make_mesh(one, step.program.config.axis_name), rows)
+    alone = None if isinstance(report, str) else estimate(report, Network.of(one))[0]
+    memory, most = available(CHIPS[name], os.environ), None
+    for where, these in asked:
+        _say(f"compiling for {len(these)} {name}s")
+        found = line(step, where, these, rows, alone, memory, most, search)
+        most = found.most or most
+        yield found
+
+
+def _title(step: Step) -> str:
+    return f"train_step of {step.program.label}"
+
+
+def _say(text: str) -> None:
+    """What is being done, on a line that the next one overwrites; for someone who watches."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            print(f"\r\x1b[K{f'jdp plan: {text} ...' if text else ''}"[:78], end="", file=sys.stderr, flush=True)

@@ -1,0 +1,162 @@
+"""A plan for people, for machines, and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from .._topology.chips import GB, TERA, Chip
+from .lines import Line, available
+from .links import SOURCES, Network
+
+WIDE = 132
+HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
+
+
+def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> None:
+    """Prints the plan; as wide as the terminal, and wide enough for its table where there is none."""
+    import rich.box
+    import rich.console
+    import rich.table
+
+    width = shutil.get_terminal_size((WIDE, 24)).columns if out.isatty() else WIDE
+    console = rich.console.Console(file=out, width=width, highlight=False, markup=False)
+    chip = network.chip
+    console.print(f"\n{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device", style="bold")
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD):
+        table.add_column(name, justify="right", no_wrap=width >= WIDE)
+    for one in lines:
+        table.add_row(*_row(one))
+    console.print(table)
+    console.print(*_notes(lines, chip), sep="\n")
+    console.print("\nfigures, and where they are from", style="bold")
+    for figure, name in _figures(chip):
+        console.print(f"{figure}\n    {chip.sources[name]}")
+    console.print("\nformulas", style="bold")
+    console.print(*SOURCES, sep="\n")
+
+
+def _row(one: Line) -> tuple[str, ...]:
+    most = "" if one.most is None else f"{one.most.rows:,}"
+    if one.most is not None and not one.most.is_exact:
+        most += f" <{one.most.too_many:,}{'!' * one.most.refused}"
+    exposed = ""
+    if one.exposed_seconds is not None and one.seconds:
+        exposed = f"{_seconds(one.exposed_seconds)} ({one.exposed_seconds / one.seconds:.0%})"
+    return (
+        f"{one.devices:,}",
+        one.where,
+        "no" if one.compile_seconds is None else f"in {one.compile_seconds:.1f} s",
+        "" if one.fits is None else "yes" if one.fits else "no",
+        _bytes(one.peak_bytes),
+        most,
+        _bytes(one.wire_bytes),
+        exposed,
+        _seconds(one.seconds),
+        "" if one.efficiency is None else f"{one.efficiency:.1%}",
+    )
+
+
+def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
+    for one in lines:
+        if one.reason:
+            yield f"{one.where}: {one.reason}"
+    memory = available(chip, os.environ)
+    yield f"fits: the peak of a program's memory is within {_bytes(memory)}" + (
+        f", {memory / chip.memory_bytes:.0%} of the device's; XLA_PYTHON_CLIENT_MEM_FRACTION is for another share."
+        if memory != chip.memory_bytes
+        else "."
+    )
+    if any(one.most is not None for one in lines):
+        yield (
+            "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. !: the "
+            "compiler refuses so many, for a reason that is not memory."
+        )
+    yield (
+        "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "
+        "instructions. Real ones stay below that, small programs far; take the ratios for more than the times. "
+        "Efficiency: against one such device alone with as many rows."
+    )
+
+
+def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
+    """What the estimates are made of, with where it was published."""
+    where = "the link to the host's other GPUs" if chip.kind == "gpu" else "each link to a neighbour"
+    yield "peaks: " + ", ".join(f"{k} {peak / TERA:,.4g}" for k, peak in chip.peaks.items()) + " Tflop/s", "peaks"
+    yield f"memory: {_bytes(chip.memory_bytes)}", "memory_bytes"
+    yield f"memory: {chip.bytes_per_second / GB:,.0f} GB/s", "bytes_per_second"
+    yield f"{where}: {chip.link / GB:g} GB/s, each way", "link"
+    if chip.network:
+        yield f"each GPU's way to other hosts: {chip.network / GB:g} GB/s, each way", "network"
+    for p in chip.protocols:
+        out = f", {p.network_hop * 1e6:g} us a host" if chip.network else ""
+        start = f"{p.launch * 1e6:g} us to start, " if p.launch else ""
+        yield f"latency: {start}{p.hop * 1e6:g} us a device{out}; {p.share:.0%} of the bytes is payload", "protocols"
+
+
+def _bytes(size: float | None) -> str:
+    if size is None:
+        return ""
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1, "B"))
+    return f"{size / unit:.4g} {name}" if size < 1e12 else f"{size / 1e9:,.0f} GB"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return (
+        f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds >= 1e-3
+        else f"{seconds * 1e6:.3g} us"
+    )
+
+
+def as_json(lines: Sequence[Line], network: Network) -> str:
+    """One document: the lines, and the chip that they are of; estimates are marked by their names."""
+    chip = dataclasses.asdict(network.chip)
+    return json.dumps(
+        {"jdp_plan": 1, "chip": chip, "formulas": SOURCES, "lines": [_plain(one) for one in lines]}, indent=2
+    )
+
+
+def _plain(one: Line) -> dict[str, Any]:
+    plain = dataclasses.asdict(one)
+    plain["most"] = one.most and one.most._asdict()
+    for name in ("exposed_seconds", "seconds", "efficiency"):
+        plain[f"estimated_{name}"] = plain.pop(name)
+    return plain
+
+
+def picture(lines: Sequence[Line], chip: Chip, title: str) -> Any:
+    """A figure of matplotlib's: the efficiency that is estimated, against the number of devices."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    known = [one for one in lines if one.efficiency is not None]
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    devices, efficiency = [one.devices for one in known], [one.efficiency or 0.0 for one in known]
+    axes.plot(devices, efficiency, "o-", color="#2a5db5", linewidth=2)
+    for one in known:
+        axes.annotate(
+            f"{one.efficiency:.0%}\n{_seconds(one.seconds)}", (one.devices, one.efficiency or 0), xytext=(0, 9),
+            textcoords="offset points", ha="center", fontsize=9,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(devices, [f"{n:,}" for n in devices])
+    axes.minorticks_off()
+    axes.margins(x=0.08)
+    axes.set_ylim(0, 1.2)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(axis="y", alpha=0.3)
+    axes.set(xlabel=f"devices ({chip.device_kind})", ylabel="efficiency, and the time of a step (estimated)")
+    axes.set_title(f"{title}, {lines[0].rows:,} rows on each device")
+    return figure

@@ -1,0 +1,126 @@
+"""A process that fails tells the others, and ends at once; one that hears of it ends as well."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .._core.dispatch import wait_for_all
+from .._jax.coordination import DesyncError, client, left_key, now, own_process, process_count
+from .._launch.environment import FOR_ANOTHER
+from .exchange import Exchange
+
+_FAILED = "jdp/failed"
+_GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
+
+
+@functools.cache  # once
+def install() -> None:
+    """Hooks into the end of this process, of whatever kind."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # What JAX does at exit waits for the others, and they may be waiting for this process.
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        if interrupted:
+            print(f"jdp: process {own_process()} was interrupted", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+        _tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+        _end(130 if interrupted else 1)
+
+    sys.excepthook = hook
+    _note_exits()
+    leaving = threading.Event()
+    listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
+    listener.start()
+    atexit.register(_leave, leaving, listener)
+
+
+class _Exit:
+    """The last call of `sys.exit`: its code, and how many calls were made over the processes before it."""
+
+    code, calls = 0, -1
+
+
+def _note_exits() -> None:
+    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there."""
+    exit_ = sys.exit
+
+    @functools.wraps(exit_)
+    def noted(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _Exit.code = status if isinstance(status, int) else int(status is not None)
+            _Exit.calls = Exchange.calls
+        exit_(status)
+
+    sys.exit = noted
+
+
+def _tell(what: str) -> None:
+    """Leaves word of a failure, where none is yet: the first is the one that counts."""
+    try:
+        client().key_value_set(_FAILED, json.dumps([own_process(), what[:2000]]))
+    except Exception:  # somebody was first, or the coordination service is gone, and all hear of that
+        pass
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
+        time.sleep(_GRACE + 2 * _pause())
+    os._exit(code)
+
+
+def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
+    """The end of the program, in good order: who waits for this process in a later call need not wait on."""
+    if _Exit.code and _Exit.calls == Exchange.calls:  # else it was caught, and the program went on
+        _tell(f"SystemExit: {_Exit.code}")
+        _end(_Exit.code)
+    try:
+        wait_for_all()
+    finally:  # a program that has failed on the device raises there; Python prints what, and the others go on
+        with contextlib.suppress(Exception):
+            client().key_value_set(left_key(own_process()), "")
+        leaving.set()
+        listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
+
+
+def _short(what: str) -> str:
+    line = what.splitlines()[0]
+    return line if len(line) <= 120 else line[:117] + "..."
+
+
+def _pause() -> float:
+    """Seconds between two looks: one process answers them all."""
+    return max(0.5, process_count() / 500)
+
+
+def _listen(leaving: threading.Event) -> None:
+    """Looks for word of a failure, and ends this process, too."""
+    while not leaving.wait(_pause()):
+        if client() is None:
+            return  # jax.distributed.shutdown, which the program has called
+        try:
+            word = now(_FAILED)
+        except DesyncError:
+            return  # the coordination service is gone, and JAX ends the process for it
+        if word is not None:
+            break
+    else:
+        return
+    process, what = json.loads(word)
+    if process == own_process():
+        return
+    time.sleep(_GRACE)
+    print(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends", file=sys.stderr)
+    _end(FOR_ANOTHER)

@@ -1,0 +1,210 @@
+"""A loss function's arguments: which are whole and which are cut, what is differentiated, what is NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from .._core.layout import Layout, Tree, Whole
+from .._core.outputs import Reduce
+from .._core.replicate import broadcast
+from .._core.scattered import Scattered, parts
+from .._core.split import split
+from .._model import nnx as _nnx
+from .._model.config import Config
+from .._model.linen import unbox
+from .._model.sync_batch_norm import sync_nodes, synced
+from .microbatch import Loss
+
+Position = tuple[int, Any]
+"""The position of an argument to differentiate, and for NNX the filter of the variables that are."""
+
+
+class Plan(NamedTuple):
+    """The static part: hashable, so that each has one program."""
+
+    argnums: tuple[Position, ...]
+    has_aux: bool
+    whole: tuple[int, ...]  # positions of the arguments that are whole on every replica
+    arity: int  # the number of positional arguments
+    nodes: tuple[tuple[int, ...], ...]  # for each of argnums, its NNX objects among all
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The differentiated arguments that are cut, as positions among the cut ones."""
+        cut = [p for p in range(self.arity) if p not in self.whole]
+        return tuple(
+            cut.index(p) for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in cut
+        )
+
+    @property
+    def plain(self) -> tuple[int, ...]:
+        """The differentiated arguments that are whole, but for NNX objects."""
+        return tuple(p for (p, _), nodes in zip(self.argnums, self.nodes, strict=True) if not nodes and p in self.whole)
+
+    def is_diff(self, path: tuple[Any, ...], variable: Any) -> bool:
+        """Whether a variable of the NNX objects is differentiated."""
+        return any(
+            path[0] in nodes and nnx.filterlib.to_predicate(wrt)(path[1:], variable)
+            for (_, wrt), nodes in zip(self.argnums, self.nodes, strict=True)
+        )
+
+
+class Call(NamedTuple):
+    """One call, divided: `replicas` is `(diff, state)`, `inputs` and `kwargs` are still to be cut."""
+
+    plan: Plan
+    replicas: Tree
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nodes: list[Any]
+    args: tuple[Any, ...]  # all positional ones, with stand-ins for the NNX objects
+
+    @property
+    def first(self) -> Tree:
+        """The first argument's arrays: results go where these live."""
+        (_, diff), (_, _, rest) = self.replicas
+        states = [state for state in (diff, rest) if state is not None]
+        return self.args[0], [state[i] for state in states for i in _nnx.stand_ins(self.args[0]) if i in state]
+
+
+def divide(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: tuple[Position, ...],
+    has_aux: bool,
+    in_axes: Sequence[Any],
+    verb: str,
+) -> Call:
+    """Divides a call's arguments; `in_axes` has an axis, or None, for each positional argument."""
+    (taken, keywords), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
+    within = tuple(_nnx.stand_ins(taken[p]) for p, _ in argnums)
+    differentiated = {p for p, _ in argnums}
+    whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
+    plan = Plan(argnums, has_aux, whole, len(args), within)
+    diff_state, rest, graph = None, None, None
+    if nodes:
+        graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
+        _refuse_shared(nodes, argnums, within, verb)
+    diff = (tuple(taken[p] for p in plan.plain), diff_state)
+    held = tuple(taken[p] for p in whole if p not in plan.plain)
+    inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
+    return Call(plan, (diff, (held, graph, rest)), inputs, keywords, nodes, taken)
+
+
+def _refuse_shared(
+    nodes: list[Any], argnums: tuple[Position, ...], within: Sequence[tuple[int, ...]], verb: str
+) -> None:
+    """A `ValueError` for a variable in two arguments, of which one is differentiated."""
+    for (position, wrt), mine in zip(argnums, within, strict=True):
+        own = {id(v) for i in mine for _, v in nnx.iter_graph(nodes[i]) if isinstance(v, nnx.Variable)}
+        for i, node in enumerate(nodes):
+            for path, v in nnx.iter_graph(node) if i not in mine else ():
+                if id(v) in own and nnx.filterlib.to_predicate(wrt)(path, v):
+                    raise ValueError(
+                        f"jdp.{verb}: {'.'.join(map(str, path))} stands in args[{position}] and in another; a variable "
+                        f"has one gradient. Pass it in one of them."
+                    )
+
+
+def loss_of(
+    loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce, sync: bool
+) -> Loss:
+    """The loss of a call that was divided by this plan; `sync` synchronises its BatchNorms."""
+    if sync:
+        loss_fn = synced(loss_fn, axis_name)
+
+    def compute(diff: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
+        (plain, diff_state), (held, graph, rest) = diff, state
+        known = dict(zip(plan.plain, unbox(plain), strict=True))
+        known |= zip([p for p in plan.whole if p not in plan.plain], held, strict=True)
+        cut = iter(args)
+        call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)
+        nodes: list[Any] = []
+        if graph is not None:
+            nodes = own_nodes(graph, (diff_state, rest), axis_name if sync else None)
+            call = _nnx.put_nodes(call, nodes)
+        positional, keywords = call
+        out = loss_fn(*positional, **keywords)
+        loss, aux = _two(out, verb) if plan.has_aux else (out, ())
+        if graph is not None:
+            rest = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
+        return loss, aux, (held, graph, rest)
+
+    def leave(after: Tree, before: Tree) -> Tree:
+        return _nnx.leave(after, before, reduce_state)
+
+    return Loss(compute, verb, plan.rows, lambda state: _nnx.enter(state, axis_name), leave, sync)
+
+
+def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> list[Any]:
+    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
+    # Copies, for merge takes the variables as they are, and the model changes them in place.
+    nodes = nnx.merge(graph, *_nnx.copies(states))
+    if sync_over is not None:
+        sync_nodes(nodes, sync_over)
+    return nodes
+
+
+class WithNodes(NamedTuple):
+    """A training step's batch with NNX objects: its rows hold stand-ins, `graph` and `state` are the objects'."""
+
+    rows: Tree
+    graph: Any
+    state: Any
+
+
+def with_nodes(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
+    """The batch, scattered, as `WithNodes`: the objects' state is whole on every replica."""
+    layout = rows._layout
+    state = broadcast(state, layout.mesh, verb)
+    arrays = jax.tree.leaves(state)
+    tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
+    leaves = (*layout.leaves, *[Whole()] * len(arrays))
+    whole = Layout(jax.tree.structure(tree), leaves, layout.sizes, layout.mesh, layout.dim)
+    return Scattered((*rows._arrays, *arrays), whole)
+
+
+def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
+    """The rows of a training step's batch, and what it is with NNX objects."""
+    tree = batch._layout.fill(batch._arrays)
+    return (parts(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)
+
+
+def _two(out: Any, verb: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    raise TypeError(
+        f"jdp.{verb}: has_aux is True, and the function returns a {type(out).__name__}"
+        f"{f' of {len(out)}' if isinstance(out, tuple | list) else ''}; it is a pair then. Return (loss, aux)."
+    )
+
+
+def assemble(plan: Plan, grads: Tree, row_grads: Sequence[Tree], args: Sequence[Any]) -> tuple[Tree, ...]:
+    """One tree of gradients for each of argnums."""
+    plain, state = grads
+    known = dict(zip(plan.plain, plain, strict=True))
+    rows = iter(row_grads)
+    found = []
+    for (position, _), nodes in zip(plan.argnums, plan.nodes, strict=True):
+        if nodes:
+            found.append(_nnx.put_nodes(args[position], {i: state[i] if i in state else nnx.State({}) for i in nodes}))
+        else:
+            found.append(known[position] if position in known else next(rows))
+    return tuple(found)
+
+
+def cut(config: Config, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Tree, verb: str) -> Any:
+    """`(inputs, kwargs)` scattered, each positional argument along its own of `axes`."""
+    return split(
+        (inputs, dict(kwargs)),
+        config.mesh,
+        config.dim,
+        verb=verb,
+        root=("args", "kwargs"),
+        axes=(axes, config.dim),
+        place=False,
+    )

@@ -1,0 +1,213 @@
+"""The training step of NNX: a model and an optimizer, updated in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from .._core.assemble import put
+from .._core.devices import replicated
+from .._core.layout import Tree
+from .._core.processes import spans_processes
+from .._core.programs import Recent
+from .._core.scattered import Scattered
+from .._model.batch import BatchAxes, taken
+from .._model.config import Config
+from .._model.nnx import own_values
+from .arguments import divide, loss_of, with_nodes
+from .loss import FORMS, VERB, check_signature, returned, rows_explained
+from .nonfinite import Nonfinite
+from .program import Program, StepOptions, of_model
+from .shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
+from .state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
+from .step import TrainStep, own_metrics, shapes_of
+from .update import checked_optimizer, opt_shapes
+from .value_and_grad import check_differentiable, check_rows, hashable
+
+
+def make_step(
+    dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, in_axes: Tree
+) -> TrainStep | NNXTrainStep:
+    """The step for the kind of module that the wrapper holds."""
+    config: Config = dp._config
+    if not callable(loss_fn):
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    if config.state_axes:
+        raise ValueError(
+            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; such state belongs to one batch, "
+            f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
+            f"where arrays with an entry per row are gathered."
+        )
+    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
+    if config.kind == "nnx":
+        return NNXTrainStep(dp, loss_fn, tx, options, axes)
+    return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
+
+
+class NNXTrainStep:
+    """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+
+    Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+    """
+
+    def __init__(
+        self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+    ) -> None:
+        check_signature(loss_fn, "model")
+        if not isinstance(tx, nnx.Optimizer):
+            tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
+        self.optimizer: nnx.Optimizer = tx
+        self._dp, self._options, self._loss_fn, self._axes = dp, options, loss_fn, axes
+        self._programs: dict[Any, Program] = {}
+        params = nnx.state(dp.module, tx.wrt)
+        check_differentiable(VERB, params, "model")
+        if not jax.tree.leaves(params):
+            raise ValueError(
+                f"jdp.{VERB}: the model has no variables of {tx.wrt}; those are what the optimizer updates. Make it of "
+                f"others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            )
+        # As the optimizer was made: of the model, or of the wrapper, in whose tree it is one level down.
+        views = (nnx.as_pure, _of_wrapper)
+        found = shapes_of(nnx.as_pure(tx.opt_state))
+        differences = [first_difference(found, opt_shapes(tx.tx, view(params))) for view in views]
+        if None not in differences:
+            raise ValueError(
+                f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it is of another model. Make it of this one: "
+                f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            )
+        self._view = views[differences.index(None)]
+        self._given = Given(options.donate)
+        mesh = dp._config.mesh
+        opt_state = nnx.as_pure(tx.opt_state)
+        everywhere = replicated(mesh)
+        where = cut_shardings(opt_state, mesh)
+        if not options.shard_optimizer:
+            where = jax.tree.map(lambda _: everywhere, opt_state)
+        self._put_optimizer(jax.tree.map(put, opt_state, where), put(tx.step[...], everywhere))
+
+    @property
+    def last(self) -> dict[str, jax.Array] | None:
+        """The metrics that the step gave last, or was about to give when it was interrupted; None before the first.
+
+        After Ctrl-C the model and the optimizer are whole: both after the step that gave these.
+        """
+        return self._given.last
+
+    def __repr__(self) -> str:
+        label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        return f"NNXTrainStep({label}, devices=({', '.join(map(str, self._dp.devices[:8]))}))"
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
+        """One step: the metrics; with `donate` the arrays that the model held before are gone then.
+
+        Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
+        """
+        last = self._given.last
+        try:
+            refuse_more(more, "step((x, y))")
+            program, state, scattered, nodes = self._ready(batch, self._given.own())
+            keep = functools.partial(self._keep, nodes)
+            state, metrics = program(state, scattered, jax.tree.flatten(state), keep)
+            if self._options.check_replicas:
+                program.checked(state)
+            return own_metrics(metrics) if spans_processes(program.config.mesh) else metrics
+        except KeyboardInterrupt as error:
+            done = self._given.last is not last
+            held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
+            error.add_note(interrupted(held, done, "model", "dp.module"))
+            raise
+
+    def lower(self, batch: Tree) -> Any:
+        """The lowered program of a step, as `jax.jit(...).lower`."""
+        program, state, scattered, _ = self._ready(batch)
+        return program.of(state, scattered).lower(state, scattered._arrays)
+
+    def optimizer_bytes(self) -> OptimizerBytes:
+        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
+        return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
+
+    def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
+        """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
+
+        Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
+        does it alone) and `.paths` (of the parameters). The model is not changed.
+        """
+        program, state, scattered, _ = self._ready(batch)
+        return program.find_nonfinite(state, scattered)
+
+    def _ready(
+        self, batch: Tree, own: Callable[[Any], Any] = lambda x: x
+    ) -> tuple[Program, TrainState, Scattered, list[Any]]:
+        config: Config = self._dp._config
+        config.refuse_other_mesh()
+        scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
+        check_rows(VERB, scattered)
+        # The objects in the batch are divided with the model, for they may share variables with it.
+        call = divide((self._dp.module, nodes), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0], VERB)
+        program = self._programs.get(call.plan)
+        if program is None:
+            loss = functools.partial(loss_of, self._two, call.plan, VERB, config.axis_name, config.reduce_state)
+            label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+            program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
+            self._programs[call.plan] = program
+        params, rest = call.replicas
+        if nodes:  # whose state is not donated, and so no part of the step's own
+            held, graph, every = rest
+            mine, given = of_model(every)
+            scattered, rest = with_nodes(scattered, None, given, VERB), (held, graph, mine)
+        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
+        leaves = jax.tree.leaves(state)
+        refuse_deleted(state, leaves, "model")
+        return program, state if self._given.has(leaves) else program.placed(state, own), scattered, nodes
+
+    def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
+        with rows_explained(batch):
+            out = self._loss_fn(model, batch)
+        loss, metrics, _ = returned(out, self._options.reserved, FORMS[:2])
+        return loss, metrics
+
+    def _params(self, diff: Tree) -> Tree:
+        """What the optimizer sees of the differentiated arguments: the one model's own state."""
+        _, state = diff
+        return self._view(state[0])
+
+    def _keep(
+        self, nodes: list[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            mine, updates = state.state
+            nnx.update([self._dp.module, *nodes], own_values(updates))
+            state = state.replace(state=mine)
+            leaves = jax.tree.leaves(state)
+        self._put(state)
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(metrics, leaves)
+        return state, metrics
+
+    def _put(self, state: TrainState) -> None:
+        _, params = state.params
+        _, _, rest = state.state
+        nnx.update([self._dp.module], nnx.merge_state(params, rest))
+        self._put_optimizer(state.opt_state, state.step)
+
+    def _put_optimizer(self, opt_state: Tree, step: Any) -> None:
+        variables = jax.tree.leaves(self.optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, value in zip(variables, jax.tree.leaves(opt_state), strict=True):
+            variable.set_value(value)
+        self.optimizer.step.set_value(step)
+
+
+def _of_wrapper(state: Tree) -> Tree:
+    """A model's state as part of its wrapper's."""
+    return nnx.as_pure(nnx.from_flat_state([(("module", *path), v) for path, v in nnx.to_flat_state(state)]))

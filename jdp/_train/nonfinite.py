@@ -1,0 +1,90 @@
+"""Which replica, and which of its rows, made a gradient that is not finite."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.devices import Device, replicated
+from .._core.layout import Tree
+from .._core.operands import Signature
+from .._core.outputs import Marked
+from .._core.parallel_apply import CallOf
+from .._core.scattered import Scattered
+from .gradients import local
+from .microbatch import Loss, differentiate, rows_of
+
+
+class Nonfinite(NamedTuple):
+    """A replica whose gradient is not finite: the rows (of its process's batch) that make it so, and the parameters."""
+
+    replica: int
+    device: Device
+    rows: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        def few(values: tuple[Any, ...]) -> str:
+            more = [f"... and {len(values) - 6} more"] if len(values) > 6 else []
+            return f"({', '.join([*map(str, values[:6]), *more])})"
+
+        rows, paths = few(self.rows), few(self.paths)
+        return f"Nonfinite(replica={self.replica}, device={self.device}, rows={rows}, paths={paths})"
+
+
+def flags(loss: Loss, steps: int) -> CallOf:
+    """What a replica runs: for each parameter whether its gradient is finite, and for each row whether all are."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., tuple[Marked, Marked]]:
+        rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1
+
+        def call(*operands: Any) -> tuple[Marked, Marked]:
+            values = signature.own(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+            state = loss.enter(before)
+            added, _, _ = local(loss, steps, signature, replica, operands)
+            params = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool)
+
+            def alone(k: Any) -> Any:
+                # The row by itself, with the keys that the chunk has.
+                part = rows_of(values, signature, rows, 0, k, 1)
+                added, _ = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
+                return jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool).all()
+
+            return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)
+
+        return call
+
+    return call_of
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _everywhere(x: Any, sharding: Any) -> Any:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def report(found: Scattered, params: Tree) -> list[Nonfinite]:
+    """What `flags` found, in words."""
+    if not jax.tree.leaves(params):
+        return []
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    layout = found._layout
+    flags = [np.asarray(_everywhere(x, replicated(layout.mesh))) for x in found._arrays]
+    starts: dict[int, int] = {}  # a process counts the rows of its own batch
+    entries = []
+    for i, size in enumerate(found.sizes):
+        holder = layout.devices[i].process_index
+        start = starts.setdefault(holder, 0)
+        starts[holder] += size
+        finite, by_row = (np.split(x, layout.mesh.size)[i] for x in flags)
+        if size and not finite.all():
+            bad = np.flatnonzero(~by_row[:size])
+            rows = bad if len(bad) else np.arange(size)
+            paths = tuple(name for name, ok in zip(names, finite[0], strict=True) if not ok)
+            entries.append(Nonfinite(i, found.devices[i], tuple(int(start + row) for row in rows), paths))
+    return entries

@@ -1,0 +1,292 @@
+"""The program of a training step: gradients, one sum for each, and the optimizer's update, as one pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax._src.core import trace_state_clean
+from jax.sharding import Mesh
+
+from .._core.assemble import put
+from .._core.capturing import capturing
+from .._core.check_replicas import Check, start
+from .._core.compiled import Compiled, is_plain
+from .._core.devices import replicated
+from .._core.dispatch import STEPS_IN_FLIGHT, dispatch, dispatch_step
+from .._core.gather import trim
+from .._core.layout import Layout, Tree, Whole
+from .._core.parallel_apply import on_replicas
+from .._core.processes import spans_processes
+from .._core.programs import Recent
+from .._core.scattered import Scattered, placed
+from .._explain.calls import Captured
+from .._explain.train_calls import StepCall
+from .._model.config import Config
+from .._model.nnx import with_updates
+from .._processes.same_program import same_program
+from .arguments import WithNodes, nodes_of
+from .compiler_options import Options, compiler_options, takes_options
+from .gradients import Gradients, gradients
+from .jit import jit_of_leaves, jit_of_state, of_leaves, of_state
+from .microbatch import Loss
+from .nonfinite import Nonfinite, flags, report
+from .shard_optimizer import cut_axis, cut_shardings
+from .state import TrainState, first_difference
+from .update import all_finite, keep_if, update, whole
+
+Flat = tuple[list[Any], Any]
+"""A tree's leaves and its treedef."""
+
+Keep = Callable[[TrainState, list[Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""Stores what a step gives: the state after, its leaves, and the metrics."""
+
+
+class StepOptions(NamedTuple):
+    """The arguments of `train_step`, checked."""
+
+    accumulate_steps: int
+    shard_optimizer: bool
+    reduce_dtype: Any
+    donate: bool
+    skip_nonfinite: bool
+    sync_batch_norm: bool
+    check_replicas: int
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The metrics that the step gives itself."""
+        return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
+
+
+class Program:
+    """The step as a pure function `(state, batch) -> (state, metrics)`, compiled once per layout and shapes."""
+
+    def __init__(
+        self,
+        config: Config,
+        loss_of: Callable[[bool], Loss],
+        tx: Any,
+        options: StepOptions,
+        label: str,
+        view: Callable[[Tree], Tree] | None = None,
+    ) -> None:
+        """`loss_of(sync)` is the loss with its BatchNorms synchronised or not."""
+        self.config, self.loss_of, self.tx, self.options, self.label = config, loss_of, tx, options, label
+        # What the optimizer sees of the parameters, and back; NNX wraps them.
+        self.view: Callable[[Tree], Tree] = view or (lambda params: params)
+        n = config.mesh.size
+        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and n > 1 else None
+        steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
+        self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
+        # Not synchronised, for there one replica's NaN is everybody's.
+        self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
+        self.compiled: Recent[Any, Any] = Recent()
+        self.steps = 0  # that were called
+        self.check: Check | None = None  # under way
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each part of a state lies: a prefix of its tree."""
+        everywhere = replicated(self.config.mesh)
+        opt_state: Tree = everywhere
+        if self.options.shard_optimizer:
+            opt_state = cut_shardings(state.opt_state, self.config.mesh)
+        key = None if state.key is None else everywhere
+        return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
+
+    def placed(self, state: TrainState, own: Callable[[Any], Any] = lambda x: x) -> TrainState:
+        """The state's own arrays, where it belongs; what is there already stays the same array."""
+        prefix = self.shardings(state)
+        where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
+
+        def place(x: Any, to: Any) -> Any:
+            x = own(x)  # before it is put anywhere, which may give another array of the same memory
+            return x if getattr(x, "sharding", None) == to else put(x, to)
+
+        return jax.tree.map(place, state, where)
+
+    def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
+        """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has.
+
+        What it gives is what `keep` makes of `(state, its leaves, metrics)`: no Ctrl-C comes before that.
+        """
+        layout, mesh = batch._layout, self.config.mesh
+        if capturing() or spans_processes(mesh):
+            program = self.of(state, batch)
+            program.make_ready(state, batch._arrays)  # which takes long, and here it can be interrupted
+            args = state, batch._arrays
+            return dispatch_step(program.__wrapped__, mesh, args, lambda out: keep(*of_state(out)))
+        leaves, treedef = flat
+        args = *leaves, *batch._arrays
+        try:
+            program = self.of_leaves(state, treedef, layout)
+            if is_plain() and not program._cache_size():
+                program.lower(*args).compile()  # likewise
+            return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
+        except (TypeError, ValueError) as error:
+            if "operands[" not in str(error):
+                raise
+        # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
+        return dispatch_step(self.of(state, batch), mesh, (state, batch._arrays), lambda out: keep(*of_state(out)))
+
+    def of_leaves(self, state: TrainState, treedef: Any, layout: Layout) -> Any:
+        """The compiled function of the state's leaves and the batch's arrays, one after the other."""
+        key = self._key(layout), treedef
+        found = self.compiled.used(key)
+        if found is None:
+            options = self._options(key[0], state)
+            found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
+        return found
+
+    def of(self, state: TrainState, batch: Scattered) -> Any:
+        """The compiled function of `(state, arrays of the batch)`."""
+        if capturing():
+            raise Captured(StepCall(self, state, batch))
+        layout = batch._layout
+        key = self._key(layout)
+        found = self.compiled.used(key)
+        if found is None:
+            found = jit_of_state(self, state, layout, self._options(key, state))
+            found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found
+            self.compiled[key] = found
+        return found
+
+    def _key(self, layout: Layout) -> Any:
+        # Inside of another jit the options are that one's to choose, and JAX refuses any.
+        return layout if not takes_options(self.config.mesh) or trace_state_clean() else (layout, "traced")
+
+    def _options(self, key: Any, state: TrainState) -> Options:
+        return self.compiler_options(state) if type(key) is Layout else {}
+
+    def compiler_options(self, state: TrainState) -> Options:
+        if not takes_options(self.config.mesh):
+            return {}
+        wire = self.options.reduce_dtype
+        sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in jax.tree.leaves(state.params))
+        return compiler_options(self.config.mesh, sent)
+
+    def on(self, mesh: Mesh) -> Program:
+        """The same step on other devices."""
+        return Program(self.config.on(mesh), self.loss_of, self.tx, self.options, self.label, self.view)
+
+    def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
+        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch.
+
+        With NNX objects in the batch the new state is a pair: the state, and what of the objects has changed.
+        """
+        found = self.gradients(state, batch)
+        loss, metrics = found.out
+        mesh = self.config.mesh
+        grads, params = self.view(found.grads), self.view(state.params)
+        shard = self.options.shard_optimizer
+        before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
+        (new_state, given), count = found.state, state.step + 1
+        metrics = {"loss": loss, **metrics}
+        if self.options.skip_nonfinite:
+            finite = all_finite(grads)
+            if jax.tree.structure(new_state) != jax.tree.structure(state.state):
+                raise ValueError(
+                    f"jdp.train_step: the state{first_difference(new_state, state.state)} after a step; a skipped one "
+                    f"leaves one tree as it was. Make the variable when the model is made, or leave skip_nonfinite out."
+                )
+            choose = keep_if(finite)
+            after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
+            new_state, count = choose(new_state, state.state), choose(count, state.step)
+            if given is not None:
+                given = choose(given, _before(given, batch))
+            metrics["skipped"] = ~finite
+        if shard:
+            after = whole(after, mesh)
+        params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
+        new_state = new_state if given is None else (new_state, given)
+        return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
+
+    def checked(self, state: TrainState) -> None:
+        """Every so many steps begins to compare the replicas of the state; raises for what was found some steps ago."""
+        every, mesh = self.options.check_replicas, self.config.mesh
+        self.steps += 1
+        if self.steps % every == 0:
+            self.check = start(state, mesh)
+        # Not at once, for that waits for the step; but at the same step in all processes.
+        if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
+            check, self.check = self.check, None
+            check.result("train_step")
+
+    def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
+        key = step_key(state, batch._layout)
+        rows, given = nodes_of(batch)
+        replicas, inputs = (state.params, entered(state.state, given)), placed(one_argument(rows))
+        found = dispatch(self.flags, self.config.mesh, replicas, inputs, key)
+        return report(found, self.view(state.params))
+
+    def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
+        layout = batch._layout
+        rows, given = nodes_of(batch)
+        replicas = (state.params, entered(state.state, given))
+        outputs = self.run(replicas, one_argument(rows), step_key(state, layout))
+        found: Gradients = outputs._layout.fill(trim(outputs))
+        if spans_processes(layout.mesh):
+            # Of metrics with an entry per row each process takes its own, when the program has run.
+            arrays = [
+                x if isinstance(leaf, Whole) else Scattered((x,), outputs._layout.each[i])
+                for i, (x, leaf) in enumerate(zip(outputs._arrays, outputs._layout.arrays, strict=True))
+            ]
+            found = found._replace(out=outputs._layout.fill(arrays).out)
+        new_state, updates = left(state.state, found.state)
+        return found._replace(state=(new_state, None if given is None else updates))
+
+
+def one_argument(batch: Scattered) -> Scattered:
+    """The batch as the one positional argument that it is, whatever its tree."""
+    layout = batch._layout
+    treedef = jax.tree_util.treedef_tuple([layout.treedef])
+    return Scattered(batch._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+
+
+def step_key(state: TrainState, layout: Layout) -> Scattered | None:
+    """The key of this step, as a keyword argument; each replica and microbatch folds it further."""
+    if state.key is None:
+        return None
+    key = jax.random.fold_in(state.key, state.step)
+    treedef = jax.tree.structure({"key": 0})
+    return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
+
+
+def entered(state: Tree, given: WithNodes | None) -> Tree:
+    """The state, with that of the NNX objects in the batch."""
+    if isinstance(state, Mapping):
+        return (state, None, None) if given is None else (state, given.graph, given.state)
+    held, graph, rest = state
+    return held, graph, rest if given is None else with_updates(rest, given.state)
+
+
+def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
+    """The state with what the step has changed of it, and what has changed of the objects in the batch."""
+    if isinstance(state, Mapping):
+        return found
+    held, graph, rest = state
+    own, others = of_model(found)
+    return (held, graph, with_updates(rest, own)), others
+
+
+def of_model(state: Tree) -> tuple[Tree, Tree]:
+    """What of the state of several NNX objects is the first one's, the model's, and that of the others."""
+    flat = nnx.to_flat_state(state)
+    own, others = ([(path, v) for path, v in flat if (path[0] == 0) is mine] for mine in (True, False))
+    return nnx.from_flat_state(own), nnx.from_flat_state(others)
+
+
+def _before(updates: Tree, batch: Scattered) -> Tree:
+    """What the variables of these updates, of NNX objects in the batch, were."""
+    given = nodes_of(batch)[1]
+    known = dict(nnx.to_flat_state(given.state)) if given else {}
+    new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
+    if new:
+        raise ValueError(
+            f"jdp.train_step: {new[0]} of an NNX object in the batch was made in the step; a skipped one leaves all as "
+            f"it was. Make the variable when the object is made, or leave skip_nonfinite out."
+        )
+    return nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(updates)])

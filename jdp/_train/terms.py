@@ -1,0 +1,247 @@
+"""What a loss function returns, as terms that add up over microbatches and replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core.inputs import is_array
+from .._core.layout import Tree
+from .._core.outputs import Marked
+from .mean import Mean, Sum
+
+
+class Form(NamedTuple):
+    """How one value goes on: the mean over rows, a total over a count, a sum, or entries per row along `axis`."""
+
+    kind: Literal["mean", "ratio", "sum", "rows"]
+    dtype: Any
+    axis: int | None = None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "rows"), meta_fields=("treedef", "forms"))
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """A loss function's `(loss, aux)`: what is added up, what is put one after the other, and how it is one tree."""
+
+    sums: list[Any]
+    rows: list[Any]
+    treedef: Any
+    forms: tuple[Form, ...]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(form.axis for form in self.forms if form.axis is not None)
+
+    def marked(self, weight: float) -> tuple[Tree, list[Marked]]:
+        """The tree, each leaf with its reduction, and the counts; `weight` is that of all rows together."""
+        sums, rows, leaves, counts = iter(self.sums), iter(self.rows), [], []
+        for form in self.forms:
+            if form.kind == "rows":
+                leaves.append(Marked(next(rows), form.axis))
+            elif form.kind == "mean":
+                leaves.append(Marked(next(sums), None, "sum", over=weight, dtype=form.dtype))
+            elif form.kind == "sum":
+                leaves.append(Marked(next(sums), None, "sum", dtype=form.dtype))
+            else:
+                total, count = next(sums), next(sums)
+                counts.append(Marked(count, None, "sum"))
+                leaves.append(Marked(total, None, "sum", over=count, dtype=form.dtype))
+        return jax.tree.unflatten(self.treedef, leaves), counts
+
+
+def _is_number(x: Any) -> bool:
+    return is_array(x) or isinstance(x, float | int)
+
+
+def is_mean(x: Any) -> bool:
+    return isinstance(x, Mean)
+
+
+def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
+    """The number to differentiate: a scalar, the mean of a vector, or the total of a `Mean`.
+
+    Raises:
+        TypeError: it is none of the three.
+    """
+    what = type(loss).__name__
+    if is_mean(loss):
+        what = f"a jdp.Mean of a {type(loss.total).__name__} and a {type(loss.count).__name__}"
+        if _is_number(loss.total) and _is_number(loss.count):
+            total, count = jnp.asarray(loss.total), jnp.asarray(loss.count)
+            if not total.ndim and not count.ndim and jnp.issubdtype(total.dtype, jnp.floating):
+                return total
+            what = f"a jdp.Mean of {total.dtype}{list(total.shape)} and {count.dtype}{list(count.shape)}"
+    elif is_array(loss) or isinstance(loss, float):
+        loss = jnp.asarray(loss)
+        if jnp.issubdtype(loss.dtype, jnp.floating):
+            if not loss.ndim:
+                return loss
+            if loss.ndim == 1 and rows in (None, loss.shape[0]):
+                return loss.mean()
+        what = f"{loss.dtype}{list(loss.shape)} for {rows} rows"
+    raise TypeError(
+        f"jdp.{verb}: the loss is {what}; it is a real scalar (the mean over the rows), a vector with one entry per "
+        f"row, or jdp.Mean(total, count) of two scalars. Return one of these three."
+    )
+
+
+def terms(
+    loss: Any, aux: Tree, rows: int | None, total: int, weight: float, more: Callable[[int], Tree], verb: str
+) -> Terms:
+    """The terms of one microbatch of so many rows (None: nothing is cut) of `total`, which weighs `weight`.
+
+    `more` gives the shapes of `(loss, aux)` for a microbatch of so many rows more: what follows them is told by that,
+    never by sizes that happen to be equal.
+
+    Raises:
+        TypeError: a value that is none of the forms, or of which it cannot be told what it is, with its path.
+    """
+    number = loss_value(loss, rows, verb)
+    followed = Followed((loss, aux), rows, total, more)
+    if not is_mean(loss) and jnp.ndim(loss) and followed.seen and followed.axis(0) != 0:
+        raise TypeError(
+            f"jdp.{verb}: the loss is {_described(loss)} for {rows} rows and for other numbers of them; a vector has "
+            f"one entry per row. Return its mean, a scalar."
+        )
+    paths, treedef = jax.tree_util.tree_flatten_with_path((loss if is_mean(loss) else number, aux), is_leaf=is_marker)
+    found: list[tuple[Form, list[Any]]] = []
+    at = 0  # the number of a leaf among all arrays: a marker has several
+    for path, x in paths:
+        name = f"jdp.{verb}: {'metrics' if verb == 'train_step' else 'aux'}{jax.tree_util.keystr(path[1:])}"
+        if is_marker(x) and all(map(_is_number, vars(x).values())):
+            found.append(_marked(x, name, followed, at))
+        else:
+            found.append(_unmarked(x, name, followed, at, weight))
+        at += len(jax.tree.leaves(x))
+    forms = tuple(form for form, _ in found)
+    rows_of = [x for form, values in found for x in values if form.kind == "rows"]
+    sums = [x for form, values in found for x in values if form.kind != "rows"]
+    return Terms(sums, rows_of, treedef, forms)
+
+
+def _marked(x: Any, name: str, followed: Followed, at: int) -> tuple[Form, list[Any]]:
+    """The form and the summands of a `Mean` or a `Sum`, whose first array is the one with number `at`."""
+    for i in range(at, at + len(vars(x))) if followed.seen else ():
+        if (axis := followed.axis(i)) is not None:
+            where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
+            raise TypeError(
+                f"{name} is a jdp.{type(x).__name__} of {list(followed.leaves[i])} for {followed.rows} rows, with rows "
+                f"{where}; replicas add up arrays of one shape. Sum over the rows in it first, or return the array "
+                f"itself, which is gathered."
+            )
+    total = jnp.asarray(x.total)
+    dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
+    if not is_mean(x):
+        return Form("sum", dtype), [_wide(total)]
+    return Form("ratio", dtype), [_wide(total), _wide(jax.lax.stop_gradient(jnp.asarray(x.count)))]
+
+
+def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """The form and the value of what is no marker: entries per row, or a mean over the rows."""
+    if isinstance(x, float):
+        x = jnp.asarray(x)
+    axis = followed.axis(at) if is_array(x) and x.ndim else None
+    if isinstance(axis, str):
+        raise TypeError(
+            f"{name} is {_described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
+            f"one axis (it is gathered) or along none (it is a mean over the rows). Return jdp.Mean(total, count) for "
+            f"a mean, jdp.Sum(total) for a sum, or an array with rows along one axis."
+        )
+    if axis is not None:
+        return Form("rows", x.dtype, axis), [x]
+    if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
+        return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
+    raise TypeError(
+        f"{name} is {_described(x)}; beside the loss stand floats (the mean over the rows), arrays with entries per "
+        f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
+        f"Return one of these."
+    )
+
+
+Shapes = list[tuple[int, list[tuple[int, ...]]]]
+"""Numbers of rows, each with the shapes of all leaves."""
+
+
+class Followed:
+    """How the shapes of a tree of arrays follow the number of rows: seen by tracing with other numbers of them."""
+
+    def __init__(self, tree: Tree, rows: int | None, total: int, more: Callable[[int], Tree]) -> None:
+        self.rows, self._more = rows, more
+        self.leaves = [jnp.shape(x) if is_array(x) else () for x in jax.tree.leaves(tree)]
+        self.seen: Shapes = []  # for more rows
+        self._fewer: Shapes = []
+        self._problem = ""  # why none was seen
+        if rows is None or not any(self.leaves):
+            return
+        # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
+        if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
+            return
+        # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
+        # well, but seldom all rows of the batch or `_MANY`.
+        self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
+        if rows > 1 and any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
+            self._see(1, self._fewer)  # the limit may be less than `rows`, but it is no less than one
+
+    def _see(self, rows: int, seen: Shapes) -> bool:
+        """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
+        try:
+            found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
+        except Exception as error:  # a model for one number of rows alone
+            text = (str(error).splitlines() or [""])[0][:200]
+            self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
+            return False
+        if [*map(len, found)] != [*map(len, self.leaves)]:
+            self._problem = "another tree or rank"
+            return False
+        seen.append((rows, found))
+        return True
+
+    def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
+        """The axes of a leaf that are of another size for some number of rows that was seen (None: of more rows)."""
+        shape, seen = self.leaves[index], self.seen if seen is None else seen
+        return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
+
+    def axis(self, index: int) -> int | str | None:
+        """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
+        shape, rows = self.leaves[index], self.rows
+        if rows is None or not shape:
+            return None
+        if not self.seen:
+            if not any(size and size % rows == 0 for size in shape):
+                return None  # no axis can be made of rows
+            return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
+        apart, seen = self._apart(index), self.seen
+        if not apart:  # a pair of rows, which follows, would be none for one row
+            apart, seen = self._apart(index, self._fewer), self._fewer
+        for others, shapes in seen:
+            other = shapes[index]
+            if len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+                return f"{list(other)} for {others} rows, which is not in proportion along one axis"
+        return apart.pop() if apart else None
+
+
+_MANY = 129  # rows: more than arrays are usually padded to
+
+
+def is_marker(x: Any) -> bool:
+    return isinstance(x, Mean | Sum)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else f"a {type(x).__name__}"
+
+
+def _wide(x: Any) -> Any:
+    """Sums of 16-bit floats are made in 32 bits, and those of bools and small integers, as by `jnp.sum`."""
+    dtype = x.dtype
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    if dtype.itemsize < 4 and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)):
+        return x.astype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return x

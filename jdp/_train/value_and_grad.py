@@ -1,0 +1,210 @@
+"""value_and_grad: `dp.value_and_grad(f)(params, *batch) == jax.value_and_grad(f)(params, *batch)`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .._core.compiled import Compiled
+from .._core.dispatch import dispatch
+from .._core.gather import join
+from .._core.layout import Tree
+from .._core.parallel_apply import on_replicas
+from .._core.programs import kept
+from .._core.replicate import broadcast, lives_replicated
+from .._core.scattered import Scattered, parts
+from .._model.config import Config
+from .arguments import Call, Plan, Position, assemble, cut, divide, loss_of
+from .gradients import Gradients, gradients
+from .terms import is_marker, is_mean, loss_value
+
+VERB = "value_and_grad"
+
+
+class Options(NamedTuple):
+    """The arguments of `value_and_grad`, checked."""
+
+    argnums: tuple[Position, ...]
+    single: bool
+    has_aux: bool
+    accumulate_steps: int
+    reduce_dtype: Any
+    sync_batch_norm: bool
+
+
+def options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> Options:
+    single = not isinstance(argnums, tuple | list)
+    positions = [
+        (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
+        for a in ([argnums] if single else argnums)
+    ]
+    if not positions or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in positions):
+        raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
+    check_steps(VERB, steps)
+    positions = [(int(p), hashable(wrt)) for p, wrt in positions]
+    return Options(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
+
+
+def hashable(wrt: Any) -> Any:
+    """An NNX filter, with tuples for its lists."""
+    return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
+
+
+def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options, in_axes: Any) -> Callable[..., Any]:
+    """The function that `DataParallel.value_and_grad` returns."""
+    if not callable(loss_fn):
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    program_of = kept(loss_fn, (VERB, weakref.ref(config), options), lambda fn: _programs(fn, config, options))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
+        config.refuse_other_mesh()
+        axes = _axes(config, in_axes, len(args))
+        positions = tuple((_position(p, len(args)), wrt) for p, wrt in options.argnums)
+        call = divide(args, kwargs, positions, options.has_aux, axes, VERB)
+        _check(call, args)
+        inputs = cut(
+            config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.plan.whole), VERB
+        )
+        check_rows(VERB, inputs)
+        if call.plan.rows and options.accumulate_steps > 1:
+            raise ValueError(
+                f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
+                f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
+            )
+        (plain, state), (held, graph, rest) = call.replicas
+        plain, held = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held))
+        state, rest = (broadcast(x, config.mesh, VERB) for x in (state, rest))
+        replicas = ((plain, state), (held, graph, rest))
+        outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
+        home = "sharded" if lives_replicated(call.first, config.mesh) else None
+        found: Gradients = join(outputs, home)
+        if call.nodes:
+            nnx.update(call.nodes, found.state)
+        grads = assemble(call.plan, found.grads, found.row_grads, call.args)
+        loss, aux = found.out
+        return (loss, aux) if options.has_aux else loss, grads[0] if options.single else grads
+
+    call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
+    return call
+
+
+def _programs(
+    loss_fn: Callable[..., Any], config: Config, options: Options
+) -> Callable[[Plan], Callable[..., Scattered]]:
+    """One program for each way in which the arguments are divided."""
+    label = getattr(loss_fn, "__name__", "loss")
+    axis_name, reduce_state = config.axis_name, config.reduce_state  # not the config, which must not be kept alive
+
+    @functools.cache
+    def program(plan: Plan) -> Callable[..., Scattered]:
+        loss = loss_of(loss_fn, plan, VERB, axis_name, reduce_state, options.sync_batch_norm)
+        return Compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
+
+    return program
+
+
+def _in_replica(loss_fn: Callable[..., Any], options: Options, kind: str) -> Callable[..., Any]:
+    """Inside another replica's program: the loss of what is there."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        loss, aux = out if options.has_aux else (out, None)
+        value = loss_value(loss, None, VERB)
+        value = value / loss.count if is_mean(loss) else value
+        aux = jax.tree.map(_plain, aux, is_leaf=is_marker)
+        return (value, aux) if options.has_aux else value
+
+    transform = nnx.value_and_grad if kind == "nnx" else jax.value_and_grad
+    argnums: Any = tuple(nnx.DiffState(p, wrt) if kind == "nnx" else p for p, wrt in options.argnums)
+    return transform(plain, argnums=argnums[0] if options.single else argnums, has_aux=options.has_aux)
+
+
+def _plain(x: Any) -> Any:
+    """What a marked value comes to where it is all there is."""
+    return x.total / x.count if is_mean(x) else x.total if is_marker(x) else x
+
+
+def _axes(config: Config, in_axes: Any, count: int) -> list[Any]:
+    """An axis, or None, for each positional argument."""
+    if not count:
+        raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the parameters.")
+    if in_axes is None:
+        return [None] + [config.dim] * (count - 1)
+    rest = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * (count - 1)
+    if len(rest) != count - 1:
+        raise ValueError(
+            f"jdp.{VERB}: in_axes has {len(rest)} entries for {count - 1} arguments after the first; as in jax.vmap "
+            f"each has one. Pass in_axes of that length."
+        )
+    return [None, *rest]
+
+
+def _position(p: int, count: int) -> int:
+    if not -count <= p < count:
+        raise ValueError(
+            f"jdp.{VERB}: argnums has {p} for {count} arguments; it is the position of one. Pass 0 to {count - 1}."
+        )
+    return p % count
+
+
+def _check(call: Call, args: Sequence[Any]) -> None:
+    (plain, state), _ = call.replicas
+    for p, tree in zip(call.plan.plain, plain, strict=True):
+        check_differentiable(VERB, tree, f"args[{p}]")
+    if state is not None:
+        check_differentiable(VERB, state, "model")
+    positions = [p for p in range(call.plan.arity) if p not in call.plan.whole]
+    for i in call.plan.rows:
+        tree = call.inputs[i]
+        check_differentiable(VERB, tree, f"args[{positions[i]}]")
+
+
+def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: int = 1) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+        what = "a chunk is cut into that many" if least else "it is a number of steps, 0 for never"
+        raise ValueError(f"jdp.{verb}: {name} is {steps!r}; {what}. Pass an int from {least}.")
+    return steps
+
+
+def wire_type(verb: str, dtype: Any) -> Any:
+    """The dtype in which gradients travel."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"jdp.{verb}: reduce_dtype is {dtype!r}; gradients travel as floats. Pass jnp.bfloat16, or None for their "
+            f"own dtype."
+        )
+    return found
+
+
+def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
+    """A `TypeError` where a leaf has no gradient."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+        dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if number else f"{type(x).__name__} (no array)")
+        if not number or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} is of dtype {dtype}, which has no real gradient; "
+                f"parameters are floats. Keep it out of what is differentiated (in the state, or as an argument)."
+            )
+
+
+def check_rows(verb: str, inputs: Scattered) -> None:
+    if inputs._layout.is_cut and not sum(inputs.sizes):
+        raise ValueError(
+            f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."
+        )

@@ -1,0 +1,255 @@
+"""DataParallel: `DataParallel(f)(params, *batch) == f(params, *batch)`, on every device."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+
+import jax
+from flax import nnx
+
+from .._core.check_replicas import check_replicas
+from .._core.devices import Device, DeviceLike, Devices, named_once
+from .._core.layout import Tree
+from .._core.processes import spans_processes
+from .._core.replicate import broadcast
+from .._core.split import split
+from .._model import linen as _linen
+from .._model import nnx as _nnx
+from .._model.batch import Batches
+from .._model.config import Config, kind_of
+from .._train.doors import Training
+from .apply import Apply, in_replica
+
+M = TypeVar("M")
+
+
+class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
+    """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
+
+    The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
+    run as one SPMD program, and the outputs are concatenated in input order. Any number of rows
+    works, and is compiled once. `jax.grad` through a call gives the sum over replicas, which is the
+    gradient of the whole batch.
+
+    What it takes and returns depends on the module:
+
+    * Flax Linen: `variables = dp.init(key, x)`, `dp.apply(variables, x)` or `dp(variables, x)`.
+    * A function `apply_fn(params, *args, **kwargs)`: `dp(params, *args, **kwargs)`.
+    * Flax NNX: `dp(x)`. The wrapper is an NNX module itself (`nnx.jit`, `nnx.value_and_grad`,
+      `nnx.Optimizer(dp, tx, wrt=nnx.Param)`); `dp.module` is the model, updated in place.
+
+    Over several processes (`jdp.distributed.initialize`) each passes its own rows, any number of them, and gets its
+    own outputs; parameters, gradients, losses and state are those of all. All make the same calls in the same order.
+
+    Programs are kept for the 128 batch sizes used last, at each door (a call, `value_and_grad`, a step, `parallel`);
+    one that was dropped is compiled again.
+
+    `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
+    Inside another replica's program (a wrapper in a wrapper, `jax.pmap`, `jax.shard_map`) the module
+    runs directly. Under `jax.jit` and the like, parameters should be replicated (as `dp.init` returns
+    them) or uncommitted: JAX refuses arrays that are committed to one device only beside others.
+
+    Args:
+        module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
+        devices: `jax.Device`s, ints (indices into `jax.devices()`) or strings (`"gpu:0"`); the first
+            is the primary device. `None` is all of `jax.devices()`.
+        output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
+            (one array over the replicas). `None` is where the parameters live: the primary device
+            for parameters there or on the host, over the replicas for replicated ones. Of several processes
+            each has its outputs on devices of its own: a device of another stands for its counterpart here, and
+            the primary device is the first of its own.
+        dim: the axis along which inputs are cut and outputs concatenated, negative allowed.
+        in_axes: as in `jax.vmap`, for the positional arguments after the parameters: an int, or a
+            tuple with an int or None (whole to every replica) for each. Default: `dim` for all.
+        out_axes: as in `jax.vmap`, for the outputs; None in it is the primary replica's. Default: `dim`.
+        axis_name: the name of the axis inside the program, for `BatchNorm(axis_name=...)` and
+            collectives of your own.
+        reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
+            weighted by rows.
+            What a call makes has no value from before: a float is then an error, unless it is 0-d and the mean
+            is kept, or `state_axes` names it, or it is sown as an intermediate.
+        state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
+            filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
+        device_ids: torch's name of `devices`.
+
+    Raises:
+        ValueError: devices are empty, duplicate, unknown or of several platforms.
+        TypeError: `module` is none of the three (a torch module, a callable pytree that holds arrays).
+
+    Example:
+        >>> import flax.linen as nn, jax, jdp, numpy as np
+        >>> dp = jdp.DataParallel(nn.Dense(3), devices=[0])
+        >>> x = np.ones((5, 2), np.float32)
+        >>> variables = dp.init(jax.random.key(0), x)
+        >>> dp.apply(variables, x).shape
+        (5, 3)
+
+    Source: `DataParallel` in torch/nn/parallel/data_parallel.py.
+    """
+
+    def __init__(
+        self,
+        module: M,
+        devices: Devices = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        in_axes: Tree = None,
+        out_axes: Tree = None,
+        axis_name: str = "data",
+        reduce_state: Literal["primary", "mean"] = "primary",
+        state_axes: Mapping[Any, int] | None = None,
+        device_ids: Devices = None,
+    ) -> None:
+        devices = named_once("DataParallel", devices, device_ids)
+        self._config = Config(
+            kind_of(module), devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes
+        )
+        self.module = module
+        if self._config.kind == "nnx":
+            mesh, state = self._config.mesh, nnx.state(module)
+            nnx.update(module, broadcast(state, mesh, "DataParallel"))
+            # What was copied from one device just now is one value, unless each process copied its own.
+            if spans_processes(mesh) or any(_devices_of(x) > 1 for x in jax.tree.leaves(state)):
+                self.check_replicas()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of the replicas; the first is the primary device."""
+        return self._config.devices
+
+    @property
+    def output_device(self) -> Device | str | None:
+        """Where outputs go; None is where the parameters live."""
+        return self._config.output_device
+
+    @property
+    def dim(self) -> int:
+        """The axis along which inputs are cut and outputs concatenated."""
+        return self._config.dim
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
+        if self._config.kind != "nnx":
+            return self.apply(*args, **kwargs)
+        if in_replica() or _nnx.is_tabulated(self):
+            return cast(Any, self.module)(*args, **kwargs)
+        with _nnx.sorted_captures(self.module):
+            return self._run_nnx(args, kwargs)
+
+    def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        config = self._config
+        filters = _nnx.filters_of(config.state_axes)
+        # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs))
+        nodes = [self.module, *given]
+        graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
+        cut = [
+            (f"{kind}", split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis))
+            for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
+        ]
+        sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
+        params = (graph, tuple(state for _, state in cut), sown, rest)
+        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut, home=rest.get(0, ()))
+        nnx.update(nodes, updates)
+        return out
+
+    @property
+    def init(self) -> Any:
+        """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
+
+        The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the
+        wrapper and back), with the same numbers, whole on every device.
+        """
+        if self._config.kind != "linen":
+            what = "an NNX module" if self._config.kind == "nnx" else "a function"
+            raise AttributeError(
+                f"jdp.DataParallel: init is for Linen modules, and this wraps {what}; nothing is left to initialise. "
+                f"Call dp(*args) for NNX, dp(params, *args) for a function."
+            )
+        return self._init
+
+    def _init(self, rngs: Tree, *args: Any, **kwargs: Any) -> Tree:
+        variables = _linen.init(self.module, self._config.axis_name, rngs, args, kwargs)
+        variables = _linen.place(variables, self._config.mesh)
+        if spans_processes(self._config.mesh):  # each has made its own
+            check_replicas(variables, self._config.mesh, "init")
+        return variables
+
+    def train(self, **attributes: Any) -> Any:
+        """Training mode for an NNX module, as `flax.nnx.Module.train`; a Linen module has no mode."""
+        self._needs_nnx("train")
+        return super().train(**attributes)
+
+    def eval(self, **attributes: Any) -> Any:
+        """Evaluation mode for an NNX module, as `flax.nnx.Module.eval`; a Linen module has no mode."""
+        self._needs_nnx("eval")
+        return super().eval(**attributes)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._config.kind == "nnx":  # pickled arrays forget where they were
+            nnx.update(self.module, broadcast(nnx.state(self.module), self._config.mesh, "DataParallel"))
+
+    if not TYPE_CHECKING:  # to which every name would be known then
+
+        def __getattr__(self, name: str) -> Any:
+            """What is not there: of torch's names, what to call instead."""
+            if name not in _INSTEAD or "_config" not in vars(self):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            rule, others, of_nnx = _INSTEAD[name]
+            raise AttributeError(
+                f"jdp.DataParallel: .{name} is torch's; {rule}. {of_nnx if self._config.kind == 'nnx' else others}."
+            )
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(d) for d in self.devices)
+        return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
+
+    __str__ = __repr__
+
+
+_MOVE = (
+    "arrays lie on devices, and the wrapper's are fixed when it is made",
+    "Choose devices=... at construction, and put parameters there with jdp.replicate(params, devices)",
+    "Choose devices=... at construction, which puts the model's state there",
+)
+_CAST = (
+    "arrays have a dtype, and a wrapper has none",
+    "Call jax.tree.map(lambda x: x.astype(dtype), params), or give the module a dtype",
+    "Call nnx.update(dp.module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(dp.module, nnx.Param))), or give "
+    "the layers a dtype",
+)
+_LEAVES = (
+    "parameters are the leaves of a tree",
+    "Call jax.tree.leaves(params), or jax.tree_util.tree_leaves_with_path(params) for their names",
+    "Call nnx.state(dp.module, nnx.Param), or nnx.to_flat_state of it for their names",
+)
+_INSTEAD = {
+    **dict.fromkeys(["to", "cuda", "cpu"], _MOVE),
+    **dict.fromkeys(["half", "float", "double", "bfloat16"], _CAST),
+    **dict.fromkeys(["parameters", "named_parameters"], _LEAVES),
+    "state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Save the variables (jdp.Checkpointer), or flax.serialization.to_state_dict(variables)",
+        "Save nnx.state(dp.module) (jdp.Checkpointer)",
+    ),
+    "load_state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Pass the variables to dp.apply, after flax.serialization.from_state_dict(variables, saved)",
+        "Call nnx.update(dp.module, state)",
+    ),
+    "zero_grad": (
+        "a gradient is what a function returns, and nothing adds up",
+        *["Call dp.value_and_grad(loss_fn)"] * 2,
+    ),
+    "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
+}
+"""Of torch's names: what is so in JAX, and what to do, for Linen and functions, and for NNX."""
+
+
+def _devices_of(x: Any) -> int:
+    """How many devices hold an array; none where only its shape is known."""
+    return len(x.sharding.device_set) if getattr(x, "sharding", None) is not None else 0

@@ -1,0 +1,66 @@
+"""data_parallel, the functional form: `data_parallel(f, params, batch) == f(params, *batch)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._core.devices import DeviceLike, Devices, named_once, resolve_devices, resolve_output
+from .._core.layout import Tree
+from .._core.programs import kept
+from .._core.scattered import Scattered, parts
+from .._model.config import kind_of
+from .._model.linen import module_of
+from .data_parallel import DataParallel
+
+
+def data_parallel(
+    apply_fn: Any,
+    params: Tree,
+    batch: Tree,
+    devices: Devices = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device_ids: Devices = None,
+) -> Tree:
+    """Runs a function on every device, each with its chunk of the batch: `== apply_fn(params, *batch)`.
+
+    The functional form of `jdp.DataParallel`. The program is compiled once for each function, known by
+    its identity: pass `model.apply`, or a function that you keep, not a lambda made afresh.
+
+    Args:
+        apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
+        params: its first argument, whole on every replica.
+        batch: its further arguments: a tuple (scattered or not) is the arguments, `None` is none,
+            anything else is one, a NamedTuple too.
+        devices: as for `jdp.DataParallel`.
+        output_device: as for `jdp.DataParallel`.
+        dim: the axis along which inputs are cut and outputs concatenated.
+        kwargs: keyword arguments of `apply_fn`.
+        device_ids: torch's name of `devices`.
+
+    Returns:
+        What `apply_fn` returns, the rows of all chunks in input order.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> jdp.data_parallel(lambda w, x: x @ w, np.ones((2, 3)), np.ones((5, 2)), devices=[0]).shape
+        (5, 3)
+
+    Source: `data_parallel` in torch/nn/parallel/data_parallel.py.
+    """
+    arguments: Sequence[Any] = batch if type(batch) is tuple else () if batch is None else (batch,)
+    if isinstance(batch, Scattered) and type(batch._layout.fill(batch._arrays)) is tuple:
+        arguments = parts(batch)
+    devices = named_once("data_parallel", devices, device_ids)
+    kind_of(apply_fn, "data_parallel")
+    key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
+    linen_module = module_of(apply_fn)
+    if linen_module is None:
+        dp = kept(apply_fn, key, lambda weak: DataParallel(weak, *key))
+    else:
+        # An equal module: what is kept with the user's must not keep it alive.
+        dp = kept(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
+    return dp(params, *arguments, **(kwargs or {}))

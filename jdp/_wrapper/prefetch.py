@@ -1,0 +1,169 @@
+"""prefetch scatters the next batches while the current one is worked on."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from .._core.agreement import without_rows
+from .._core.inputs import ARRAYS
+from .._core.layout import Layout, Static, Tree
+from .._core.processes import own_mesh
+from .._core.programs import Recent
+from .._core.scatter import Prepared
+from .._core.scattered import is_scattered, leaf_by_leaf
+from .._core.split import filled
+from .._jax.coordination import DesyncError
+from .._model.nnx import put_nodes
+from .._processes.agree import Pending, begin, described_by_others, finish
+
+
+def refuse_one_batch(batches: Any) -> None:
+    """A `TypeError` for what is one batch, or nothing to iterate over."""
+    what, spelling = None, "batch"
+    if is_scattered(batches):
+        what = f"a jdp.Scattered of {len(batches)} chunks, and each of them"
+    elif _is_array(batches):
+        what, spelling = f"one array of shape {tuple(batches.shape)}, and each of its rows", "x"
+    elif isinstance(batches, tuple) and any(is_scattered(x) or _is_array(x) for x in batches):
+        spelling = f"({', '.join('xyz'[: len(batches)])}{',' * (len(batches) == 1)})" if len(batches) < 4 else "batch"
+        what = f"a tuple of {len(batches)} with arrays in it, and each of them"
+    elif isinstance(batches, Mapping):
+        what = f"a {type(batches).__name__} of {len(batches)}, and each of its keys"
+    if what is not None:
+        raise TypeError(
+            f"jdp.prefetch: batches is {what} would be taken for a batch; it is a list of batches or a loader. Pass "
+            f"dp.prefetch([{spelling}])."
+        )
+    if isinstance(batches, str | bytes) or not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"jdp.prefetch: batches is a {type(batches).__name__}, in which there are no batches; it is a list of "
+            f"batches or a loader. Pass one of these."
+        )
+
+
+def on_host(batches: Any) -> Callable[[Any], Any]:
+    """What makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
+    # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
+    data = sys.modules.get("torch.utils.data")  # who has a loader of torch's has imported it
+    fresh = (
+        data is not None
+        and isinstance(batches, data.DataLoader)
+        and batches.batch_sampler is not None
+        and batches.collate_fn is data.default_collate
+    )
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.copy()
+        if not _is_tensor(x):
+            return x
+        array = _numpy(x)
+        return array if fresh or x.device.type != "cpu" else array.copy()
+
+    return convert
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, ARRAYS) or _is_tensor(x)
+
+
+def _is_tensor(x: Any) -> bool:
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    """A torch tensor as a numpy array, in the same memory where that is the host's."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"jdp.prefetch: a batch holds a torch tensor of shape {tuple(tensor.shape)} and layout {tensor.layout}; "
+            f"its buffers have no rows. Pass tensor.to_dense()."
+        )
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8"):  # of which numpy has none: the same bits, as JAX has them
+        bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+        return bits.numpy().view(jnp.dtype(name))
+    return tensor.numpy()
+
+
+def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
+    """Yields `scatter(batch)` for each batch, in order, with `size` batches on the devices ahead."""
+    # No thread: JAX's transfers are asynchronous already, so that a queue of started ones is all it
+    # takes, and there is nothing to leak or to join when the consumer stops early.
+    source = iter(batches)  # the caller's own, if it is an iterator: left open, to go on with
+    ahead: collections.deque[Tree] = collections.deque()
+    failed: Exception | None = None
+    while True:
+        try:
+            if failed is None:
+                ahead.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(ahead)))
+        except Exception as error:  # it comes after the batches before it
+            failed = error
+        if not ahead:
+            break
+        yield ahead.popleft()
+    if failed is not None:
+        raise failed
+
+
+def prefetch_together(
+    batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], size: int
+) -> Iterator[Tree]:
+    """`prefetch` over several processes: goes on until all have run out, with no rows of those that have."""
+    agreed = _together(iter(batches), prepare, mesh, layouts, size > 0)
+    return prefetch(agreed, lambda s: s, max(0, size - 1))
+
+
+def _together(
+    batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], early: bool
+) -> Iterator[Tree]:
+    """Scatters the batches of all processes; `early`: which tell each other of one before they need the one before."""
+    last: Prepared | None = None
+    told: collections.deque[tuple[Prepared | None, Pending, Exception | None]] = collections.deque()
+    failed: Exception | None = None
+    while True:
+        while len(told) <= early:  # also after a failure, for the others still do
+            batch = None  # this process has run out
+            try:
+                batch = None if failed is not None else next(map(prepare, batches), None)
+            except Exception as error:  # it comes after the batches before it, and in all processes then
+                failed = error
+            rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
+            pending = begin(mesh, "prefetch", rows, None if batch is None else batch.described, failed)
+            told.append((batch, pending, failed))
+        batch, pending, mine = told.popleft()
+        try:
+            agreed = finish(pending)
+        except DesyncError:
+            if mine is not None:
+                raise mine from None
+            raise
+        if not agreed.digests:
+            return
+        if batch is None:
+            if last is None:
+                batch = prepare(without_rows(described_by_others(mesh, agreed), "prefetch"))
+            else:
+                batch = prepare(_no_rows(last))._replace(nodes=last.nodes)
+        last = batch
+        yield put_nodes(leaf_by_leaf(filled(batch, agreed.rows, layouts, True)), batch.nodes)
+
+
+def _no_rows(batch: Prepared) -> Tree:
+    """The batch, without its rows."""
+    leaves = [
+        jax.lax.slice_in_dim(x, 0, 0, axis=spec) if isinstance(spec, int) else x
+        for x, spec in zip(batch.leaves, batch.specs, strict=True)
+    ]
+    return jax.tree.unflatten(batch.treedef, [x.value if isinstance(x, Static) else x for x in leaves])
