@@ -359,7 +359,7 @@ def test_a_failure_without_words_says_where(doctor, worker):
 def test_a_reader_that_has_seen_enough_is_no_error(fake):
     fake()
     command = watch.command(7, 1)[:2]
-    code = f"import sys; from jdp._doctor import cli as _doctor, watch as w; from jdp import _tables as p; "
+    code = "import sys; from jdp._doctor import cli as _doctor, watch as w; from jdp import _tables as p; "
     code += f"first = {command!r}; "
     code += "w.command = lambda reply, seconds: [*first, str(reply)]; p.importlib.util.find_spec = lambda n: None; "
     code += "sys.exit(_doctor.main([]))"

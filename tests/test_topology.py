@@ -111,7 +111,8 @@ def test_nothing_is_logged_and_no_variable_is_left():
 
 @needs_gpus
 def test_jax_may_have_started_without_the_plugin():
-    code = "import jax; jax.devices()\nfrom jdp._topology.topology import topology\nprint(len(topology('a100', hosts=2)))"
+    code = "import jax; jax.devices()\nfrom jdp._topology.topology import topology\n"
+    code += "print(len(topology('a100', hosts=2)))"
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert run.stdout == "16\n", run.stderr

@@ -33,10 +33,10 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
     counter, bound = end
 
     def at_begin(element: int) -> _Scalar | None:
-        return _read(module, outer, carry.operands[element])
+        return _scalar(module, outer, carry.operands[element])
 
     def after_one(element: int) -> _Scalar | None:
-        return _read(module, body, body.root.operands[element])
+        return _scalar(module, body, body.root.operands[element])
 
     begin, after = at_begin(counter.element or 0), after_one(counter.element or 0)
     if bound.element is not None:  # a limit that is carried along, unchanged
@@ -61,7 +61,7 @@ def _comparison(module: Module, condition: Computation) -> tuple[_Scalar, _Scala
     direction = root.attribute("direction")
     if root.opcode != "compare" or direction not in ("LT", "GT", "LE", "GE"):
         return None
-    left, right = (_read(module, computation, name, bind) for name in root.operands)
+    left, right = (_scalar(module, computation, name, bind) for name in root.operands)
     if direction[0] == "G":
         left, right = right, left
     if left is None or right is None or left.element is None:
@@ -74,10 +74,10 @@ _Bind = Callable[[int], "_Scalar | None"] | None
 
 def _binder(module: Module, outer: Computation, fusion: Instruction, bind: _Bind) -> _Bind:
     """What a fusion's parameter is, by its number."""
-    return lambda number: _read(module, outer, fusion.operands[number], bind)
+    return lambda number: _scalar(module, outer, fusion.operands[number], bind)
 
 
-def _read(module: Module, computation: Computation, name: str, bind: _Bind = None) -> _Scalar | None:
+def _scalar(module: Module, computation: Computation, name: str, bind: _Bind = None) -> _Scalar | None:
     """What an integer is; None where it is no constant and no element of the carry plus a constant."""
     instruction = computation.by_name[name]
     opcode = instruction.opcode
@@ -90,12 +90,12 @@ def _read(module: Module, computation: Computation, name: str, bind: _Bind = Non
             return _Scalar(0, instruction.integers("index")[0])
         return None
     if opcode in _PASS_ON:
-        return _read(module, computation, instruction.operands[0], bind)
+        return _scalar(module, computation, instruction.operands[0], bind)
     if opcode == "fusion":
         inside = module.computations[instruction.called[0][1]]
-        return _read(module, inside, inside.root.name, _binder(module, computation, instruction, bind))
+        return _scalar(module, inside, inside.root.name, _binder(module, computation, instruction, bind))
     if opcode == "add":
-        a, b = (_read(module, computation, operand, bind) for operand in instruction.operands)
+        a, b = (_scalar(module, computation, operand, bind) for operand in instruction.operands)
         if a and b and (a.element is None or b.element is None):
             return _Scalar(a.constant + b.constant, b.element if a.element is None else a.element)
     return None

@@ -18,12 +18,12 @@ def rewrite(jaxpr: Any, rule: Rule) -> Any:
     if inner is not jaxpr:
         new = rewrite(inner, rule)
         return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
-    eqns = [_equation(eqn, rule) for eqn in jaxpr.eqns]
+    eqns = [_rewritten(eqn, rule) for eqn in jaxpr.eqns]
     same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
-def _equation(eqn: Any, rule: Rule) -> Any:
+def _rewritten(eqn: Any, rule: Rule) -> Any:
     function = rule(eqn)
     if function is not None:
         # One equation that calls the new function, made by JAX itself, in place of the old one.

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import IO
 
 from . import guard as _launch_guard
-from . import watch as _launch_watch
 from .environment import FOR_ANOTHER
+from .watch import watch
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class Crew:
             )
             self._guard.add(process.pid)
             self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
-        self._watchers = _launch_watch.watch([worker.process for worker in self.workers], self._ended)
+        self._watchers = watch([worker.process for worker in self.workers], self._ended)
 
     def _ended(self, i: int, code: int) -> None:
         self.workers[i].ended, self.workers[i].code = time.monotonic(), code

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from .._explain.collectives import Collective, of_computation
 from .._explain.cost import Cost, cost
 from .._explain.hlo import Computation, Instruction, Module
 from .._explain.trips import trips
 from .._explain.work import CONTROL
-
-
-class Chip(Protocol):
-    """What a device can do at most."""
-
-    def flops(self, dtype: str) -> float:
-        """Operations per second of matrix products whose operands have that dtype."""
-        ...
-
-    @property
-    def bytes_per_second(self) -> float: ...
+from .._topology.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)
