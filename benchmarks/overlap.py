@@ -36,8 +36,8 @@ import jdp
 from jdp._explain import collectives as _collectives
 from jdp._explain import hlo as _hlo
 from jdp._plan import estimate as _schedule
-from jdp._plan.links import Network
-from jdp._topology.quiet import quiet
+from jdp._plan.estimate import Network
+from jdp._topology.topology import quiet
 
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8
 COLUMNS = (

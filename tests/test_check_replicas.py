@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp._core import check_replicas as _check_replicas
-from jdp._core.check_replicas import check_replicas
+from jdp._core import fingerprint as _check_replicas
 from jdp._core.devices import make_mesh, replicated
-from jdp._core.fingerprint import fingerprint
+from jdp._core.fingerprint import check_replicas, fingerprint
 
 
 def replicas(x, mesh, others=None):
@@ -138,7 +137,7 @@ PROCESS = """
     import jax, numpy as np
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(address, 2, rank)
-    from jdp._core.check_replicas import check_replicas
+    from jdp._core.fingerprint import check_replicas
     from jdp._core.devices import make_mesh, replicated
     from jdp._core.fingerprint import fingerprint
     mesh = make_mesh(tuple(jax.devices()))

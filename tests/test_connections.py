@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from jdp._processes import connections as _connections
-from jdp._processes.connections import Connections
+from jdp._processes import exchange as _connections
+from jdp._processes.exchange import Connections
 
 FIRST, OTHER = 0, 3
 

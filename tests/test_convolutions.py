@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp._jax.convolutions import canonical
+from jdp._jax.jaxprs import canonical
 
 rng = np.random.default_rng(0)
 

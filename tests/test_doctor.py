@@ -19,9 +19,9 @@ from jdp import _tables as _doctor_print
 from jdp._doctor import advice as _doctor_advice
 from jdp._doctor import cli as _doctor
 from jdp._doctor import examine as _doctor_examine
-from jdp._doctor import links as _doctor_links
 from jdp._doctor import machine as _doctor_machine
 from jdp._doctor import watch
+from jdp._doctor import worker as _doctor_links
 from jdp._doctor.worker import choose
 
 ROOT = pathlib.Path(_doctor.__file__).parent.parent

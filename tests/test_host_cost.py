@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp._core.dispatch import STEPS_IN_FLIGHT
+from jdp._core.programs import STEPS_IN_FLIGHT
 
 
 def model(variables, x):

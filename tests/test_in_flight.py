@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from jdp._core import dispatch as _dispatch
+from jdp._core import programs as _dispatch
 
 STEPS = 20_000
 
@@ -78,7 +78,7 @@ def test_the_queue_is_bounded_and_waits():
     import numpy as np
 
     import jdp
-    from jdp._core import dispatch as _dispatch
+    from jdp._core import programs as _dispatch
 
     dp = jdp.DataParallel(lambda w, x: w * x)
     outs = [dp(1.0, np.ones(8, np.float32)) for _ in range(40)]
@@ -93,7 +93,7 @@ def test_so_are_steps_that_are_known():
     import optax
 
     import jdp
-    from jdp._core import dispatch as _dispatch
+    from jdp._core import programs as _dispatch
 
     dp = jdp.DataParallel(lambda v, x: x * v["params"])
     step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(0.1))

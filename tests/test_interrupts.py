@@ -283,7 +283,7 @@ def test_the_next_step_after_the_note():
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch):
-    from jdp._core import dispatch as _dispatch
+    from jdp._core import programs as _dispatch
 
     ran = []
 
@@ -299,7 +299,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch):
 
 
 def test_handlers_of_other_kinds_are_called_once_or_left_alone():
-    from jdp._core import dispatch as _dispatch
+    from jdp._core import programs as _dispatch
 
     calls = []
     for handler in (lambda number, frame: calls.append(number), signal.SIG_IGN):
@@ -312,7 +312,7 @@ def test_handlers_of_other_kinds_are_called_once_or_left_alone():
 
 
 def test_an_error_does_not_swallow_the_interrupt():
-    from jdp._core import dispatch as _dispatch
+    from jdp._core import programs as _dispatch
 
     def program():
         signal.raise_signal(signal.SIGINT)

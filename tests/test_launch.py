@@ -25,7 +25,7 @@ import pytest
 from jdp._launch import environment as _launch_environment
 from jdp._launch import options as _launch_options
 from jdp._launch import output as _launch_output
-from jdp._launch import watch as _launch_watch
+from jdp._launch import workers as _launch_watch
 
 ROOT = Path(__file__).parents[1]
 # The commands use nothing but the standard library: run without the package's __init__, which takes

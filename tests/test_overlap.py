@@ -13,7 +13,7 @@ from jdp._core.devices import make_mesh
 from jdp._explain.collectives import collectives
 from jdp._explain.hlo import parse
 from jdp._train import program as _train_program
-from jdp._train.compiler_options import _known, compiler_options, wanted
+from jdp._train.program import _known, compiler_options, wanted
 
 S = jax.ShapeDtypeStruct
 WIDTH, LAYERS, ROWS = 2048, 6, 256

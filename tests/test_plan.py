@@ -14,11 +14,11 @@ import pytest
 import jdp
 from jdp.__main__ import main
 from jdp._core.devices import make_mesh
-from jdp._explain.train_calls import StepCall
+from jdp._explain.calls import StepCall
 from jdp._plan import cli as _plan
 from jdp._plan import lines as _plan_lines
+from jdp._plan.lines import Most, most
 from jdp._plan.script import PlanError, capture_step, spread
-from jdp._plan.search import Most, most
 from jdp._topology.chips import CHIPS, Chip, Protocol
 
 STEP = """

@@ -283,7 +283,7 @@ def test_a_known_step_that_raises_ran_once(n):
     jax.block_until_ready(metrics)
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="mine"):
         jax.block_until_ready(step(state, x))
-    while jdp._core.dispatch._running:  # else its error would come to a later call that waits
+    while jdp._core.programs._running:  # else its error would come to a later call that waits
         with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):
-            jdp._core.dispatch.wait_for_all()
+            jdp._core.programs.wait_for_all()
     assert len(runs) == 4 * n

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from .._core.fingerprint import fingerprint
-from .._core.inputs import is_array, is_key
-from .._core.layout import Tree
+from .._core.inputs import is_array
+from .._core.layout import Tree, is_key
 
 VERB = "Checkpointer"
 FORMAT = 1

@@ -9,13 +9,10 @@ import jax
 from jax._src.core import trace_state_clean  # not public; nothing else tells what a closure over tracers does
 from jax.sharding import Mesh
 
-from .._explain.calls import Captured, ReplicasCall
-from .._processes.same_program import same_program
-from .capturing import capturing
-from .devices import replicated
+from .._processes.agree import same_program
+from .devices import replicated, spans_processes
 from .layout import Layout, Tree
-from .processes import spans_processes
-from .programs import Recent
+from .programs import Recent, intercepted
 from .replicate import all_lie
 from .scattered import Scattered
 from .uneven import calls_back, communicates
@@ -75,13 +72,13 @@ class Compiled:
     """
 
     def __init__(self, run: Callable[..., Scattered], recalled: bool = False, donates: bool = False) -> None:
+        self.label = run.__name__
         self._run, self._recalled, self._donates = run, recalled, donates
         # By the layouts; of one of arrays with what is known of its calls.
-        self._programs: Recent[Any, Any] = Recent()
+        self.programs: Recent[Any, Any] = Recent()
 
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
-        if capturing():
-            raise Captured(ReplicasCall(self._run.__name__, self._jitted, self._programs, replicas, inputs, kwargs))
+        intercepted(self, replicas, inputs, kwargs)
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         if not spans_processes(inputs._layout.mesh):
             program, seen = self.of_arrays(inputs._layout, kw)
@@ -92,11 +89,11 @@ class Compiled:
                 out = self._noticed(program, seen, *operands) if self._recalled else program(*operands)
             return Scattered(*seen.outputs(out))
         key = inputs._layout, kw
-        program = self._programs.used(key)
+        program = self.programs.used(key)
         if program is None:
             roots = ("donated", *ROOTS) if self._donates else ROOTS
             jitted = self._jit(self._run, self._where(inputs, kwargs))
-            program = self._programs[key] = same_program(jitted, inputs._layout.mesh, roots)
+            program = self.programs[key] = same_program(jitted, inputs._layout.mesh, roots)
         return program(*self._split(replicas), inputs, kwargs)
 
     def _split(self, replicas: Tree) -> tuple[Tree, ...]:
@@ -129,7 +126,7 @@ class Compiled:
         It returns the outputs behind a None for each layout before theirs, for a `Scattered` is a call back into
         Python: the tree itself, or the padded arrays where gather has to trim them.
         """
-        found = self._programs.used((inputs, kwargs))
+        found = self.programs.used((inputs, kwargs))
         if found is None:
             run, cut, seen = self._run, len(inputs.arrays), Seen(inputs.mesh)
 
@@ -147,10 +144,10 @@ class Compiled:
             # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
             # before it costs, and into the one program that placed arrays run as well.
             where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-            found = self._programs[inputs, kwargs] = self._jit(of_arrays, where), seen
+            found = self.programs[inputs, kwargs] = self._jit(of_arrays, where), seen
         return found
 
-    def _jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:
+    def jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:
         """The function of the trees themselves: names in it are those of the operands."""
         return jax.jit(self._run, in_shardings=(None, *self._where(inputs, kwargs)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
     from jaxlib._jax import Device  # jax.Device, which a type checker takes for a variable
 else:
     Device = jax.Device
-
 DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
-
 Devices: TypeAlias = Sequence[DeviceLike] | None
 """The devices of a verb; `None` is all of `jax.devices()`."""
 
@@ -202,3 +201,79 @@ def memory_bytes(device: Device) -> int | None:
 
 def _cores(device: Device) -> int | None:
     return getattr(device, "core_count", None)
+
+
+@functools.cache
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether other processes hold some of the mesh's devices, so that each has rows of its own."""
+    # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
+    return jax.process_count() > 1 and len(processes_of(mesh)) > 1
+
+
+@functools.cache
+def processes_of(mesh: Mesh) -> tuple[int, ...]:
+    """The processes that hold devices of the mesh, in ascending order."""
+    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
+
+
+@functools.cache
+def own_replicas(mesh: Mesh) -> tuple[int, ...]:
+    """The replicas on this process's devices."""
+    here = jax.process_index()
+    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == here)
+
+
+@functools.cache
+def own_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of this process's devices alone, in the order of the whole one."""
+    if not spans_processes(mesh):
+        return mesh
+    return make_mesh(tuple(mesh.devices.flat[i] for i in own_replicas(mesh)), mesh.axis_names[0])
+
+
+def virtual_cpu_devices(n: int) -> None:
+    """Makes the CPU count as `n` devices, safely; call it before anything asks JAX for devices.
+
+    Other platforms are not touched: where there are GPUs, `jax.devices()` still is the GPUs. Besides
+    JAX's own `jax_num_cpu_devices` this gives XLA two threads for each device (`NPROC`), without
+    which a plain loop of jitted steps with collectives deadlocks on few cores: XLA aborts the
+    process after a minute, "Expected 8 threads to join the rendezvous".
+
+    Args:
+        n: number of CPU devices, 1 or more.
+
+    Raises:
+        RuntimeError: JAX has started already with another number of CPU devices.
+        ValueError: `n` is not positive.
+
+    Example:
+        >>> import jdp
+        >>> jdp.virtual_cpu_devices(8)
+        >>> import jax
+        >>> len(jax.devices("cpu"))
+        8
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"jdp.virtual_cpu_devices: n is {n!r}; it is a number of devices. Pass 1 or more.")
+    flag = "--xla_force_host_platform_device_count"
+    kept = [word for word in os.environ.get("XLA_FLAGS", "").split() if not word.startswith(flag)]
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError:
+        if len(jax.devices("cpu")) == n and _threads() >= 2 * n:
+            return  # the same call, again
+        raise RuntimeError(
+            f"jdp.virtual_cpu_devices: JAX has started already, with {len(jax.devices('cpu'))} CPU devices and "
+            f"NPROC={os.environ.get('NPROC', 'unset')}; both are fixed once it has. Call "
+            f"jdp.virtual_cpu_devices({n}) first in the program, before jax.devices() and before any array."
+        ) from None
+    if "XLA_FLAGS" in os.environ:
+        os.environ["XLA_FLAGS"] = " ".join(kept)  # the older way to say it; JAX refuses two answers
+    if _threads() < 2 * n:
+        os.environ["NPROC"] = str(2 * n)
+        os.environ.pop("PJRT_NPROC", None)  # it would win over NPROC
+
+
+def _threads() -> int:
+    value = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or "0"
+    return int(value) if value.isdecimal() else 0

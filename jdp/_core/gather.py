@@ -11,16 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._processes.same_program import same_program
-from .assemble import own_part, refuse_traced
-from .chunk import pad, unpad
-from .devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output
-from .dispatch import dispatch
+from .._processes.agree import same_program
+from .devices import Device, DeviceLike, Devices, cut_along, mesh_of, replicated, resolve_output, spans_processes
 from .inputs import check_dim, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
-from .processes import spans_processes
-from .programs import SIZES
-from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, pad, unpad
+from .programs import SIZES, dispatch
+from .scattered import (
+    Scattered,
+    concrete,
+    holds_scattered,
+    map_scattered,
+    own_part,
+    placed,
+    put_all,
+    refuse_traced,
+    reshard,
+)
 from .split import split
 
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .devices import Device
+from .devices import Device, own_mesh
 from .inputs import is_array, normal_axis
 from .layout import Tree
-from .processes import own_mesh
 from .scattered import Scattered, concrete, put_all
 from .split import split
 

@@ -9,20 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .scattered import is_scattered
 
-_KEY = jax.dtypes.prng_key
 ARRAYS = (np.ndarray, jax.Array, np.generic)
 NESTED = (dict, list, tuple)
 USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(None)})
-
-
-def is_key(x: Any) -> bool:
-    """Whether `x` is a typed PRNG key, or an array of them."""
-    return jnp.issubdtype(x.dtype, _KEY)
 
 
 def is_unbound_axis(error: NameError) -> bool:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .inputs import is_key
-from .layout import Cut, Layout, Leaf, Tree, Whole
+from .layout import Cut, Layout, Leaf, Tree, Whole, is_key
 from .scattered import Scattered, is_scattered, own
 
 

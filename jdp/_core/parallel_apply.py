@@ -11,11 +11,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .compiled import Compiled
-from .dispatch import dispatch
 from .layout import Static, Tree
 from .operands import Signature, flatten_call
 from .outputs import Outputs, Returned, returned
-from .programs import SIZES, Recent, kept
+from .programs import SIZES, Recent, dispatch, kept
 from .replicate import broadcast
 from .scattered import Scattered, holds_scattered, is_scattered, placed
 from .split import split

@@ -13,15 +13,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._processes.same_program import same_program
-from .assemble import refuse_traced
-from .devices import DeviceLike, make_mesh, replicated, resolve_output
-from .dispatch import dispatch
+from .._processes.agree import same_program
+from .devices import DeviceLike, make_mesh, own_mesh, replicated, resolve_output, spans_processes
 from .gather_list import device_of, transpose_list
-from .inputs import is_key, name_of
-from .layout import Cut, Static, Tree, Whole
-from .processes import own_mesh, spans_processes
-from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
+from .inputs import name_of
+from .layout import Cut, Static, Tree, Whole, is_key
+from .programs import dispatch
+from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, refuse_traced
 
 
 def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None) -> Tree:

@@ -8,13 +8,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from .assemble import own_copies, put, refuse_traced
-from .capturing import capturing
-from .devices import Devices, are_described, mesh_of, replicated
+from .devices import Devices, are_described, mesh_of, own_mesh, replicated, spans_processes
 from .inputs import classify, refuse_deep
 from .layout import Tree
-from .processes import own_mesh, spans_processes
-from .scattered import concrete, is_scattered, put_all
+from .programs import capturing
+from .scattered import concrete, is_scattered, own_copies, put, put_all, refuse_traced
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from .._processes.agree import Described, own_sizes
 from .agreement import describe, own_rows
-from .capturing import capturing
-from .chunk import chunk_sizes, given_sizes
+from .devices import own_mesh, spans_processes
 from .inputs import (
     ARRAYS,
     STACKED,
@@ -25,9 +24,8 @@ from .inputs import (
     refuse_deep,
     refuse_rows_of_numbers,
 )
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole
-from .processes import own_mesh, spans_processes
-from .programs import Recent
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes
+from .programs import Recent, capturing
 from .scattered import Scattered, is_scattered, on_mesh
 
 

@@ -11,14 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._processes.agree import alike, begin, fail, finish
-from .assemble import assemble, global_shapes
-from .capturing import capturing
-from .chunk import pad
-from .layout import Cut, Layout, Static, Tree
-from .processes import spans_processes
-from .programs import SIZES, Recent
+from .devices import spans_processes
+from .layout import Cut, Layout, Static, Tree, pad
+from .programs import SIZES, Recent, capturing
 from .scatter import Prepared, Ready, prepare
-from .scattered import Scattered, placed
+from .scattered import Scattered, assemble, global_shapes, placed
 
 
 def split(

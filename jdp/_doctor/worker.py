@@ -6,20 +6,25 @@ libraries, which print there as they please.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
 import signal
+import statistics
 import sys
 import threading
+import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
-from .._core.devices import Device, resolve_devices, warn_imbalance
-from .links import compute, link, rounded
+from .._core.devices import Device, cut_along, make_mesh, replicated, resolve_devices, warn_imbalance
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:
@@ -114,3 +119,149 @@ def serve(reply: int) -> None:
             except Exception as error:
                 answer = {"failure": "error", "text": _told(error)}
             replies.write(json.dumps(answer) + "\n")
+
+
+PLACE, DEVICE = 2654435761, 40503  # odd: no two neighbouring words or devices look alike
+REPEATS = {"latency": 10, "bandwidth": 3}
+
+
+def broadcast(x: jax.Array, mesh: Mesh) -> jax.Array:
+    return jax.device_put(x, replicated(mesh))  # what jdp.replicate does
+
+
+def copy(x: jax.Array, mesh: Mesh) -> jax.Array:
+    return jax.device_put(x, mesh.devices[1])
+
+
+@functools.cache
+def _program(name: str, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    axis = mesh.axis_names[0]
+    body = {
+        "all_reduce": lambda x: jax.lax.psum(x, axis),
+        "reduce_scatter": lambda x: jax.lax.psum_scatter(x[0], axis, tiled=True)[None],
+        "all_gather": lambda x: jax.lax.all_gather(x[0], axis, tiled=True)[None],
+        "permute": lambda x: jax.lax.ppermute(x, axis, [(0, 1)]),
+    }[name]
+    spec = PartitionSpec(axis)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _collective(name: str) -> Callable[[jax.Array, Mesh], jax.Array]:
+    return lambda x, mesh: _program(name, mesh)(x)
+
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "permute")
+MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {"broadcast": broadcast, "copy": copy}
+MOVES |= {name: _collective(name) for name in COLLECTIVES}
+
+
+def words(device: int, count: int, seed: int) -> np.ndarray:
+    """What device number `device` is filled with: `count` words of 32 bits, other ones for every seed.
+
+    Example:
+        >>> words(0, 3, seed=1).tolist(), words(1, 3, seed=1).tolist()
+        ([1, 2654435762, 1013904227], [40504, 2654476265, 1013944730])
+    """
+    return _ramp(count, PLACE, device * DEVICE + seed)
+
+
+def _ramp(count: int, slope: int, shift: int) -> np.ndarray:
+    # modulo 2^32, as the devices count; numpy warns of that for scalars only
+    return np.arange(count, dtype=np.uint32) * np.uint32(slope % 2**32) + np.uint32(shift % 2**32)
+
+
+def must_be(test: str, n: int, at: int, count: int, seed: int) -> np.ndarray | None:
+    """What device number `at` of `n` holds when each had `count` words; `None`: nothing is asked of it."""
+    if test in ("copy", "permute"):
+        return words(0, count, seed) if at == 1 else None
+    if test == "broadcast":
+        return words(0, count, seed)
+    if test == "all_gather":
+        return np.concatenate([words(i, count, seed) for i in range(n)])
+    total = _ramp(count, n * PLACE, n * (n - 1) // 2 * DEVICE + n * seed)
+    return total if test == "all_reduce" else np.split(total, n)[at]
+
+
+def _filled(test: str, devices: Sequence[Device], count: int) -> jax.Array:
+    if test in ("broadcast", "copy"):
+        return jax.device_put(words(0, count, 0), devices[0])
+    rows = np.stack([words(i, count, 0) for i in range(len(devices))])
+    return jax.device_put(rows, cut_along(make_mesh(tuple(devices)), 0))
+
+
+def first_wrong(found: np.ndarray, expected: np.ndarray) -> dict[str, Any] | None:
+    """The first word that differs, and how many do; `None` where all agree."""
+    if found.shape != expected.shape:
+        return {"text": f"{found.shape} words instead of {expected.shape}"}
+    wrong = np.flatnonzero(found != expected)
+    if not wrong.size:
+        return None
+    index = int(wrong[0])
+    fact = {"index": index, "expected": int(expected[index]), "found": int(found[index])}
+    return fact | {"wrong_words": int(wrong.size), "words": int(expected.size)}
+
+
+def _check(test: str, result: jax.Array, devices: Sequence[Device], count: int, seed: int) -> dict[str, Any] | None:
+    shards = {shard.device: shard.data for shard in result.addressable_shards}
+    for at, device in enumerate(devices):
+        expected = must_be(test, len(devices), at, count, seed)
+        if expected is None:
+            continue
+        if device not in shards:
+            return {"failure": "wrong", "at": at, "text": "nothing arrived"}
+        if wrong := first_wrong(np.asarray(shards[device]).ravel(), expected):
+            # the pair is known where a word has one sender: not in a sum
+            sender = wrong.get("index", 0) // count if test == "all_gather" else 0
+            return {"failure": "wrong", "at": at, "from": None if "reduce" in test else sender, **wrong}
+    return None
+
+
+@jax.jit
+def _shifted(x: jax.Array, seed: jax.Array) -> jax.Array:
+    return x + seed
+
+
+def measure(test: str, devices: Sequence[Device], count: int, repeats: int) -> dict[str, Any]:
+    """The median seconds of the test, `{"seconds": ...}`, or the first word that went wrong.
+
+    Every repeat moves other numbers, so that what an earlier one left in memory cannot pass for a result.
+    """
+    share = count // len(devices) if test == "all_gather" else count
+    base, mesh, taken = _filled(test, devices, share), make_mesh(tuple(devices)), []
+    for seed in range(1, repeats + 2):
+        payload = jax.block_until_ready(_shifted(base, np.uint32(seed)))
+        started = time.perf_counter()
+        result = jax.block_until_ready(MOVES[test](payload, mesh))
+        taken.append(time.perf_counter() - started)
+        if wrong := _check(test, result, devices, share, seed):
+            return wrong
+    return {"seconds": statistics.median(taken[1:])}  # the first one compiles
+
+
+def compute(device: Device, count: int) -> dict[str, Any]:
+    """Numbers to the device, a sum, a product of matrices and back: exact, since they are small and whole."""
+    host = words(device.id, count, 7)
+    found = np.asarray(_shifted(jax.device_put(host, device), np.uint32(5)))
+    if wrong := first_wrong(found, host + np.uint32(5)):
+        return {"failure": "wrong", "at": 0, "from": None, **wrong}
+    a = (np.arange(256 * 256) % 7).reshape(256, 256)
+    product = jax.jit(jax.numpy.matmul)(*(jax.device_put(m.astype(np.float32), device) for m in (a, a.T)))
+    if wrong := first_wrong(np.asarray(product).astype(np.int64).ravel(), (a @ a.T).ravel()):
+        return {"failure": "wrong", "at": 0, "from": None, "what": "a product of matrices", **wrong}
+    return {}
+
+
+def link(test: str, devices: Sequence[Device], count: int) -> dict[str, Any]:
+    """One test at both sizes: `{"latency": s, "bandwidth": s}` in seconds, or what went wrong."""
+    taken = {}
+    for size, repeats in REPEATS.items():
+        answer = measure(test, devices, count if size == "bandwidth" else rounded(1024, len(devices)), repeats)
+        if "failure" in answer:
+            return answer
+        taken[size] = answer["seconds"]
+    return taken
+
+
+def rounded(count: int, n: int) -> int:
+    """The next count that `n` devices share without a rest."""
+    return -(-count // n) * n

@@ -12,11 +12,13 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._core.capturing import on
-from .._core.devices import are_described, make_mesh, replicated
+from .._core.compiled import Compiled
+from .._core.devices import are_described, make_mesh, own_mesh, replicated
 from .._core.layout import Cut, Layout, Stack, Tree
-from .._core.processes import own_mesh
+from .._core.programs import intercept
 from .._core.scattered import Scattered, is_scattered
+from .._train.program import Program, jit_of_state
+from .._train.state import TrainState
 
 
 class Call(abc.ABC):
@@ -73,11 +75,15 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         fn(*args, **kwargs)
 
     try:
-        with on():
+        with intercept(_take, shapes=True):
             jax.eval_shape(run, [leaves[i] for i in at])
     except Captured as found:
         return found.call
     return None
+
+
+def _take(program: Any, *operands: Any) -> None:
+    raise Captured((StepCall if isinstance(program, Program) else ReplicasCall)(program, *operands))
 
 
 def _is_node(x: Any) -> bool:
@@ -127,18 +133,16 @@ def alone(mesh: Mesh) -> Mesh:
 class ReplicasCall(Call):
     """A call of a `Compiled`: `program(replicas, inputs, kwargs)`."""
 
-    def __init__(
-        self, label: str, jitted: Any, programs: Any, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
-    ) -> None:
-        self._jitted, self._programs, self._mesh = jitted, programs, inputs._layout.mesh
+    def __init__(self, program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> None:
+        self._program, self._mesh = program, inputs._layout.mesh
         place = replicated(self._mesh)
         self._replicas = jax.tree.map(
             lambda x: shapes_of_scattered(x) if is_scattered(x) else shape_of(x, place), replicas, is_leaf=is_scattered
         )
         self._inputs = tuple(None if s is None else shapes_of_scattered(s) for s in (inputs, kwargs))
         batch = tuple(s for s in self._inputs if s is not None)
-        super().__init__(label, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
-        self.compilations = sum(run._cache_size() for run in _jitted_of(programs))
+        super().__init__(program.label, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
+        self.compilations = sum(run._cache_size() for run in _jitted_of(program.programs))
 
     @property
     def differentiated(self) -> Tree:
@@ -146,7 +150,7 @@ class ReplicasCall(Call):
         return self._replicas[0] if isinstance(self._replicas, tuple) and self._replicas else self._replicas
 
     def trace(self) -> Any:
-        return self._jitted(*self._inputs).trace(self._replicas, *self._inputs)
+        return self._program.jitted(*self._inputs).trace(self._replicas, *self._inputs)
 
     def alone(self) -> Call:
         one = replicated(alone(self._mesh))
@@ -155,7 +159,7 @@ class ReplicasCall(Call):
         )
         inputs, kwargs = (None if s is None else on_one_device(s) for s in self._inputs)
         assert inputs is not None
-        return ReplicasCall(self.label, self._jitted, self._programs, replicas, inputs, kwargs)
+        return ReplicasCall(self._program, replicas, inputs, kwargs)
 
 
 def _jitted_of(programs: Any) -> list[Any]:
@@ -177,3 +181,31 @@ def unused_donations(found: list[str]) -> Iterator[None]:
             found.append(text.splitlines()[0].partition(": ")[2].rstrip("."))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+class StepCall(Call):
+    """A call of a step's program: `program(state, batch)`."""
+
+    def __init__(self, program: Program, state: TrainState, batch: Scattered) -> None:
+        where = program.shardings(state)
+        parts = {name: getattr(state, name) for name in ("step", "params", "opt_state", "state", "key")}
+        self._program = program
+        self._state = TrainState(**{name: shapes_in(part, getattr(where, name)) for name, part in parts.items()})
+        shapes = self._state
+        scattered = shapes_of_scattered(batch)
+        roles = {
+            "parameters": shapes.params,
+            "optimizer": shapes.opt_state,
+            "state": (shapes.step, shapes.state, shapes.key),
+            "batch": scattered,
+        }
+        super().__init__(f"train_step of {program.label}", program.config.mesh, roles, (scattered,))
+        self.compiler_options = program.compiler_options(state)
+        self.compilations = sum(run._cache_size() for run in program.compiled.values() if hasattr(run, "_cache_size"))
+
+    def trace(self) -> Any:
+        (batch,) = self.batch
+        return jit_of_state(self._program, self._state, batch._layout, {}).trace(self._state, batch._arrays)
+
+    def alone(self) -> Call:
+        return StepCall(self._program.on(alone(self.mesh)), self._state, on_one_device(self.batch[0]))

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.devices import memory_bytes
-from .._core.layout import Tree
+from .._core.layout import Tree, Whole
+from .._core.outputs import path_name
 from .._core.outputs import path_name as _name
 from .._topology.chips import CHIPS
 from . import collectives as _collectives
@@ -22,7 +23,6 @@ from . import cost as _hlo_cost
 from . import hlo as _hlo
 from .calls import Call, capture, unused_donations
 from .report import Report, Work
-from .unscattered import unscattered
 
 VERB = "explain"
 
@@ -198,3 +198,31 @@ def _short(name: str) -> str:
 
 def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def unscattered(call: Call, jaxpr: Any) -> list[str]:
+    """Names of arguments and of constants that have as many rows as the batch, with their shapes."""
+    rows = sum(call.batch[0].sizes)
+    if rows < 2 or call.mesh.size == 1 or not any(s._layout.is_cut for s in call.batch):
+        return []
+    found = []
+    for scattered in call.batch:
+        layout = scattered._layout
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.fill(scattered._arrays))]
+        for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=False):
+            if isinstance(leaf, Whole) and rows in x.shape[:1]:
+                found.append(f"argument {name or '0'}: {x.dtype}{list(x.shape)}")
+    for x in _constants(jaxpr):
+        if getattr(x, "ndim", 0) and x.shape[0] == rows:
+            found.append(f"a constant that the function closes over: {x.dtype}{list(x.shape)}")
+    return list(dict.fromkeys(found))
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The arrays that a traced function has closed over, nested ones too."""
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (x.val for x in eqn.invars if hasattr(x, "val"))
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from _constants(value)

@@ -11,8 +11,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from .shape import Shape, near, shapes
-
 _NAME = r"%?([^\s,(){}]+)"
 _INSTRUCTION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*?) ?([a-z][\w-]*)\(")
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} .*\{{$")
@@ -21,7 +19,6 @@ _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_c
                      r"|branch_computations)=(\{[^}]*\}|[^\s,]+)")  # fmt: skip
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
-
 _CALLERS = ("fusion", "while", "conditional", "call", "async-start", "custom-call", "map", "reduce", "sort")
 
 
@@ -192,3 +189,94 @@ def parse(text: str) -> Module:
         raise ValueError(f"jdp.parse: the text has {len(text)} characters and no ENTRY computation; it must be an HLO "
                          f"module. Pass compiled.as_text().")  # fmt: skip
     return Module(header, computations, entry)
+
+
+Shape = tuple[str, tuple[int, ...]]  # dtype and dimensions, as XLA names them: ("f32", (8, 128))
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ?]*)\](\{[^}]*\})?")
+_NO_BITS = ("token", "opaque")
+
+
+def shapes(text: str) -> tuple[Shape, ...]:
+    """Its arrays; those of nested tuples one after the other. A dimension that varies (`<=8`) counts as its most."""
+    return tuple((dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims, _ in _ARRAY.findall(text))
+
+
+def near(text: str) -> tuple[bool, ...]:
+    """Which of its arrays lie on the chip itself: the layout names another memory space than the device's, `S(1)`."""
+    return tuple("S(" in layout for *_, layout in _ARRAY.findall(text))
+
+
+def nbytes(shape: Shape) -> int:
+    """Bytes of an array: types of less than a byte are packed, and what a layout pads is not counted."""
+    dtype, dims = shape
+    return (math.prod(dims) * _bits(dtype) + 7) // 8
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)  # f8e4m3fn has 8
+    if digits is None:
+        return 0 if dtype in _NO_BITS else 8  # pred
+    return int(digits.group())
+
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier add-dependency domain "
+    "partition-id replica-id".split()
+)
+MOVES = frozenset(
+    "copy reshape transpose convert broadcast iota slice dynamic-slice dynamic-update-slice concatenate pad "
+    "reverse bitcast-convert".split()
+)
+_COMMUNICATE = frozenset([*KINDS, "send", "recv", "infeed", "outfeed"])
+_MARKS = (  # custom calls that only tell TPU's compiler something
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "GatherScatterIndicesBitpacked",
+    "Sharding",
+)
+CONTROL = ("while", "call", "conditional", "async-start")  # they run other computations
+
+
+def is_work(module: Module, computation: Computation, instruction: Instruction) -> bool:
+    """Whether a scheduled instruction computes something that takes time."""
+    opcode = instruction.opcode
+    if opcode in FREE or opcode in MOVES or opcode in _COMMUNICATE:
+        return False
+    if opcode == "fusion" or opcode in CONTROL:
+        inside = (module.computations[name] for _, name in instruction.called)
+        works = any(is_work(module, c, i) for c in inside for i in c)
+        return works and not (opcode == "fusion" and _scalars(computation, instruction))
+    if opcode.endswith(("-start", "-done", "-update")):
+        return False
+    if opcode == "custom-call":
+        return target(instruction) not in _MARKS
+    return not _scalars(computation, instruction)
+
+
+def work(module: Module, computation: Computation) -> tuple[list[int], list[str]]:
+    """Where in the schedule something is computed, in rising order, and the names."""
+    places = [n for n, i in enumerate(computation) if is_work(module, computation, i)]
+    return places, [computation.instructions[n].name for n in places]
+
+
+def target(instruction: Instruction) -> str:
+    """What a custom call calls."""
+    return (instruction.attribute("custom_call_target") or "").strip('"')
+
+
+def _scalars(computation: Computation, instruction: Instruction) -> bool:
+    """Whether it takes and gives single numbers only: a counter, a learning rate."""
+    around = [instruction, *(computation.by_name[name] for name in instruction.operands)]
+    return all(math.prod(dims) <= 1 for i in around for _, dims in i.shapes)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
+from .._doctor.report import Block, Table, Text, Title
+from .._tables import show_blocks
 from .collectives import Collective
 
 
@@ -101,8 +104,106 @@ class Report:
         return f"Report({self.label!r}, {where}, flops={self.flops:.3g}, peak_bytes={self.peak_bytes})"
 
     def __str__(self) -> str:
-        from .report_print import text
 
         out = io.StringIO()
         text(self, out)
         return out.getvalue().rstrip()
+
+
+def text(report: Report, out: TextIO) -> None:
+    """Writes the report, as wide as the terminal; 80 columns where there is none."""
+    show_blocks(list(_blocks(report)), out)
+
+
+def _blocks(r: Report) -> Iterator[Block]:
+    over = f"{r.devices} x {r.device_kind}" + (f", {r.processes} processes" if r.processes > 1 else "")
+    yield Title(f"{r.label} on {over}; {sum(r.rows)} rows, at most {max(r.rows)} on a device")
+    yield Table(("each device", "amount", "of one device", "from"), tuple(_amounts(r)))
+    yield Title("collectives, in the order of the program")
+    if r.collectives:
+        rows = tuple(map(_collective, r.collectives[:_MANY]))
+        yield Table(("kind", "of", "amount", "runs", "in flight", "carries"), rows)
+        if len(r.collectives) > _MANY:
+            yield Text(f"and {len(r.collectives) - _MANY} more (report.collectives)")
+    else:
+        yield Text("none: the devices do not wait for each other")
+    notes = list(_notes(r))
+    if notes:
+        yield Title("to look at")
+        yield from (Text(note) for note in notes)
+
+
+_MANY = 24  # collectives
+
+
+def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
+    alone = r.one_device  # with all rows
+    yield "flops", _count(r.flops), _share(r.flops, alone and alone.flops), r.work.source
+    yield "bytes read and written", _bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
+    for name, size in (
+        ("parameters", r.parameter_bytes),
+        ("optimizer's state", r.optimizer_bytes),
+        ("other state", r.state_bytes),
+        ("batch", r.batch_bytes),
+    ):
+        if size:
+            yield name, _bytes(size), "", "shapes"
+    yield "temporaries", _bytes(r.temp_bytes), "", "compiled"
+    yield "peak of memory", _bytes(r.peak_bytes), "", "compiled"
+    yield "given to collectives", _bytes(r.collective_bytes), "", "compiled"
+    if r.in_flight is not None and r.collective_bytes:
+        yield "  in flight while it computes", f"{r.in_flight:.1%}", "", "compiled"
+    yield "programs compiled by calls", f"{r.compilations}", "", "counted"
+    yield "time to compile this", f"{r.compile_seconds:.1f} s", "", "measured"
+
+
+def _share(amount: float, alone: float | None) -> str:
+    return f"{amount / alone:.3f}" if alone else "too large"
+
+
+def _collective(c: Any) -> tuple[str, str, str, str, str, str]:
+    where = f"loop, {c.runs or '?'}" if c.in_loop else "once"
+    flight = "yes" if c.in_flight else "no" if c.asynchronous else "waits"
+    return c.kind, c.dtype, _bytes(c.bytes), where, flight, _few(c.parameters)
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" + {len(names) - 1}" if len(names) > 1 else ""
+    room = _WIDTH - len(more)
+    return (names[0] if len(names[0]) <= room else f"…{names[0][1 - room :]}") + more
+
+
+_WIDTH = 24  # of the names, so that the table fits 80 columns
+
+
+def _notes(r: Report) -> Iterator[str]:
+    if r.fits is False:
+        yield (
+            f"it does not fit: a device has {_bytes(r.memory_bytes or 0)} for programs. Pass fewer rows, or make the "
+            f"step with accumulate_steps or shard_optimizer=True."
+        )
+    for name in r.unscattered:
+        yield (
+            f"{name} has as many rows as the batch, and every replica gets all of it. Pass it as an argument that is "
+            f"cut (in_axes)."
+        )
+    for name in r.unused_donations:
+        yield f"donated, and no result takes its memory: {name}. Return what replaces it with that shape and dtype."
+    if any(c.in_loop for c in r.collectives):
+        yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
+
+
+def _count(x: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= size:
+            return f"{x / size:.4g} {unit}flop"
+    return f"{x:.0f} flop"
+
+
+def _bytes(x: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if x >= size:
+            return f"{x / size:.4g} {unit}"
+    return f"{x:.0f} B"

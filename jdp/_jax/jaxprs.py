@@ -2,12 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax
 import jax
+import jax.numpy as jnp
+
+Rule = Callable[[Any], Callable[..., Any] | None]
+"""For an equation the function to put in its place, or None where it stays."""
+
+
+def rewrite(jaxpr: Any, rule: Rule) -> Any:
+    """The jaxpr, closed or open, with the rule's functions in place of equations; itself where there are none."""
+    # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    if inner is not jaxpr:
+        new = rewrite(inner, rule)
+        return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
+    eqns = [_rewritten(eqn, rule) for eqn in jaxpr.eqns]
+    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _rewritten(eqn: Any, rule: Rule) -> Any:
+    function = rule(eqn)
+    if function is not None:
+        # One equation that calls the new function, made by JAX itself, in place of the old one.
+        (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
+        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    params = {name: _inside(value, rule) for name, value in eqn.params.items()}
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
+
+
+def _inside(x: Any, rule: Rule) -> Any:
+    """The jaxprs among an equation's parameters."""
+    if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
+        new = type(x)(_inside(y, rule) for y in x)
+        return x if all(a is b for a, b in zip(new, x, strict=True)) else new
+    return rewrite(x, rule) if hasattr(x, "eqns") else x
+
+
+def canonical(jaxpr: Any) -> Any:
+    """The jaxpr, with every convolution in the one layout that is fast on a CPU.
+
+    XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
+    entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
+    a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So it is
+    done here. Transposes that are not needed cost nothing: the compiler takes them out.
+    """
+    return rewrite(jaxpr, _rule)
+
+
+def _rule(eqn: Any) -> Callable[..., Any] | None:
+    if eqn.primitive is not jax.lax.conv_general_dilated_p:
+        return None
+    return functools.partial(_convolution, **eqn.params)
+
+
+def _convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    lhs, rhs, out = dimension_numbers
+    n = len(lhs)
+    space = tuple(range(1, n - 1))
+    x = jnp.transpose(x, (lhs[0], *lhs[2:], lhs[1]))
+    kernel = jnp.transpose(kernel, (*rhs[2:], rhs[1], rhs[0]))
+    numbers = jax.lax.ConvDimensionNumbers((0, n - 1, *space), (n - 1, n - 2, *range(n - 2)), (0, n - 1, *space))
+    y = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=numbers, **params)
+    back = [0] * n
+    for position, axis in enumerate((out[0], *out[2:], out[1])):
+        back[axis] = position
+    return jnp.transpose(y, back)
+
 
 # What these give is the same on every replica.
 _REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}

@@ -19,7 +19,6 @@ Run a script as N processes of one JAX job, as torchrun does for torch.
   jdp launch -n 2 --devices-per-process 4 train.py     on CPUs, to try it
 
 In the script, jdp.distributed.initialize() finds what the launcher has set."""
-
 _MORE = """\
 output
   Each line of a process comes out behind its rank: [2] loss 0.31

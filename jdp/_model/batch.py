@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._core.check_replicas import check_replicas
+from .._core.devices import spans_processes
+from .._core.fingerprint import check_replicas
 from .._core.inputs import ARRAYS, USUAL, no_further, refuse_loader
 from .._core.layout import Layout, Tree
-from .._core.processes import spans_processes
 from .._core.programs import Recent
 from .._core.scatter import Prepared, flat, known_by, prepare
 from .._core.scattered import Scattered, holds_scattered, leaf_by_leaf, placed

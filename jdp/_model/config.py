@@ -10,7 +10,6 @@ import jax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from .._core.capturing import capturing
 from .._core.compiled import Compiled
 from .._core.devices import (
     Device,
@@ -26,7 +25,7 @@ from .._core.inputs import check_dim, is_array
 from .._core.layout import Layout, Tree
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
-from .._core.programs import Recent, kept
+from .._core.programs import Recent, capturing, kept
 from .linen import linen_function, mark_outputs
 from .nnx import filters_of, nnx_function, with_nodes
 

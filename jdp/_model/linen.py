@@ -11,12 +11,11 @@ from flax import linen
 from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
-from .._core.assemble import put
 from .._core.devices import replicated
-from .._core.inputs import axes_of, is_array, is_key, is_unbound_axis
-from .._core.layout import Tree
+from .._core.inputs import axes_of, is_array, is_unbound_axis
+from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
-from .._core.scattered import concrete
+from .._core.scattered import concrete, put
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:

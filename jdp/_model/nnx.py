@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from .._core.inputs import is_key, refuse_deep
-from .._core.layout import Tree
+from .._core.inputs import refuse_deep
+from .._core.layout import Tree, is_key
 from .._core.operands import fold_key
 from .._core.outputs import Reduce
 from .._core.scattered import is_scattered

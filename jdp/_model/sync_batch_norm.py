@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from .._jax.rewrite import rewrite
+from .._jax.jaxprs import rewrite
 
 
 class SyncedAxis(str):

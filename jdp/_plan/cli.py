@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from .._core.devices import Device, make_mesh
 from .._topology.chips import CHIPS
 from .._topology.topology import how_to_install, topology
+from .estimate import Network
 from .lines import Line, attempt, available, estimate, line
-from .links import Network
 from .print import as_json, picture, show
 from .script import PlanError, Step, capture_step
 

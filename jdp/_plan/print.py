@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from .._topology.chips import GB, TERA, Chip
+from .estimate import SOURCES, Network
 from .lines import Line, available
-from .links import SOURCES, Network
 
 WIDE = 132
 HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")

@@ -10,12 +10,12 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.sharding import Mesh
 
 from .._core.layout import Cut, Layout, Stack, Tree
+from .._core.programs import intercept
 from .._core.scattered import Scattered
 from .._explain.calls import shape_of
 from .._train.program import Program
@@ -78,13 +78,16 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
         raise PlanError(f"jdp.plan: there is no file {script}; plan runs a script up to its first step. Pass its path.")
     found: list[Step] = []
 
-    def stop(program: Program, state: TrainState, batch: Scattered, *_: Any) -> Any:
+    def stop(program: Any, *operands: Any) -> None:
+        if not isinstance(program, Program):
+            return
+        state, batch = operands
         arrays = [_shape(x) for x in batch._arrays]
         found.append(Step(program, jax.tree.map(_shape, state), Scattered(arrays, batch._layout)))
         raise _Stop
 
-    # All of train_step's steps come here (and their `lower`), with everything checked, and nothing else does.
-    with mock.patch.multiple(Program, __call__=stop, of=stop), _as_main(script, args):
+    # All of train_step's steps come here (and their `lower`), with everything checked.
+    with intercept(stop, shapes=False), _as_main(script, args):
         try:
             runpy.run_path(script, run_name="__main__")
         except _Stop:

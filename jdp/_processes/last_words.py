@@ -13,7 +13,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .._core.dispatch import wait_for_all
+from .._core.programs import wait_for_all
 from .._jax.coordination import DesyncError, client, left_key, now, own_process, process_count
 from .._launch.environment import FOR_ANOTHER
 from .exchange import Exchange

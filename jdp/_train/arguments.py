@@ -17,7 +17,7 @@ from .._model import nnx as _nnx
 from .._model.config import Config
 from .._model.linen import unbox
 from .._model.sync_batch_norm import sync_nodes, synced
-from .microbatch import Loss
+from .gradients import Loss
 
 Position = tuple[int, Any]
 """The position of an argument to differentiate, and for NNX the filter of the variables that are."""

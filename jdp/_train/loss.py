@@ -18,7 +18,7 @@ from .._model import nnx as _nnx
 from .._model.linen import mark_state, unbox
 from .._model.sync_batch_norm import synced
 from .arguments import own_nodes
-from .microbatch import Loss
+from .gradients import Loss
 from .state import first_difference
 
 VERB = "train_step"

@@ -10,12 +10,10 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.assemble import put
-from .._core.devices import replicated
+from .._core.devices import replicated, spans_processes
 from .._core.layout import Tree
-from .._core.processes import spans_processes
 from .._core.programs import Recent
-from .._core.scattered import Scattered
+from .._core.scattered import Scattered, put
 from .._model.batch import BatchAxes, taken
 from .._model.config import Config
 from .._model.nnx import own_values
@@ -23,10 +21,21 @@ from .arguments import divide, loss_of, with_nodes
 from .loss import FORMS, VERB, check_signature, returned, rows_explained
 from .nonfinite import Nonfinite
 from .program import Program, StepOptions, of_model
-from .shard_optimizer import OptimizerBytes, cut_shardings, optimizer_bytes
-from .state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
+from .state import (
+    Given,
+    OptimizerBytes,
+    TrainState,
+    checked_optimizer,
+    cut_shardings,
+    first_difference,
+    interrupted,
+    no_attribute,
+    opt_shapes,
+    optimizer_bytes,
+    refuse_deleted,
+    refuse_more,
+)
 from .step import TrainStep, own_metrics, shapes_of
-from .update import checked_optimizer, opt_shapes
 from .value_and_grad import check_differentiable, check_rows, hashable
 
 

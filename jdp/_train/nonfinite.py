@@ -16,8 +16,7 @@ from .._core.operands import Signature
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Scattered
-from .gradients import local
-from .microbatch import Loss, differentiate, rows_of
+from .gradients import Loss, differentiate, local, rows_of
 
 
 class Nonfinite(NamedTuple):

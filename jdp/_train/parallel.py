@@ -14,16 +14,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._core.compiled import Compiled
-from .._core.devices import make_mesh
-from .._core.dispatch import dispatch, may_deadlock
+from .._core.devices import make_mesh, own_mesh
 from .._core.gather import join
-from .._core.inputs import STACKED, axes_of, classify, is_key, no_further
-from .._core.layout import Static, Tree, Whole
+from .._core.inputs import STACKED, axes_of, classify, no_further
+from .._core.layout import Static, Tree, Whole, is_key
 from .._core.operands import Signature
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
-from .._core.processes import own_mesh
-from .._core.programs import kept
+from .._core.programs import dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
 from .._core.scattered import parts
 from .._core.split import split

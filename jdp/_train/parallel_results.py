@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._core.inputs import STACKED, axes_of, is_key
-from .._core.layout import Tree
+from .._core.inputs import STACKED, axes_of
+from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import Value, is_exchanged, varying
 from .._model import nnx as _nnx

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,36 +14,24 @@ from flax import nnx
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
-from .._core.assemble import put
-from .._core.capturing import capturing
-from .._core.check_replicas import Check, start
 from .._core.compiled import Compiled, is_plain
-from .._core.devices import replicated
-from .._core.dispatch import STEPS_IN_FLIGHT, dispatch, dispatch_step
+from .._core.devices import replicated, spans_processes
+from .._core.fingerprint import Check, start
 from .._core.gather import trim
 from .._core.layout import Layout, Tree, Whole
 from .._core.parallel_apply import on_replicas
-from .._core.processes import spans_processes
-from .._core.programs import Recent
-from .._core.scattered import Scattered, placed
-from .._explain.calls import Captured
-from .._explain.train_calls import StepCall
+from .._core.programs import STEPS_IN_FLIGHT, Recent, dispatch, dispatch_step, intercepted
+from .._core.scattered import Scattered, placed, put
 from .._model.config import Config
 from .._model.nnx import with_updates
-from .._processes.same_program import same_program
+from .._processes.agree import same_program
 from .arguments import WithNodes, nodes_of
-from .compiler_options import Options, compiler_options, takes_options
-from .gradients import Gradients, gradients
-from .jit import jit_of_leaves, jit_of_state, of_leaves, of_state
-from .microbatch import Loss
+from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, flags, report
-from .shard_optimizer import cut_axis, cut_shardings
-from .state import TrainState, first_difference
-from .update import all_finite, keep_if, update, whole
+from .state import TrainState, all_finite, cut_axis, cut_shardings, first_difference, keep_if, update, whole
 
 Flat = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
-
 Keep = Callable[[TrainState, list[Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Stores what a step gives: the state after, its leaves, and the metrics."""
 
@@ -113,8 +104,9 @@ class Program:
 
         What it gives is what `keep` makes of `(state, its leaves, metrics)`: no Ctrl-C comes before that.
         """
+        intercepted(self, state, batch)
         layout, mesh = batch._layout, self.config.mesh
-        if capturing() or spans_processes(mesh):
+        if spans_processes(mesh):
             program = self.of(state, batch)
             program.make_ready(state, batch._arrays)  # which takes long, and here it can be interrupted
             args = state, batch._arrays
@@ -143,8 +135,7 @@ class Program:
 
     def of(self, state: TrainState, batch: Scattered) -> Any:
         """The compiled function of `(state, arrays of the batch)`."""
-        if capturing():
-            raise Captured(StepCall(self, state, batch))
+        intercepted(self, state, batch)
         layout = batch._layout
         key = self._key(layout)
         found = self.compiled.used(key)
@@ -290,3 +281,109 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
             f"it was. Make the variable when the object is made, or leave skip_nonfinite out."
         )
     return nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(updates)])
+
+
+def jit_of_state(program: Any, state: TrainState, layout: Layout, options: Options) -> Any:
+    """The function of `(state, arrays of the batch)`: names in it are those of the state."""
+
+    def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
+        return program.step(state, Scattered(arrays, layout))
+
+    return _jit(program, train_step, (0,), (None, layout.shardings), (program.shardings(state), None), options)
+
+
+def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout, options: Options) -> Any:
+    """The same of the state's leaves and the batch's arrays, one after the other; `of_leaves` reads what it gives.
+
+    What calls it has looked at the leaves, and JAX need not flatten the state once more: it sorts the keys of every
+    dict, and most of what a call costs in Python is that.
+    """
+    count = treedef.num_leaves
+
+    def train_step(*operands: Any) -> tuple[Any, ...]:
+        state, metrics = program.step(treedef.unflatten(operands[:count]), Scattered(operands[count:], layout))
+        parts = (state.step, state.params), state.opt_state, (state.state, state.key)
+        return tuple(map(jax.tree.leaves, parts)), metrics, _Tree(jax.tree.structure(state))
+
+    where, to = (*[None] * count, *layout.shardings), program.shardings(state)
+    cut = jax.tree.leaves(to.opt_state) if program.options.shard_optimizer else to.opt_state
+    return _jit(program, train_step, tuple(range(count)), where, ((to.step, cut, to.step), None, None), options)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """A treedef as part of what a program gives."""
+
+    treedef: Any
+
+
+def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any]]:
+    """`(state, its leaves, metrics)` of what a program of leaves gave."""
+    (first, opt_state, last), metrics, tree = out
+    leaves = [*first, *opt_state, *last]
+    return tree.treedef.unflatten(leaves), leaves, metrics
+
+
+def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any]]:
+    """The same, of what a program of the state gave."""
+    state, metrics = out
+    return state, jax.tree.leaves(state), metrics
+
+
+def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, options: Options) -> Any:
+    fn.__name__ = fn.__qualname__ = f"train_step_{program.label}"
+    return jax.jit(
+        fn,
+        donate_argnums=donated if program.options.donate else (),
+        in_shardings=where,
+        out_shardings=to,
+        compiler_options=options or None,
+    )
+
+
+Options = dict[str, bool | int]
+# Bytes that travel together: a seventh of the gradients, so that the last of them, when nothing is left to compute, are
+# few, but neither so few that their start takes longer than they do, nor more than XLA takes by itself.
+_LEAST, _MOST = 13 << 20, 30 << 20
+
+
+def compiler_options(mesh: Mesh, sent: int) -> Options:
+    """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
+
+    What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
+    are kept. `benchmarks/overlap.py` shows what this is worth, and with `--options` what others would be.
+    """
+    if not takes_options(mesh):
+        return {}
+    said = os.environ.get("XLA_FLAGS", "")
+    options = {name: value for name, value in wanted(mesh.size, sent).items() if name not in said}
+    return options if _known(mesh, tuple(options.items())) else {}
+
+
+def takes_options(mesh: Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
+
+
+def wanted(n: int, sent: int) -> Options:
+    """On n GPUs."""
+    bucket = min(max(sent // 7, _LEAST), _MOST)
+    return {
+        "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
+        # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
+        # gradients of most models.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket // n,
+    }
+
+
+@functools.cache
+def _known(mesh: Mesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
+    """Whether the compiler takes these options: XLA refuses a program for one that it does not know."""
+    probe = jax.jit(lambda: 0, out_shardings=replicated(mesh), compiler_options=dict(options))
+    try:
+        probe.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise  # memory was full, say: that tells nothing of the options, and nothing is kept of it
+        return False
+    return True

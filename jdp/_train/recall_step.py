@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax._src.core import eval_trace, trace_state_strong_ref  # not public; trace_ctx.trace, without its Python frame
 
-from .._core.dispatch import hold, may_deadlock, run_and_keep
 from .._core.layout import Tree
+from .._core.programs import hold, may_deadlock, run_and_keep
 from .._core.scattered import Scattered
-from .jit import of_leaves
-from .program import Flat, Keep, Program
+from .program import Flat, Keep, Program, of_leaves
 from .state import Given, TrainState, refuse_deleted
 
 

@@ -13,27 +13,35 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.capturing import capturing
-from .._core.check_replicas import check_replicas
 from .._core.compiled import is_plain
+from .._core.devices import spans_processes
+from .._core.fingerprint import check_replicas
 from .._core.gather import join
 from .._core.layout import Tree
-from .._core.processes import spans_processes
-from .._core.programs import Recent
+from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
 from .._core.scattered import Scattered, is_scattered
 from .._model.batch import BatchAxes, taken
 from .._model.config import Config
 from .._model.nnx import own_values
 from .arguments import with_nodes
+from .gradients import Loss
 from .loss import VERB, check_signature, variables_loss
-from .microbatch import Loss
 from .nonfinite import Nonfinite
 from .program import Flat, Program, StepOptions
 from .recall_step import KnownStep, known_by, known_step, recall_step
-from .shard_optimizer import OptimizerBytes, optimizer_bytes
-from .state import Given, TrainState, first_difference, interrupted, no_attribute, refuse_deleted, refuse_more
-from .update import opt_shapes
+from .state import (
+    Given,
+    OptimizerBytes,
+    TrainState,
+    first_difference,
+    interrupted,
+    no_attribute,
+    opt_shapes,
+    optimizer_bytes,
+    refuse_deleted,
+    refuse_more,
+)
 from .value_and_grad import check_differentiable, check_rows
 
 

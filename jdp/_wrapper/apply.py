@@ -13,8 +13,8 @@ import jax
 from flax import nnx
 from jax._src.config import disable_jit  # what jax.config.jax_disable_jit reads, without its frames in Python
 
-from .._core.dispatch import dispatch
 from .._core.layout import Tree
+from .._core.programs import dispatch
 from .._core.replicate import first_leaf
 from .._core.scattered import Scattered
 from .._core.split import split

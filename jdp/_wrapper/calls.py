@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._core.compiled import Seen, is_plain
+from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Tree
-from .._core.processes import spans_processes
 from .._core.replicate import all_lie, first_leaf
 from .._core.scattered import Scattered
 from .._model.config import Config

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 import jax
 from flax import nnx
 
-from .._core.check_replicas import check_replicas
-from .._core.devices import Device, DeviceLike, Devices, named_once
+from .._core.devices import Device, DeviceLike, Devices, named_once, spans_processes
+from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.processes import spans_processes
 from .._core.replicate import broadcast
 from .._core.split import split
 from .._model import linen as _linen

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._core.agreement import without_rows
+from .._core.devices import own_mesh
 from .._core.inputs import ARRAYS
 from .._core.layout import Layout, Static, Tree
-from .._core.processes import own_mesh
 from .._core.programs import Recent
 from .._core.scatter import Prepared
 from .._core.scattered import is_scattered, leaf_by_leaf

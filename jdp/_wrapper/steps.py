@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from .._core.devices import DeviceLike, Devices
-from .._core.dispatch import dispatch
 from .._core.gather import gather, join
 from .._core.gather_list import scatter_list
 from .._core.layout import Tree
+from .._core.programs import dispatch
 from .._core.replicate import broadcast, first_leaf, lives_replicated
 from .._core.scattered import Scattered, holds_scattered, map_scattered, on_mesh, parts
 from .._core.split import split
