@@ -95,7 +95,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
 
     (ahead,) = dp.prefetch([batch])
     known = Agreed(ahead["x"].sizes, {0: ""})
-    without = mock.patch.multiple("jdp._core.split", begin=lambda *_: None, finish=lambda _: known)
+    without = mock.patch.multiple("jdp._core.scatter", begin=lambda *_: None, finish=lambda _: known)
     by_trust = by_jdp("trusting", step, lambda: itertools.repeat(batch, STEPS))
 
     def trusting() -> None:

@@ -1,33 +1,54 @@
-"""Prints the doctor's report: with rich where it is installed, else as aligned text. 80 columns where no one says."""
+"""Titles, sentences and tables on a terminal; 80 columns where no one says."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TextIO
 
-from ._doctor.report import Block, Table, Text, Title, blocks
-
-
-def show(report: Mapping[str, Any], out: TextIO) -> None:
-    """Prints the report, as wide as the terminal; 80 columns where there is none."""
-    show_blocks(list(blocks(report)), out)
+import rich.box
+import rich.console
+import rich.padding
+import rich.table
+import rich.text
 
 
 def show_blocks(found: Sequence[Block], out: TextIO) -> None:
     """Prints titles, tables and text."""
     width = max(40, min(120, shutil.get_terminal_size((80, 24)).columns if out.isatty() else 80))
-    if importlib.util.find_spec("rich") is not None:
-        return _rich(found, width, out)
+    console = rich.console.Console(file=out, width=width, highlight=False)
     for block in found:
         if isinstance(block, Title):
-            print(f"\n{block.text}", file=out)
-        else:
+            console.print(rich.text.Text(f"\n{block.text}", style="bold"))
+        elif isinstance(block, Text) or not any(block.head) or _wide(block, 3) > width - 2:
             lines = _wrapped(block.text, width - 2) if isinstance(block, Text) else _aligned(block, width - 2)
-            print(*(f"  {line}".rstrip() for line in lines), sep="\n", file=out)
-    return None
+            style = block.style if isinstance(block, Text) else ""
+            console.print(rich.text.Text("\n".join(f"  {line}" for line in lines), style=style), soft_wrap=True)
+        else:
+            table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+            for i, name in enumerate(block.head):
+                table.add_column(rich.text.Text(name), justify="left" if i == 0 else "right")
+            for row in block.rows:
+                table.add_row(*(rich.text.Text(cell) for cell in row))
+            console.print(rich.padding.Padding(table, (0, 0, 0, 2), expand=False))
+
+
+class Title(NamedTuple):
+    text: str
+
+
+class Text(NamedTuple):
+    text: str
+    style: str = ""
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+Block = Title | Text | Table
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -58,27 +79,3 @@ def _aligned(table: Table, width: int) -> list[str]:
         return [f"{h}: {cell}" for row in table.rows for h, cell in zip(table.head, row, strict=True) if cell]
     wrapped = [(name, _wrapped(text, width - widths[0] - 2)) for name, text in rows]
     return [f"{name if i == 0 else '':{widths[0]}}  {part}" for name, parts in wrapped for i, part in enumerate(parts)]
-
-
-def _rich(report: Sequence[Block], width: int, out: TextIO) -> None:
-    import rich.box
-    import rich.console
-    import rich.padding
-    import rich.table
-    import rich.text
-
-    console = rich.console.Console(file=out, width=width, highlight=False)
-    for block in report:
-        if isinstance(block, Title):
-            console.print(rich.text.Text(f"\n{block.text}", style="bold"))
-        elif isinstance(block, Text) or not any(block.head) or _wide(block, 3) > width - 2:
-            lines = _wrapped(block.text, width - 2) if isinstance(block, Text) else _aligned(block, width - 2)
-            style = block.style if isinstance(block, Text) else ""
-            console.print(rich.text.Text("\n".join(f"  {line}" for line in lines), style=style), soft_wrap=True)
-        else:
-            table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-            for i, name in enumerate(block.head):
-                table.add_column(rich.text.Text(name), justify="left" if i == 0 else "right")
-            for row in block.rows:
-                table.add_row(*(rich.text.Text(cell) for cell in row))
-            console.print(rich.padding.Padding(table, (0, 0, 0, 2), expand=False))

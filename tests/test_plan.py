@@ -15,6 +15,7 @@ import jdp
 from jdp.__main__ import main
 from jdp._core.devices import make_mesh
 from jdp._explain.calls import StepCall
+from jdp._model.batch import scatter_batch
 from jdp._plan import cli as _plan
 from jdp._plan import lines as _plan_lines
 from jdp._plan.lines import Most, most
@@ -115,7 +116,7 @@ def test_a_script_without_a_step(script, capsys, text, match, said):
 def test_a_batch_is_spread_over_other_devices(devices):
     dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
     batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
-    scattered = dp._scatter_batch(batch, "train_step")
+    scattered = scatter_batch(dp._config, batch, "train_step")
     other = spread(scattered, make_mesh(tuple(devices)), 6)
     assert other.sizes == (6,) * 8
     shapes = {x.shape for x in other._arrays}

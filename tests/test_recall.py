@@ -461,7 +461,7 @@ def test_parameters_that_apply_was_interrupted_at_are_looked_at(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(jdp._wrapper.apply, "look", interrupt)
+        patch.setattr(jdp._wrapper.data_parallel, "look", interrupt)
         with pytest.raises(KeyboardInterrupt):
             dp.apply(cut, X)
     with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):

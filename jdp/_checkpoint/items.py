@@ -14,6 +14,7 @@ from flax import nnx
 from .._core.fingerprint import fingerprint
 from .._core.inputs import is_array
 from .._core.layout import Tree, is_key
+from .._version import __version__
 
 VERB = "Checkpointer"
 FORMAT = 1
@@ -94,12 +95,10 @@ def manifest(
     """
     from orbax.checkpoint import __version__ as orbax
 
-    import jdp
-
     content = {
         "format": FORMAT,
         "step": step,
-        "versions": {"jdp": jdp.__version__, "jax": jax.__version__, "orbax-checkpoint": orbax},
+        "versions": {"jdp": __version__, "jax": jax.__version__, "orbax-checkpoint": orbax},
         "leaves": describe(leaves),
         "fingerprints": fingerprints(encoded),
         "data": data,

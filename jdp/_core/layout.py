@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -109,19 +108,16 @@ class Static:
 
 Leaf = Cut | Stack | Whole | Static
 _LEAF = jax.tree.structure(0)
-_tokens: weakref.WeakKeyDictionary[Layout, object] = weakref.WeakKeyDictionary()
 
 
 class Layout:
     """All of a `Scattered` but its arrays: hashable, compared by value, the same object where it can be."""
 
-    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "token", "__dict__", "__weakref__")
+    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "__dict__", "__weakref__")
 
     def __init__(self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int) -> None:
         self.treedef, self.leaves, self.sizes, self.mesh, self.dim = treedef, leaves, sizes, mesh, dim
         self._hash = hash((treedef, leaves, sizes, mesh, dim))
-        # Of equal layouts the same: a dict finds it without a call back into Python.
-        self.token: object = _tokens.setdefault(self, object())
 
     def __hash__(self) -> int:
         return self._hash

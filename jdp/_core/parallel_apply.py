@@ -16,8 +16,8 @@ from .operands import Signature, flatten_call
 from .outputs import Outputs, Returned, returned
 from .programs import SIZES, Recent, dispatch, kept
 from .replicate import broadcast
+from .scatter import split
 from .scattered import Scattered, holds_scattered, is_scattered, placed
-from .split import split
 from .uneven import run_chunks
 
 
@@ -86,7 +86,7 @@ CallOf = Callable[[Signature, int], Callable[..., Tree]]
 
 def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
     """The program that runs `fn` on every replica; compiled once per layout and shapes."""
-    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)), recalled=True)
+    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:

@@ -225,3 +225,8 @@ def capturing() -> bool:
     """Whether this call is made with shapes, for its program to be looked at."""
     found = _interceptor.get()
     return found is not None and found.shapes
+
+
+def is_intercepted() -> bool:
+    """Whether somebody looks at the programs that are about to run."""
+    return _interceptor.get() is not None

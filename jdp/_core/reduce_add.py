@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .._processes.agree import same_program
 from .devices import DeviceLike, make_mesh, own_mesh, replicated, resolve_output, spans_processes
-from .gather_list import device_of, transpose_list
+from .gather import device_of, transpose_list
 from .inputs import name_of
 from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, Sharding
 
 from .devices import Devices, are_described, mesh_of, own_mesh, replicated, spans_processes
 from .inputs import classify, refuse_deep
@@ -80,22 +80,12 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def all_lie(leaves: list[Any], where: NamedSharding) -> bool:
-    """Whether all of them have that very sharding."""
+def all_lie(leaves: list[Any], where: Sharding) -> bool:
+    """Whether all of them are arrays with that very sharding."""
     try:
-        # Every call asks it of every parameter. The public attribute is a property in Python, at twice the price.
-        found = [x._sharding for x in leaves]
-    except AttributeError:  # of keys and others; numbers and tracers have none at all
-        found = [getattr(x, "sharding", None) for x in leaves]
-    return found.count(where) == len(found)
-
-
-def first_leaf(tree: Tree) -> Any:
-    """One of the leaves, without a list of them all; None where there is none."""
-    node = tree
-    while type(node) in (dict, list, tuple) and node:
-        node = next(iter(node.values())) if type(node) is dict else node[0]
-    return node if hasattr(node, "_sharding") else next(iter(jax.tree.leaves(tree)), None)
+        return [x.sharding for x in leaves].count(where) == len(leaves)
+    except AttributeError:  # numbers, numpy's arrays and tracers have none
+        return False
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.core import trace_state_clean  # not public; nothing else tells what a closure over a batch does
+import numpy as np
+from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
-from .._processes.agree import Described, own_sizes
+from .._processes.agree import Described, alike, begin, fail, finish, own_sizes
 from .agreement import describe, own_rows
-from .devices import own_mesh, spans_processes
+from .devices import (
+    Devices,
+    mesh_of,
+    own_mesh,
+    spans_processes,
+)
 from .inputs import (
     ARRAYS,
     STACKED,
     axes_of,
+    check_dim,
     check_rows,
     classify,
     name_of,
@@ -24,9 +32,16 @@ from .inputs import (
     refuse_deep,
     refuse_rows_of_numbers,
 )
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes
-from .programs import Recent, capturing
-from .scattered import Scattered, is_scattered, on_mesh
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
+from .programs import SIZES, Recent, capturing
+from .scattered import (
+    Scattered,
+    assemble,
+    global_shapes,
+    is_scattered,
+    on_mesh,
+    placed,
+)
 
 
 class Prepared(NamedTuple):
@@ -233,3 +248,115 @@ def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
             f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
         )
     return jax.tree.unflatten(layout.treedef, _ready(s))
+
+
+def scatter(
+    inputs: Tree, devices: Devices = None, dim: int = 0, *, chunk_sizes: Sequence[int] | None = None
+) -> Scattered:
+    """Cuts every array of a pytree along `dim`, one chunk per device: `gather(scatter(x)) == x`.
+
+    Arrays (jax or numpy) with `ndim >= 1` are cut by `torch.chunk`'s rule (`jdp.chunk_sizes`); any
+    number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects go
+    whole to every replica, and `None` stays `None`. Containers that JAX knows survive. With nothing
+    to cut there is one chunk, on the primary device. Differentiable. Of several processes each passes
+    its own rows, which go to its own devices.
+
+    Args:
+        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
+            (over these devices) stays so.
+        devices: the devices, the primary first; `None` is all of `jax.devices()`.
+        dim: the axis to cut along, negative allowed.
+        chunk_sizes: rows per device, for uneven devices; zeros allowed. Default: torch's rule.
+
+    Returns:
+        A `jdp.Scattered`: `s[i]` is the tree of replica i, on its device.
+
+    Raises:
+        ValueError: cut arrays disagree on their rows, or `chunk_sizes` does not fit.
+        IndexError: `dim` is out of range for an array.
+        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> s = jdp.scatter((np.zeros((10, 3)), "mean"), devices=[0])
+        >>> s.sizes, s[0][0].shape, s[0][1]
+        ((10,), (10, 3), 'mean')
+
+    Source: `scatter` in torch/nn/parallel/scatter_gather.py, where arrays that disagree drop rows
+    in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
+    """
+    check_dim("scatter", dim)
+    return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
+
+
+def split(
+    inputs: Tree,
+    mesh: Mesh,
+    dim: int,
+    *,
+    verb: str,
+    root: str | tuple[str, ...],
+    axes: Tree = None,
+    sizes: Sequence[int] | None = None,
+    layouts: Recent[Any, Layout] | None = None,
+    place: bool = True,
+    stacked: Callable[[Any], bool] | None = None,
+) -> Scattered:
+    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
+
+    `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
+    shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
+    to move. `stacked` tells which arrays hold one entry for each replica.
+    """
+    options: Any = {"root": root, "axes": axes, "sizes": sizes, "layouts": layouts, "stacked": stacked}
+    try:
+        batch = prepare(inputs, mesh, dim, verb=verb, **options)
+    except Exception as error:
+        if spans_processes(mesh):
+            fail(mesh, verb, error)
+        raise
+    if isinstance(batch, Prepared):
+        chunks = batch.sizes
+        if batch.described is not None:
+            chunks = alike(mesh, chunks) if capturing() else finish(begin(mesh, verb, chunks, batch.described)).rows
+        return filled(batch, chunks, layouts, place)
+    leaves, layout = batch
+    return _fill(leaves, layout, place)
+
+
+def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:
+    """The batch as a `Scattered`, with the rows of every replica."""
+    specs = tuple(Cut(s, chunks) if isinstance(s, int) else s for s in batch.specs)
+    layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
+    if layouts is not None and batch.key is not None:
+        # With several processes the rows of the others are no part of the key; one object for each all the same.
+        key = batch.key if batch.described is None else (chunks, batch.key)
+        layout = layouts.setdefault(key, layout)
+    return _fill(batch.leaves, layout, place)
+
+
+def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
+    """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
+    several = spans_processes(layout.mesh)
+    own = layout.own if several else layout
+    n, even = len(own.devices), own.is_even
+    arrays = []
+    for x, leaf in zip(leaves, own.leaves, strict=True):
+        if type(x) is Ready:
+            arrays.append(x.array)
+        elif type(leaf) is not Static:
+            arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
+    if several:
+        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
+    s = Scattered(arrays, layout)
+    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
+    return s if not place and jax.process_count() == 1 and all(type(x) is np.ndarray for x in arrays) else placed(s)
+
+
+def _pad(x: Any, leaf: Cut, n: int) -> Any:
+    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
+
+
+@functools.lru_cache(SIZES)
+def _padding(leaf: Cut, n: int) -> Any:
+    return jax.jit(lambda x: pad(x, leaf, n))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.jaxprs import canonical, source_line
-from .._model.sync_batch_norm import is_synced
 from .layout import Cut, Layout, Tree, is_key
 from .operands import Signature
 from .outputs import Outputs, Returned, Rule, output_path
@@ -225,16 +224,6 @@ def _inner(eqn: Any) -> Iterable[Any]:
             yield getattr(value, "jaxpr", value)
 
 
-def communicates(jaxpr: Any, axis_name: str) -> bool:
-    """Whether replicas wait for each other in it."""
-    return any(True for synced in (False, True) for _ in _collectives(jaxpr, axis_name, synced))
-
-
-def calls_back(jaxpr: Any) -> bool:
-    """Whether it calls back into Python: `pure_callback`, `io_callback`, `jax.debug.print`."""
-    return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in _equations(jaxpr))
-
-
 def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
     """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
     for eqn in _equations(jaxpr):
@@ -431,3 +420,12 @@ def _unpacked(variables: Sequence[Any], bag: Sequence[Any]) -> dict[Any, Any]:
         found[v] = jax.random.wrap_key_data(x, impl=jax.random.key_impl(v.aval)) if is_key(v.aval) else x
         start[dtype] += data.size
     return found
+
+
+class SyncedAxis(str):
+    """The axis, as the name that is given to BatchNorm: equal to the name itself, and known again in a jaxpr."""
+
+
+def is_synced(eqn: Any) -> bool:
+    """Whether an equation is a collective of such a BatchNorm."""
+    return any(isinstance(axis, SyncedAxis) for axis in eqn.params.get("axes", ()))

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .._tables import show
 from .advice import notes, remedies
 from .examine import Examination, pairs, plan
 from .machine import facts
+from .report import show
 
 ABOUT = """\
 Says what this machine has, and whether its devices and the links between them work: whole numbers are sent over

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .. import __version__
+from .._version import __version__
 
 PACKAGES = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "rich", "libtpu"]
 PACKAGES += [f"jax-cuda{v}-{part}" for v in (12, 13) for part in ("plugin", "pjrt")]

@@ -1,31 +1,15 @@
-"""The doctor's report for people, as titles, sentences and tables: `_doctor_print.py` prints them."""
+"""The doctor's report for people, as titles, sentences and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TextIO
 
+from .._tables import Block, Table, Text, Title, show_blocks
 from .examine import FEW
 
 SHOWN = 4  # failures of a kind that are told in full
 WORDS = {"hang": "HANGS", "died": "DIES", "wrong": "WRONG", "error": "ERROR"}
-
-
-class Title(NamedTuple):
-    text: str
-
-
-class Text(NamedTuple):
-    text: str
-    style: str = ""
-
-
-class Table(NamedTuple):
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-Block = Title | Text | Table
 
 
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
@@ -147,3 +131,8 @@ def _failure(test: Mapping[str, Any]) -> Text:
     where = " -> ".join(names) if pair else f"over {len(names)} devices"
     said = " ".join(word for word in (test["test"], where, WORDS[test["failure"]]) if word)
     return Text(f"{said}: {test['text']}", "red")
+
+
+def show(report: Mapping[str, Any], out: TextIO) -> None:
+    """Prints the report, as wide as the terminal; 80 columns where there is none."""
+    show_blocks(list(blocks(report)), out)

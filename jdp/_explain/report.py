@@ -8,8 +8,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._doctor.report import Block, Table, Text, Title
-from .._tables import show_blocks
+from .._tables import Block, Table, Text, Title, show_blocks
 from .collectives import Collective
 
 

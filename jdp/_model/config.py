@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 from flax import linen, nnx
@@ -233,3 +233,13 @@ def _find(platform: str, number: int) -> Device | None:
         return next((d for d in jax.devices(platform) if d.id == number), None)
     except RuntimeError:  # no such platform
         return None
+
+
+class Wrapper(Protocol):
+    """A `jdp.DataParallel`, as what stands below it sees it: the module, and what the wrapper was made with."""
+
+    _config: Config
+    module: Any
+
+    @property
+    def devices(self) -> tuple[Device, ...]: ...

@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from .._core.uneven import SyncedAxis, is_synced
 from .._jax.jaxprs import rewrite
-
-
-class SyncedAxis(str):
-    """The axis, as the name that is given to BatchNorm: equal to the name itself, and known again in a jaxpr."""
 
 
 def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
@@ -57,11 +54,6 @@ def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
     for _, node in nnx.iter_graph(list(nodes)):
         if isinstance(node, nnx.BatchNorm):
             node.axis_name = SyncedAxis(axis_name)
-
-
-def is_synced(eqn: Any) -> bool:
-    """Whether an equation is a collective of such a BatchNorm."""
-    return any(isinstance(axis, SyncedAxis) for axis in eqn.params.get("axes", ()))
 
 
 def weighted(jaxpr: Any, weight: float) -> Any:

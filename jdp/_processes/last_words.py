@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .._core.programs import wait_for_all
 from .._jax.coordination import DesyncError, client, left_key, now, own_process, process_count
 from .._launch.environment import FOR_ANOTHER
 from .exchange import Exchange
@@ -43,6 +43,14 @@ def install() -> None:
     listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
     atexit.register(_leave, leaving, listener)
+
+
+_before_leaving: list[Callable[[], None]] = []
+
+
+def before_leaving(wait: Callable[[], None]) -> None:
+    """Has `wait` called at the end of the program, before the others hear that this process has left."""
+    _before_leaving.append(wait)
 
 
 class _Exit:
@@ -87,7 +95,8 @@ def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
         _tell(f"SystemExit: {_Exit.code}")
         _end(_Exit.code)
     try:
-        wait_for_all()
+        for wait in _before_leaving:
+            wait()
     finally:  # a program that has failed on the device raises there; Python prints what, and the others go on
         with contextlib.suppress(Exception):
             client().key_value_set(left_key(own_process()), "")

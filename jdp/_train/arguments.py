@@ -11,8 +11,8 @@ from flax import nnx
 from .._core.layout import Layout, Tree, Whole
 from .._core.outputs import Reduce
 from .._core.replicate import broadcast
+from .._core.scatter import split
 from .._core.scattered import Scattered, parts
-from .._core.split import split
 from .._model import nnx as _nnx
 from .._model.config import Config
 from .._model.linen import unbox

@@ -12,15 +12,14 @@ from jax.core import Tracer
 
 from .._core.devices import replicated, spans_processes
 from .._core.layout import Tree
-from .._core.programs import Recent
 from .._core.scattered import Scattered, put
-from .._model.batch import BatchAxes, taken
+from .._model.batch import BatchAxes, scatter_batch, taken
 from .._model.config import Config
 from .._model.nnx import own_values
 from .arguments import divide, loss_of, with_nodes
 from .loss import FORMS, VERB, check_signature, returned, rows_explained
 from .nonfinite import Nonfinite
-from .program import Program, StepOptions, of_model
+from .program import Program, StepOptions, of_model, own_metrics
 from .state import (
     Given,
     OptimizerBytes,
@@ -34,28 +33,9 @@ from .state import (
     optimizer_bytes,
     refuse_deleted,
     refuse_more,
+    shapes_of,
 )
-from .step import TrainStep, own_metrics, shapes_of
 from .value_and_grad import check_differentiable, check_rows, hashable
-
-
-def make_step(
-    dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, in_axes: Tree
-) -> TrainStep | NNXTrainStep:
-    """The step for the kind of module that the wrapper holds."""
-    config: Config = dp._config
-    if not callable(loss_fn):
-        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    if config.state_axes:
-        raise ValueError(
-            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; such state belongs to one batch, "
-            f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
-            f"where arrays with an entry per row are gathered."
-        )
-    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
-    if config.kind == "nnx":
-        return NNXTrainStep(dp, loss_fn, tx, options, axes)
-    return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
 
 
 class NNXTrainStep:
@@ -160,7 +140,7 @@ class NNXTrainStep:
     ) -> tuple[Program, TrainState, Scattered, list[Any]]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
-        scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
+        scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
         check_rows(VERB, scattered)
         # The objects in the batch are divided with the model, for they may share variables with it.
         call = divide((self._dp.module, nodes), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0], VERB)

@@ -23,14 +23,84 @@ from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
+from .._core.scatter import split
 from .._core.scattered import parts
-from .._core.split import split
 from .._jax.jaxprs import SAME, VARYING, Value, varying
 from .._model import nnx as _nnx
-from .._model.config import Config
+from .._model.config import Config, Wrapper
 from .parallel_results import each, kept_nodes, mark_nodes, mark_results, refuse_one_replicas_rows, states_of
 
 VERB = "parallel"
+
+
+def parallel(
+    dp: Wrapper,
+    step_fn: Callable[..., Any],
+    *,
+    axis_name: str | None = None,
+    in_axes: Any = None,
+    out_axes: Any = None,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, with nothing stacked.
+
+    The first argument and the first result are replicated (a train state, with plain shapes); the other
+    arguments are cut along `dim`, the other results gathered, scalars to a vector with one entry per
+    replica. One key per replica (`jax.random.split(key, n)`) is given out as pmap does (of several processes each
+    passes one for each device of its own: fold in `jax.process_index()` first); a single key is folded with the
+    replica's index. NNX objects among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in
+    place. What is `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) stays as it is cut.
+
+    The step's own `lax.pmean(..., axis_name)` makes replicas agree. State in which they still differ was made of
+    each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the step is
+    refused; so is one that adds to it (a count), and one in whose state nothing was reduced. What is left are
+    statistics, as a BatchNorm's: the primary's are kept, as torch does, or with `reduce_state="mean"` the mean.
+    "mean" takes a step that reduces nothing, too, where no other state depends on what differs: the mean of what
+    SGD makes of each replica's gradient is what it makes of their mean, but that of Adam is not. (Keys may
+    differ: the primary's is kept.)
+
+    A program for pmap that holds arrays of shape (n, b, ...), one entry for each device, passes them without
+    that axis, `x.reshape(-1, *x.shape[2:])`; or as they are, with "stacked" for their axis: a decoding cache
+    with an index, the state of each device's environment, one padded graph for each device
+    (`jax.tree.map(lambda *x: np.stack(x), *trees)`).
+
+    Args:
+        step_fn: `step_fn(state, *batch)`, with collectives of its own over `axis_name`.
+        axis_name: the name it uses for the axis; None is the wrapper's.
+        in_axes: an entry for each positional argument: an axis along which it is cut into chunks of rows, None for
+            what is whole (state; a string or another object is part of the program), or "stacked" for pmap's own
+            layout, one entry for each replica along the first axis, which the step does not see. An entry may be a
+            tree of these, as in `jax.pmap`.
+        out_axes: likewise for the results. None is one value: the primary's, where a result that is no state
+            differs. "stacked" gives them as pmap does, and goes in again as such.
+        static_broadcasted_argnums: positions of arguments that are part of the program, as in `jax.pmap`; the first
+            of the others is the state.
+        donate_argnums: positions of whole arguments whose arrays are freed, as in `jax.pmap`. Those that were not
+            on every device yet are copied there, and stay. What is cut, and what NNX objects hold, is never freed.
+
+    Raises:
+        ValueError: chunks are uneven, and the step runs collectives; state is trained on one replica's rows;
+            what is "stacked" has no entry for each replica.
+        RuntimeError: an argument was donated already.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jdp, numpy as np
+        >>> def step(w, x):
+        ...     grad = jax.lax.pmean(jax.grad(lambda w: jnp.mean(w * x))(w), "batch")
+        ...     return w - grad, jnp.sum(x)
+        >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+        >>> w, sums = dp.parallel(step, axis_name="batch")(1.0, np.arange(3.0))
+        >>> float(w), sums.tolist()
+        (0.0, [3.0])
+        >>> w, sums = dp.parallel(step, axis_name="batch", in_axes=(None, "stacked"))(1.0, np.arange(3.0)[None])
+        >>> float(w), sums.tolist()
+        (0.0, [3.0])
+
+    Source: `pmap` in jax/_src/pmap.py.
+    """
+    chosen = checked_options(in_axes, out_axes, static_broadcasted_argnums, donate_argnums)
+    return written_for_pmap(dp._config, step_fn, axis_name, chosen)
 
 
 class Options(NamedTuple):
@@ -42,7 +112,7 @@ class Options(NamedTuple):
     donated: tuple[int, ...]
 
 
-def options(in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any) -> Options:
+def checked_options(in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any) -> Options:
     return Options(
         in_axes,
         out_axes,
@@ -60,7 +130,7 @@ def _positions(name: str, given: Any) -> tuple[int, ...]:
     return tuple(sorted({*found}))
 
 
-def parallel(
+def written_for_pmap(
     config: Config, step_fn: Callable[..., Any], axis_name: str | None, options: Options
 ) -> Callable[..., Any]:
     """The function that `DataParallel.parallel` returns."""

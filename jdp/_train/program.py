@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,18 +18,27 @@ from jax.sharding import Mesh
 from .._core.compiled import Compiled, is_plain
 from .._core.devices import replicated, spans_processes
 from .._core.fingerprint import Check, start
-from .._core.gather import trim
+from .._core.gather import join, trim
 from .._core.layout import Layout, Tree, Whole
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Recent, dispatch, dispatch_step, intercepted
-from .._core.scattered import Scattered, placed, put
+from .._core.scattered import Scattered, is_scattered, placed, put
 from .._model.config import Config
 from .._model.nnx import with_updates
 from .._processes.agree import same_program
 from .arguments import WithNodes, nodes_of
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, flags, report
-from .state import TrainState, all_finite, cut_axis, cut_shardings, first_difference, keep_if, update, whole
+from .state import (
+    TrainState,
+    all_finite,
+    cut_axis,
+    cut_shardings,
+    first_difference,
+    keep_if,
+    update,
+    whole,
+)
 
 Flat = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
@@ -76,6 +86,7 @@ class Program:
         # Not synchronised, for there one replica's NaN is everybody's.
         self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
         self.compiled: Recent[Any, Any] = Recent()
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that XLA has compiled already
         self.steps = 0  # that were called
         self.check: Check | None = None  # under way
 
@@ -115,8 +126,9 @@ class Program:
         args = *leaves, *batch._arrays
         try:
             program = self.of_leaves(state, treedef, layout)
-            if is_plain() and not program._cache_size():
+            if program not in self._compiled and is_plain():
                 program.lower(*args).compile()  # likewise
+                self._compiled.add(program)
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
@@ -387,3 +399,8 @@ def _known(mesh: Mesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
             raise  # memory was full, say: that tells nothing of the options, and nothing is kept of it
         return False
     return True
+
+
+def own_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics; of those with an entry per row, over several processes, this one's own rows."""
+    return jax.tree.map(lambda x: join(x, "sharded") if is_scattered(x) else x, metrics, is_leaf=is_scattered)

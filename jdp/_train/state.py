@@ -339,3 +339,9 @@ def optimizer_bytes(opt_state: Tree) -> OptimizerBytes:
         else:
             cut += size
     return OptimizerBytes(cut, whole)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
+    )

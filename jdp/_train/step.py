@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,27 +12,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.compiled import is_plain
 from .._core.devices import spans_processes
 from .._core.fingerprint import check_replicas
-from .._core.gather import join
 from .._core.layout import Tree
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
-from .._core.scattered import Scattered, is_scattered
-from .._model.batch import BatchAxes, taken
-from .._model.config import Config
+from .._core.scattered import Scattered
+from .._model.batch import BatchAxes, scatter_batch, taken
+from .._model.config import Config, Wrapper
 from .._model.nnx import own_values
 from .arguments import with_nodes
 from .gradients import Loss
 from .loss import VERB, check_signature, variables_loss
+from .nnx_step import NNXTrainStep
 from .nonfinite import Nonfinite
-from .program import Flat, Program, StepOptions
-from .recall_step import KnownStep, known_by, known_step, recall_step
+from .program import Flat, Program, StepOptions, own_metrics
 from .state import (
     Given,
     OptimizerBytes,
     TrainState,
+    checked_optimizer,
     first_difference,
     interrupted,
     no_attribute,
@@ -41,8 +39,106 @@ from .state import (
     optimizer_bytes,
     refuse_deleted,
     refuse_more,
+    shapes_of,
 )
-from .value_and_grad import check_differentiable, check_rows
+from .value_and_grad import check_differentiable, check_rows, check_steps, wire_type
+
+
+def train_step(
+    dp: Wrapper,
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    *,
+    in_axes: Tree = None,
+    accumulate_steps: int = 1,
+    shard_optimizer: bool = False,
+    reduce_dtype: Any = None,
+    donate: bool = True,
+    skip_nonfinite: bool = False,
+    sync_batch_norm: bool = False,
+    check_replicas: int = 0,
+) -> Any:
+    """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
+
+    For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
+    step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+    The numbers are those of one device and the whole batch, for every batch size; of several processes the
+    batch is the rows of them all, and a metric with an entry per row comes back for each one's own.
+
+    NNX objects in the batch (an `nnx.Rngs`, a teacher) go whole to every replica, and their state is updated in
+    place, as that of the model; they are not differentiated, and their arrays not donated.
+
+    Args:
+        loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
+            `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
+            metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
+            entry per row, or `jdp.Mean(total, count)`; each metric likewise, or `jdp.Sum(total)`, and one whose
+            shape follows the rows comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
+        in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (whole to every replica: a teacher's
+            parameters, a table of class weights), or a tuple, list or dict of them. Default: that of the wrapper.
+        tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
+        accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
+            the memory of one; fewer where a chunk has fewer rows.
+        shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
+            tells what could be cut.
+        reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+        donate: frees the state that goes in as the new one is made, so that it cannot be used again (NNX: the
+            arrays that the model held, in a snapshot of `nnx.state` too; `jax.tree.map(jnp.copy, ...)` keeps one).
+        skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
+            too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
+        sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+        check_replicas: compares the replicas of the state bit for bit after every so many steps, as
+            `check_replicas` does; what differs is an error a few steps later. 0 is never.
+
+    Returns:
+        The step. `step.lower(state, batch)` is that of `jax.jit`.
+
+    Raises:
+        TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
+        ValueError: the batch has no rows; a state of another model.
+        RuntimeError: a state that was donated already.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np, optax
+        >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+        >>> step = dp.train_step(lambda v, x: jnp.mean((dp(v, x) - 6) ** 2), optax.sgd(0.1))
+        >>> state = step.init({"params": np.float32(1)})
+        >>> for _ in range(20):
+        ...     state, metrics = step(state, np.full(5, 2, np.float32))
+        >>> round(float(state.params), 3)
+        3.0
+
+    Source: `train_step` in flax's examples/mnist/train.py; ZeRO-1 is Rajbhandari et al., "ZeRO" (2020), as `P_os`.
+    """
+    options = StepOptions(
+        check_steps("train_step", accumulate_steps),
+        bool(shard_optimizer),
+        wire_type("train_step", reduce_dtype),
+        bool(donate),
+        bool(skip_nonfinite),
+        bool(sync_batch_norm),
+        check_steps("train_step", check_replicas, "check_replicas", 0),
+    )
+    return _step_of(dp, loss_fn, tx, options, in_axes)
+
+
+def _step_of(
+    dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, in_axes: Tree
+) -> TrainStep | NNXTrainStep:
+    """The step for the kind of module that the wrapper holds."""
+    config: Config = dp._config
+    if not callable(loss_fn):
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    if config.state_axes:
+        raise ValueError(
+            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; such state belongs to one batch, "
+            f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
+            f"where arrays with an entry per row are gathered."
+        )
+    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
+    if config.kind == "nnx":
+        return NNXTrainStep(dp, loss_fn, tx, options, axes)
+    return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
 
 
 class TrainStep:
@@ -64,7 +160,6 @@ class TrainStep:
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._given = Given(options.donate)
-        self._known: Recent[object, KnownStep] = Recent()  # by the batch's layout
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
         """The state to begin with: a copy of the variables (the caller's own are never donated).
@@ -103,7 +198,6 @@ class TrainStep:
         shapes = jax.eval_shape(make, dict(variables), key)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
-            self._known.clear()
         state = jax.jit(make, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes = shapes
         self._given.keep(state, jax.tree.leaves(state))
@@ -135,38 +229,15 @@ class TrainStep:
         last = self._given.last
         try:
             refuse_more(more, "step(state, (x, y))")
-            if self._known and state is last:
-                key, arrays = known_by(batch)
-                known = self._known.used(key)
-                if known is None and type(batch) is not Scattered:  # of other containers, or with rows to be padded
-                    self._program.config.refuse_other_mesh()
-                    batch = self._dp._scatter_batch(batch, VERB, self._axes)
-                    key, arrays = known_by(batch)
-                    known = self._known.used(key)
-                if known is not None and (found := recall_step(known, self._given, arrays, self._keep)) is not None:
-                    return found
-            return self._all(state, batch)
+            before, scattered, flat, nodes = self._ready(state, batch, self._given.own())
+            keep = functools.partial(self._keep, nodes=nodes) if nodes else self._keep
+            state, metrics = self._program(before, scattered, flat, keep)
+            if self._options.check_replicas:
+                self._program.checked(state)
+            return state, own_metrics(metrics) if spans_processes(self._program.config.mesh) else metrics
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
-
-    def _all(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """A step of which nothing is known."""
-        before, scattered, flat, nodes = self._ready(state, batch, self._given.own())
-        keep = functools.partial(self._keep, nodes=nodes) if nodes else self._keep
-        state, metrics = self._program(before, scattered, flat, keep)
-        if self._options.check_replicas:
-            self._program.checked(state)
-        if spans_processes(self._program.config.mesh):
-            return state, own_metrics(metrics)
-        if is_plain() and not self._options.check_replicas and not nodes:
-            known = known_step(self._program, state, scattered, flat)
-            self._known[scattered._layout.token] = known
-            key, arrays = known_by(batch)
-            same = len(arrays) == len(scattered._arrays) and all(map(operator.is_, arrays, scattered._arrays))
-            if key is not None and same:
-                self._known[key] = known  # nothing of such a batch had to be moved
-        return state, metrics
 
     def _keep(
         self, state: TrainState, leaves: list[Any], metrics: dict[str, Any], nodes: Sequence[Any] = ()
@@ -203,7 +274,7 @@ class TrainStep:
     ) -> tuple[TrainState, Scattered, Flat, list[Any]]:
         """The state of `own` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
         self._program.config.refuse_other_mesh()
-        scattered, nodes = taken(self._dp._scatter_batch(batch, VERB, self._axes))
+        scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
         check_rows(VERB, scattered)
         if nodes:
             scattered = with_nodes(scattered, *nnx.split(nodes), VERB)
@@ -244,17 +315,6 @@ class TrainStep:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
         return self._program.placed(state, own)
-
-
-def own_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics; of those with an entry per row, over several processes, this one's own rows."""
-    return jax.tree.map(lambda x: join(x, "sharded") if is_scattered(x) else x, metrics, is_leaf=is_scattered)
-
-
-def shapes_of(tree: Tree) -> Tree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
-    )
 
 
 def checked_key(key: Any) -> Any:

@@ -19,12 +19,89 @@ from .._core.parallel_apply import on_replicas
 from .._core.programs import dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scattered import Scattered, parts
-from .._model.config import Config
+from .._model.config import Config, Wrapper
 from .arguments import Call, Plan, Position, assemble, cut, divide, loss_of
 from .gradients import Gradients, gradients
 from .terms import is_marker, is_mean, loss_value
 
 VERB = "value_and_grad"
+
+
+def value_and_grad(
+    dp: Wrapper,
+    loss_fn: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Tree = None,
+    accumulate_steps: int = 1,
+    reduce_dtype: Any = None,
+    sync_batch_norm: bool = False,
+) -> Callable[..., Any]:
+    """The loss and its gradient over all replicas: equal to `jax.value_and_grad(loss_fn)` on the whole batch.
+
+    The function that comes back takes `(params, *batch)`: the first argument is whole on every replica,
+    the others are cut along `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
+    all rows, exact for every batch size, and each gradient is summed over the replicas once. For NNX
+    the arguments may be modules: `nnx.value_and_grad`, with their state updated in place.
+
+    Args:
+        loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
+            rows of its chunk), a vector with one entry per row, or `jdp.Mean(total, count)`. The leaves
+            of `aux` likewise, or `jdp.Sum(total)`. An array whose shape follows the rows (one entry per row,
+            or as many for each, as in flattened logits) comes back gathered, in input order; any other array
+            of floats is a mean over the rows. Which it is, is seen by tracing `loss_fn` with more rows.
+        argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
+            gradient of an argument that is cut has its rows.
+        has_aux: whether `loss_fn` returns a pair.
+        in_axes: as in `jax.vmap`, for the arguments after the first: an axis, or None (whole to every
+            replica) for each. Default: `dim` for all.
+        accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
+            the memory of one; fewer where a chunk has fewer rows.
+        reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+        sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+
+    Returns:
+        A function like `jax.value_and_grad(loss_fn)`. Results come back where the first argument lives.
+
+    Raises:
+        TypeError: a loss of none of the three forms; parameters without a gradient; a leaf of `aux` of which
+            nothing tells whether it is a mean, a sum or an entry per row.
+        ValueError: the batch has no rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+        >>> loss, grad = dp.value_and_grad(lambda w, x: jnp.mean((dp(w, x) - 1) ** 2))(2.0, np.ones(5))
+        >>> float(loss), float(grad)
+        (1.0, 2.0)
+
+    Source: `value_and_grad` in jax/_src/api.py; the sum over replicas is `Broadcast.backward` in
+    torch/nn/parallel/_functions.py.
+    """
+    chosen = checked_options(argnums, has_aux, accumulate_steps, reduce_dtype, sync_batch_norm)
+    return differentiated(dp._config, loss_fn, chosen, in_axes)
+
+
+def grad(
+    dp: Wrapper, loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+        >>> float(dp.grad(lambda w, x: jnp.mean(dp(w, x)))(2.0, np.arange(3.0)))
+        1.0
+    """
+    both = value_and_grad(dp, loss_fn, argnums, has_aux, **options)
+
+    @functools.wraps(both)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad
 
 
 class Options(NamedTuple):
@@ -38,7 +115,7 @@ class Options(NamedTuple):
     sync_batch_norm: bool
 
 
-def options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> Options:
+def checked_options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> Options:
     single = not isinstance(argnums, tuple | list)
     positions = [
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
@@ -56,7 +133,7 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def value_and_grad(config: Config, loss_fn: Callable[..., Any], options: Options, in_axes: Any) -> Callable[..., Any]:
+def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options, in_axes: Any) -> Callable[..., Any]:
     """The function that `DataParallel.value_and_grad` returns."""
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")

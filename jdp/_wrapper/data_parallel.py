@@ -11,20 +11,26 @@ from flax import nnx
 
 from .._core.devices import Device, DeviceLike, Devices, named_once, spans_processes
 from .._core.fingerprint import check_replicas
+from .._core.gather import gather, join, scatter_list
 from .._core.layout import Tree
-from .._core.replicate import broadcast
-from .._core.split import split
+from .._core.programs import dispatch
+from .._core.replicate import broadcast, lives_replicated
+from .._core.scatter import split
+from .._core.scattered import Scattered, holds_scattered, map_scattered, on_mesh, parts
 from .._model import linen as _linen
 from .._model import nnx as _nnx
-from .._model.batch import Batches
 from .._model.config import Config, kind_of
-from .._train.doors import Training
-from .apply import Apply, in_replica
+from .._model.nnx import Beside
+from .._train.parallel import parallel
+from .._train.step import train_step
+from .._train.value_and_grad import grad, value_and_grad
+from .calls import remember, run_known
+from .prefetch import prefetch
 
 M = TypeVar("M")
 
 
-class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
+class DataParallel(nnx.Module, Generic[M]):
     """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
 
     The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
@@ -138,22 +144,152 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
         with _nnx.sorted_captures(self.module):
             return self._run_nnx(args, kwargs)
 
-    def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        config = self._config
-        filters = _nnx.filters_of(config.state_axes)
-        # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
-        (args, kwargs), given = _nnx.take_nodes((args, kwargs))
-        nodes = [self.module, *given]
-        graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
-        cut = [
-            (f"{kind}", split(state, config.mesh, config.dim, verb="DataParallel", root="state", axes=axis))
-            for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
-        ]
-        sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
-        params = (graph, tuple(state for _, state in cut), sown, rest)
-        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut, home=rest.get(0, ()))
-        nnx.update(nodes, updates)
+    def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
+
+        For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
+        `mutable` the result is `(output, updated collections)`. Each replica draws from its own keys,
+        the primary from those given.
+
+        Args:
+            variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
+            *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
+                their state is updated.
+            **kwargs: likewise; also `rngs`, `mutable` and `method` for Linen.
+
+        Raises:
+            ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
+            RuntimeError: parameters on a device that is neither the host nor the primary device.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> dp.apply(np.float32(2), np.arange(3.0)).tolist()
+            [0.0, 2.0, 4.0]
+        """
+        config, stateful = self._config, False
+        if config.kind == "nnx":
+            raise TypeError("jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply.")
+        if config.kind == "linen":
+            kwargs = _linen.normal_options(kwargs) if kwargs else kwargs
+            stateful = _linen.is_stateful(kwargs)
+        of_objects = type(variables) is not dict and _nnx.is_node(variables)
+        outputs = None if of_objects else run_known(self, variables, args, kwargs)
+        if outputs is not None:
+            return self._gather(outputs, True, stateful)
+        if config.kind == "linen":
+            _linen.check_variables(variables)
+        if in_replica():
+            module = cast(Any, self.module)
+            if config.kind == "linen":
+                return module.apply(_linen.unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+            return module(variables, *args, **kwargs)
+        cut = {
+            name: self._cut(variables[name], axis, f"state {name}")
+            for name, axis in config.state_axes.items()
+            if name in variables
+        }
+        if cut:
+            variables = {**variables, **cut}
+        whole, nodes = _nnx.take_nodes(variables) if of_objects else (variables, [])
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
+        nodes += given
+        if nodes:  # a model, an nnx.Rngs: whole on every replica, and updated
+            whole = _nnx.Beside(whole, *nnx.split(nodes))
+        try:
+            out = self._forward(whole, args, kwargs, stateful, cut, variables if nodes else None)
+        except Exception as error:
+            _linen.explain_stacked(error, variables, len(config.devices))
+            raise
+        if nodes:
+            out, updates = out
+            nnx.update(nodes, updates)
         return out
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+    ) -> tuple[Scattered, Scattered]:
+        """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
+        config = self._config
+        axes = None
+        if config.in_axes is not None:
+            in_axes = config.in_axes
+            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
+            if len(in_axes) != len(inputs):
+                raise ValueError(
+                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
+                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
+                )
+            axes = (in_axes, config.dim)
+        own = devices is config.devices
+        both = split(
+            (tuple(inputs), dict(kwargs)),
+            config.mesh_of(devices),
+            config.dim,
+            verb="DataParallel",
+            root=("args", "kwargs"),
+            axes=axes,
+            layouts=config.layouts if own else None,
+            place=False,
+        )
+        args, kw = parts(both)
+        return args, kw
+
+    def replicate(self, tree: Tree, devices: Devices) -> Tree:
+        """Step two: puts the parameters whole on every device; those in place stay as they are."""
+        return broadcast(tree, self._config.mesh_of(devices), "DataParallel")
+
+    def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+        """Step three: runs the module on every replica, as one program.
+
+        `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
+        """
+        if not isinstance(inputs, Scattered):
+            inputs = scatter_list(inputs, self._config.mesh, self._config.dim, "inputs")
+        if not isinstance(kwargs, Scattered):
+            kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
+        inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
+        program = self._config.program(self.module, type(replicas) is Beside)
+        return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
+
+    def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
+        """Step four: concatenates the outputs on the output device."""
+        if isinstance(outputs, Scattered):
+            return join(outputs, output_device)
+        if holds_scattered(outputs):  # a batch, each array of which has its own axis
+            return map_scattered(lambda s: join(s, output_device), outputs)
+        return gather(outputs, output_device, self._config.dim)
+
+    value_and_grad = value_and_grad
+    grad = grad
+    train_step = train_step
+    parallel = parallel
+    prefetch = prefetch
+
+    def check_replicas(self, tree: Tree = None) -> None:
+        """Compares the replicas of a tree bit for bit, in the devices: each leaf is one value.
+
+        JAX does not notice where copies of a replicated array differ: after a fault of a device, or with several
+        processes that did not start alike. Leaves that are cut, or on one device, have no copies to compare. With
+        several processes all make this call. `train_step(..., check_replicas=100)` does it on the way.
+
+        Args:
+            tree: parameters, a `jdp.TrainState`, ...; None is the state of an NNX module.
+
+        Raises:
+            ValueError: some differ; names the leaves, and for each the processes and devices.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+            >>> dp.check_replicas(jdp.replicate({"w": np.ones(3)}, devices=[0]))
+
+        Source: `_verify_param_shape_across_processes` in torch/nn/parallel/distributed.py, which compares shapes.
+        """
+        if tree is None:
+            self._needs_nnx("check_replicas")
+            tree = nnx.state(self.module)
+        check_replicas(tree, self._config.mesh, "check_replicas")
 
     @property
     def init(self) -> Any:
@@ -191,6 +327,83 @@ class DataParallel(Apply, Training, Batches, nnx.Module, Generic[M]):
         super().__setstate__(state)
         if self._config.kind == "nnx":  # pickled arrays forget where they were
             nnx.update(self.module, broadcast(nnx.state(self.module), self._config.mesh, "DataParallel"))
+
+    def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        config = self._config
+        filters = _nnx.filters_of(config.state_axes)
+        # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs))
+        nodes = [self.module, *given]
+        graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
+        cut = {
+            f"{kind}": self._cut(state, axis, "state")
+            for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
+        }
+        sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
+        params = (graph, tuple(cut.values()), sown, rest)
+        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut, home=rest.get(0, ()))
+        nnx.update(nodes, updates)
+        return out
+
+    def _forward(
+        self,
+        params: Tree,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stateful: bool,
+        cut: Mapping[str, Scattered],
+        home: Tree = None,
+    ) -> Any:
+        """The four steps; with parameters `Beside` NNX objects what it returns, and the updates of these.
+
+        `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
+        the parameters tells where results go, if not all of them do.
+        """
+        self._config.refuse_other_mesh()
+        inputs, kw = self.scatter(args, kwargs, self.devices)
+        _refuse_other_rows(cut, inputs, kw)
+        replicas = self.replicate(params, self.devices)
+        outputs = self.parallel_apply(replicas, inputs, kw)
+        in_place, beside = replicas is params, type(params) is _nnx.Beside
+        if in_place and not cut and not beside and self._config.kind != "nnx":
+            remember(self, params, args, kwargs, inputs, kw)
+        stay = self._stays(params if home is None else home, in_place, stateful)
+        if not beside:
+            return self._gather(outputs, stay, stateful)
+        outputs, updates = parts(outputs)
+        return self._gather(outputs, stay, stateful), join(updates, "sharded" if stay else None)
+
+    def _stays(self, params: Tree, in_place: bool, stateful: bool) -> bool:
+        """Whether results stay over the replicas, for they come back where the parameters live."""
+        leaves = jax.tree.leaves(params)
+        if not leaves:
+            return stateful or self.output_device is None
+        return in_place or lives_replicated(params, self._config.mesh)
+
+    def _gather(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+        """The last step: the output where the user wants it, the state where the parameters live."""
+        home = "sharded" if stay else None
+        device = home if self.output_device is None else self.output_device
+        if not stateful:
+            return self.gather(outputs, device)
+        out, state = parts(outputs)
+        return self.gather(out, device), join(state, home)
+
+    def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:
+        """State with a batch axis, cut like the batch."""
+        config = self._config
+        return split(state, config.mesh, config.dim, verb="DataParallel", root=name, axes=axis)
+
+    def _needs_nnx(self, method: str) -> None:
+        if self._config.kind != "nnx" and method == "check_replicas":
+            raise TypeError(
+                "jdp.check_replicas: tree is missing; only an NNX module holds its own state. Pass the variables."
+            )
+        if self._config.kind != "nnx":
+            raise TypeError(
+                f"jdp.DataParallel: {method}() sets the mode of an NNX module, and this wraps none; it would do "
+                f"nothing. Pass the mode as an argument, dp.apply(variables, x, train={method == 'train'})."
+            )
 
     if not TYPE_CHECKING:  # to which every name would be known then
 
@@ -252,3 +465,21 @@ _INSTEAD = {
 def _devices_of(x: Any) -> int:
     """How many devices hold an array; none where only its shape is known."""
     return len(x.sharding.device_set) if getattr(x, "sharding", None) is not None else 0
+
+
+def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
+    """A `ValueError` for state with a batch axis that has other rows than the batch."""
+    if not isinstance(inputs, Scattered) or not isinstance(kw, Scattered):
+        return  # of a subclass's scatter
+    for name, state in cut.items():
+        batched = inputs._layout.is_cut or kw._layout.is_cut
+        if batched and state._layout.is_cut and state.sizes != inputs.sizes:
+            raise ValueError(
+                f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
+                f"state with a batch axis is cut like the batch. Pass state of that many rows."
+            )
+
+
+def in_replica() -> bool:
+    """Whether this is traced inside a replica's program already."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)

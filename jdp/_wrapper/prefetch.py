@@ -6,7 +6,7 @@ import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,80 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._core.agreement import without_rows
-from .._core.devices import own_mesh
+from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Layout, Static, Tree
 from .._core.programs import Recent
-from .._core.scatter import Prepared
-from .._core.scattered import is_scattered, leaf_by_leaf
-from .._core.split import filled
+from .._core.scatter import Prepared, filled, flat, prepare
+from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._jax.coordination import DesyncError
+from .._model.batch import BatchAxes, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
+from .._model.config import Wrapper
 from .._model.nnx import put_nodes
 from .._processes.agree import Pending, begin, described_by_others, finish
 
 
-def refuse_one_batch(batches: Any) -> None:
+def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Iterator[Tree]:
+    """Scatters the next batches ahead: yields each batch, in order, with a `jdp.Scattered` for each of its arrays.
+
+    What it yields has the containers of the batch, and goes in its place, as a whole or in parts: every call takes
+    a `jdp.Scattered` where it takes an array, and `jdp.gather` gives the batch back. Python values, strings, None
+    and NNX objects stay what they are. Batches are copied, so that the loader may use its buffers again; not
+    those of a torch `DataLoader` that makes each of new tensors. An exception of the loader comes after the
+    batches before it.
+
+    Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
+    out, with batches of no rows for those that have. The processes tell each other one batch ahead, so that no
+    step waits for it.
+
+    Args:
+        batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
+            tensors).
+        size: how many batches are on the devices ahead of the one in use.
+        in_axes: as in `jax.vmap`, a tree prefix of each batch: an int, None (whole to every replica), or a tuple,
+            list or dict of them. Default: that of the wrapper, with which a tuple is the arguments of a call, and
+            anything else the first one; without, `dim` for all.
+
+    Raises:
+        TypeError: `batches` is one array or one batch.
+        ValueError: `size` is negative; in its turn, a batch that cannot be cut.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x, y: x * w + y, devices=[0])
+        >>> [dp(2.0, x, y).tolist() for x, y in dp.prefetch([(np.arange(2.0), np.ones(2))])]
+        [[1.0, 3.0]]
+
+    Source: `prefetch_to_device` in flax/jax_utils.py.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
+    _refuse_one_batch(batches)
+    config, own = dp._config, None if in_axes is None else BatchAxes(in_axes, Recent())
+    convert = _on_host(batches)
+
+    def host(batch: Tree) -> Tree:
+        leaves, treedef = flat(batch, "prefetch", "batch", stop_at_objects)
+        return treedef.unflatten(map(convert, leaves))
+
+    source = map(host, batches)
+    if not spans_processes(config.mesh):
+        return _ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
+
+    def begin(batch: Tree) -> Prepared:
+        if holds_scattered(batch):
+            raise ValueError(
+                "jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays."
+            )
+        inputs, nodes = take_objects(config, batch)
+        axes = axes_of_batch(config, batch, own)
+        prepared = prepare(inputs, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
+        return cast(Prepared, prepared)._replace(nodes=nodes)
+
+    return _ahead_together(source, begin, config.mesh, config.batch_layouts, size)
+
+
+def _refuse_one_batch(batches: Any) -> None:
     """A `TypeError` for what is one batch, or nothing to iterate over."""
     what, spelling = None, "batch"
     if is_scattered(batches):
@@ -50,7 +111,7 @@ def refuse_one_batch(batches: Any) -> None:
         )
 
 
-def on_host(batches: Any) -> Callable[[Any], Any]:
+def _on_host(batches: Any) -> Callable[[Any], Any]:
     """What makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
     # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
     data = sys.modules.get("torch.utils.data")  # who has a loader of torch's has imported it
@@ -97,7 +158,7 @@ def _numpy(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
+def _ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
     """Yields `scatter(batch)` for each batch, in order, with `size` batches on the devices ahead."""
     # No thread: JAX's transfers are asynchronous already, so that a queue of started ones is all it
     # takes, and there is nothing to leak or to join when the consumer stops early.
@@ -117,12 +178,12 @@ def prefetch(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int
         raise failed
 
 
-def prefetch_together(
+def _ahead_together(
     batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], size: int
 ) -> Iterator[Tree]:
     """`prefetch` over several processes: goes on until all have run out, with no rows of those that have."""
     agreed = _together(iter(batches), prepare, mesh, layouts, size > 0)
-    return prefetch(agreed, lambda s: s, max(0, size - 1))
+    return _ahead(agreed, lambda s: s, max(0, size - 1))
 
 
 def _together(
