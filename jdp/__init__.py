@@ -47,10 +47,9 @@ __all__ = [
     "virtual_cpu_devices",
 ]
 
-for _name in __all__:  # where a person finds them, in messages, pickles and documentation
-    if hasattr(globals()[_name], "__module__"):
-        globals()[_name].__module__ = "jdp"
-del _name
+for _public in (globals()[name] for name in __all__):
+    if hasattr(_public, "__module__"):
+        _public.__module__ = "jdp"  # where a person finds it, in messages, pickles and documentation
 
 
 def __dir__() -> list[str]:

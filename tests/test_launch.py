@@ -26,6 +26,7 @@ from jdp._launch import environment as _launch_environment
 from jdp._launch import options as _launch_options
 from jdp._launch import output as _launch_output
 from jdp._launch import workers as _launch_watch
+from jdp._launch.protocol import FOR_ANOTHER
 
 ROOT = Path(__file__).parents[1]
 # The commands use nothing but the standard library: run without the package's __init__, which takes
@@ -370,14 +371,14 @@ def test_who_ends_for_anothers_sake_is_not_to_blame_although_it_ends_first():
     script = f"""
     if not rank: signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
     ready(); until(*[f"ready-{{i}}-0" for i in range(3)])
-    if rank: os._exit({_launch_environment.FOR_ANOTHER})
+    if rank: os._exit({FOR_ANOTHER})
     sys.stderr.write("the cause\\nW1 preemption_notifier.cc:90] SIGTERM caught\\n"); until_ended(1); time.sleep(0.2)
     os._exit(7)
     """
     code, _, err = launch("-n", "3", script=script)
     assert code == 7 and err.endswith("Its last lines on stderr:\n[0] the cause\n")
-    alone = launch("-n", "1", script=f"os._exit({_launch_environment.FOR_ANOTHER})")
-    assert alone[0] == _launch_environment.FOR_ANOTHER and "rank 0 failed" in alone[2]
+    alone = launch("-n", "1", script=f"os._exit({FOR_ANOTHER})")
+    assert alone[0] == FOR_ANOTHER and "rank 0 failed" in alone[2]
 
 
 @pytest.mark.parametrize("kernel", ["new", "old"])

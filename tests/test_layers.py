@@ -15,16 +15,17 @@ ORDER = {
     "_launch": "",
     "_jax": "",
     "_tables": "",
+    "_version": "",
     "_processes": "_jax _launch",
     "_core": "_jax _processes",
     "_topology": "_core",
     "_model": "_jax _processes _core",
     "_train": "_jax _processes _core _model",
     "_wrapper": "_jax _processes _core _model _train",
-    "_checkpoint": "_jax _processes _core",
+    "_checkpoint": "_version _jax _processes _core",
     "_explain": "_tables _jax _processes _core _topology _model _train",
     "_plan": "_tables _jax _processes _core _topology _model _train _explain",
-    "_doctor": "_tables _jax _core _launch",
+    "_doctor": "_version _tables _jax _core _launch",
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
 ONLY = {

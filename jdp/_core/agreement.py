@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .._jax.coordination import DesyncError
 from .._processes.agree import CONTAINERS, Described
-from .devices import cut_along
+from .devices import cut_along, own_replicas, processes_of
 from .inputs import name_of
 from .layout import Cut, Layout, Stack, Static, Tree, Whole
 from .programs import capturing
@@ -129,3 +129,31 @@ def _empty(what: str, verb: str) -> Any:
             f"cannot make one. Yield one batch of no rows there."
         )
     return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
+
+
+@functools.cache
+def _replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
+    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
+
+
+def alike(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The rows of every replica if all processes have as many as this one."""
+    rows = [0] * mesh.size
+    for process in processes_of(mesh):
+        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=False):
+            rows[replica] = size
+    return tuple(rows)
+
+
+def own_sizes(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of the rows of every replica those of this process's own."""
+    return tuple(sizes[i] for i in own_replicas(mesh))
+
+
+def rows_of_all(mesh: Mesh, rows: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """The rows of every replica, of those that each process has told."""
+    found = [0] * mesh.size
+    for process, sizes in rows.items():
+        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=True):
+            found[replica] = size
+    return tuple(found)

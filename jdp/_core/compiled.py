@@ -82,7 +82,7 @@ class Compiled:
         if program is None:
             roots = ("donated", *ROOTS) if self._donates else ROOTS
             jitted = self._jit(self._run, self._where(inputs, kwargs))
-            program = self.programs[key] = same_program(jitted, inputs._layout.mesh, roots)
+            program = self.programs[key] = same_program(jitted, inputs._layout.mesh.devices.flat, roots)
         return program(*self._split(replicas), inputs, kwargs)
 
     def _split(self, replicas: Tree) -> tuple[Tree, ...]:
@@ -116,9 +116,9 @@ class Compiled:
             found = self.programs[inputs, kwargs] = self._jit(of_arrays, where), layouts
         return found
 
-    def jitted(self, inputs: Scattered, kwargs: Scattered | None) -> Any:
+    def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
         """The function of the trees themselves: names in it are those of the operands."""
         return jax.jit(self._run, in_shardings=(None, *self._where(inputs, kwargs)))
 
-    def _where(self, inputs: Scattered, kwargs: Scattered | None) -> tuple[Any, ...]:
+    def _where(self, inputs: Scattered | None, kwargs: Scattered | None) -> tuple[Any, ...]:
         return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs))

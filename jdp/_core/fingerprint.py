@@ -106,7 +106,7 @@ def _program(mesh: Mesh) -> Any:
     # Not checked: that the copies are equal is what is to be found out.
     program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False))
     # Trees that differ in their leaves would wait for each other, each in a collective of its own.
-    return same_program(program, mesh, ("tree",)) if spans_processes(mesh) else program
+    return same_program(program, mesh.devices.flat, ("tree",)) if spans_processes(mesh) else program
 
 
 def _is_replicated(x: Any, mesh: Mesh) -> bool:

@@ -183,7 +183,7 @@ def _along(s: Scattered, dim: int) -> Scattered:
 @functools.lru_cache(SIZES)
 def _realigning(layout: Layout, axes: tuple[int, ...]) -> Any:
     realign = jax.jit(lambda s: _realign(s, axes))
-    return same_program(realign, layout.mesh, ("outputs",)) if spans_processes(layout.mesh) else realign
+    return same_program(realign, layout.mesh.devices.flat, ("outputs",)) if spans_processes(layout.mesh) else realign
 
 
 def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:

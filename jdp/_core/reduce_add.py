@@ -112,7 +112,7 @@ def _sum_everywhere(s: Scattered) -> list[Any]:
 
 @functools.cache
 def _summing(mesh: Mesh) -> Any:
-    return same_program(_sum_everywhere, mesh, ("outputs",)) if spans_processes(mesh) else _sum_everywhere
+    return same_program(_sum_everywhere, mesh.devices.flat, ("outputs",)) if spans_processes(mesh) else _sum_everywhere
 
 
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:

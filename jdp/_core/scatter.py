@@ -11,12 +11,13 @@ import numpy as np
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
-from .._processes.agree import Described, alike, begin, fail, finish, own_sizes
-from .agreement import describe, own_rows
+from .._processes.agree import Described, begin, fail, finish
+from .agreement import alike, describe, own_rows, own_sizes, rows_of_all
 from .devices import (
     Devices,
     mesh_of,
     own_mesh,
+    processes_of,
     spans_processes,
 )
 from .inputs import (
@@ -313,15 +314,20 @@ def split(
         batch = prepare(inputs, mesh, dim, verb=verb, **options)
     except Exception as error:
         if spans_processes(mesh):
-            fail(mesh, verb, error)
+            fail(processes_of(mesh), verb, error)
         raise
     if isinstance(batch, Prepared):
         chunks = batch.sizes
         if batch.described is not None:
-            chunks = alike(mesh, chunks) if capturing() else finish(begin(mesh, verb, chunks, batch.described)).rows
+            chunks = alike(mesh, chunks) if capturing() else _agreed_on(mesh, verb, chunks, batch.described)
         return filled(batch, chunks, layouts, place)
     leaves, layout = batch
     return _fill(leaves, layout, place)
+
+
+def _agreed_on(mesh: Mesh, verb: str, sizes: tuple[int, ...], described: Described) -> tuple[int, ...]:
+    """The rows of every replica, when all processes have told theirs."""
+    return rows_of_all(mesh, finish(begin(processes_of(mesh), verb, sizes, described)).rows)
 
 
 def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:

@@ -83,7 +83,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _take(program: Any, *operands: Any) -> None:
-    raise Captured((StepCall if isinstance(program, Program) else ReplicasCall)(program, *operands))
+    raise Captured(StepCall(program, *operands) if isinstance(program, Program) else ReplicasCall(program, *operands))
 
 
 def _is_node(x: Any) -> bool:

@@ -10,8 +10,6 @@ from .options import Job
 
 _CPU_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
-FOR_ANOTHER = 75  # the exit code of a process that ends because another has failed; EX_TEMPFAIL of sysexits.h
-
 
 def environments(job: Job, attempt: int, gpus: int, base: Mapping[str, str]) -> list[dict[str, str]]:
     """One environment for each process of this node, in the order of their ranks; `base` is what they share."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from . import guard as _launch_guard
-from .environment import FOR_ANOTHER
+from .protocol import FOR_ANOTHER
 
 
 @dataclasses.dataclass

@@ -8,15 +8,13 @@ import hashlib
 import json
 import platform
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
 from jax._src.core import trace_state_clean
-from jax.sharding import Mesh
 
-from .._core.devices import own_replicas, processes_of
 from .._jax.coordination import DesyncError
 from .exchange import Exchange, Ticket, by_value, exchange_of, limits
 
@@ -27,7 +25,7 @@ Described = tuple[tuple[str, str], ...]
 class Pending(NamedTuple):
     """A batch that the others are being told of."""
 
-    mesh: Mesh
+    processes: tuple[int, ...]
     verb: str
     described: Described | None
     ticket: Ticket
@@ -35,26 +33,30 @@ class Pending(NamedTuple):
 
 
 def begin(
-    mesh: Mesh, verb: str, sizes: Sequence[int], described: Described | None, failure: Exception | None = None
+    processes: tuple[int, ...],
+    verb: str,
+    sizes: Sequence[int],
+    described: Described | None,
+    failure: Exception | None = None,
 ) -> Pending:
     """Tells the others the rows of this process's own replicas; `described` is None when it has run out of data.
 
     `failure` is what came instead of a batch: the others are not to wait for one.
     """
-    exchange = exchange_of(processes_of(mesh))
+    exchange = exchange_of(processes)
     digest = None
     if described is not None:
         digest = _digest(described)
         if _is_new((exchange, digest)):
             exchange.publish(f"batch/{exchange.here}/{digest}", json.dumps(described))
     ticket = exchange.post(verb, [list(sizes), digest, _text(failure)])
-    return Pending(mesh, verb, described, ticket, _is_new((exchange, verb, "call")))
+    return Pending(processes, verb, described, ticket, _is_new((exchange, verb, "call")))
 
 
 class Agreed(NamedTuple):
-    """What all processes know of a batch: the rows of every replica, and a digest of it for each that has data."""
+    """What all processes know of a batch: each one's rows, and a digest of it for those that have data."""
 
-    rows: tuple[int, ...]
+    rows: dict[int, list[int]]
     digests: dict[int, str]
 
 
@@ -64,7 +66,7 @@ def finish(pending: Pending) -> Agreed:
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
     """
-    mesh, verb = pending.mesh, pending.verb
+    verb = pending.verb
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     entries = pending.ticket.result(limits.start if pending.first else limits.step)
@@ -77,20 +79,16 @@ def finish(pending: Pending) -> Agreed:
         )
     digests = {process: digest for process, (_, digest, _) in entries.items() if digest is not None}
     if len({*digests.values()}) > 1:
-        raise DesyncError(_differing(verb, mesh, digests))
-    rows = [0] * mesh.size
-    for process, (sizes, _, _) in entries.items():
-        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=True):
-            rows[replica] = size
-    return Agreed(tuple(rows), digests)
+        raise DesyncError(_differing(verb, pending.processes, digests))
+    return Agreed({process: sizes for process, (sizes, _, _) in entries.items()}, digests)
 
 
-def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
+def fail(processes: tuple[int, ...], verb: str, failure: Exception) -> None:
     """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
     if not trace_state_clean():
         return
     try:
-        finish(begin(mesh, verb, (), None, failure))
+        finish(begin(processes, verb, (), None, failure))
     except RuntimeError:  # a DesyncError too: its own is the one to raise
         pass
 
@@ -99,20 +97,20 @@ def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"[:500]
 
 
-def described_by_others(mesh: Mesh, agreed: Agreed) -> Described:
+def described_by_others(processes: tuple[int, ...], agreed: Agreed) -> Described:
     """The batch of those that have one, for a process that never had any."""
     process, digest = next(iter(agreed.digests.items()))
-    return _read(mesh, process, digest)
+    return _read(processes, process, digest)
 
 
-def _read(mesh: Mesh, process: int, digest: str) -> Described:
-    text = exchange_of(processes_of(mesh)).read(f"batch/{process}/{digest}", limits.step)
+def _read(processes: tuple[int, ...], process: int, digest: str) -> Described:
+    text = exchange_of(processes).read(f"batch/{process}/{digest}", limits.step)
     return tuple((path, shape) for path, shape in json.loads(text))
 
 
-def _differing(verb: str, mesh: Mesh, digests: dict[int, str]) -> str:
+def _differing(verb: str, processes: tuple[int, ...], digests: dict[int, str]) -> str:
     """Which leaf differs, and how."""
-    what = difference({process: dict(_read(mesh, process, digest)) for process, digest in digests.items()})
+    what = difference({process: dict(_read(processes, process, digest)) for process, digest in digests.items()})
     return (
         f"jdp.{verb}: the processes' batches differ: {what or 'in their order'}; the number of rows (*) may differ "
         f"between processes, nothing else. Pass arrays of one shape and dtype."
@@ -149,42 +147,26 @@ def _is_new(key: Any) -> bool:
     return new
 
 
-@functools.cache
-def _replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
-    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
-
-
-def alike(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The rows of every replica if all processes have as many as this one."""
-    rows = [0] * mesh.size
-    for process in processes_of(mesh):
-        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=False):
-            rows[replica] = size
-    return tuple(rows)
-
-
-def own_sizes(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the rows of every replica those of this process's own."""
-    return tuple(sizes[i] for i in own_replicas(mesh))
-
-
-def same_program(program: Any, mesh: Mesh, roots: tuple[str, ...]) -> Callable[..., Any]:
+def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -> Callable[..., Any]:
     """The jitted function, compared with that of the other processes once for each shapes of its arguments.
 
     Compared are the label, the versions, the order of the devices, the shapes and dtypes of the operands (`roots`
     names the arguments) and the StableHLO. Compiled before it runs, for the others wait in its first collective no
     longer than a time-out.
     """
+    devices = tuple(devices)
+    processes = tuple(sorted({d.process_index for d in devices}))
     seen: set[Any] = set()
 
     def make_ready(*args: Any, label: str = program.__name__, names: Sequence[str] | None = None) -> None:
         leaves, treedef = jax.tree.flatten(args)
         key = (treedef, *[getattr(x, "aval", type(x)) for x in leaves])
         if key not in seen:
+            exchange = exchange_of(processes)
             lowered = program.lower(*args)
-            _compare(lowered.as_text(), _operands(args, roots, names), mesh, label)
+            _compare(lowered.as_text(), _operands(args, roots, names), devices, exchange, label)
             lowered.compile()
-            exchange_of(processes_of(mesh)).post(f"{label} (compiled)", None).result(limits.compile)
+            exchange.post(f"{label} (compiled)", None).result(limits.compile)
             seen.add(key)
 
     @functools.wraps(program)
@@ -203,11 +185,12 @@ def _operands(args: Any, roots: tuple[str, ...], names: Sequence[str] | None) ->
     return {path: f"{x.dtype}{list(x.shape)}" for path, (_, x) in zip(paths, leaves, strict=True)}
 
 
-def _compare(text: str, operands: dict[str, str], mesh: Mesh, label: str) -> None:
-    exchange = exchange_of(processes_of(mesh))
+def _compare(
+    text: str, operands: dict[str, str], devices: Sequence[Any], exchange: Exchange, label: str
+) -> None:
     mine = {
         "versions": _versions(),
-        "device order": " ".join(f"{d.platform}:{d.id}" for d in mesh.devices.flat),
+        "device order": " ".join(f"{d.platform}:{d.id}" for d in devices),
         "operands": _sha(json.dumps(operands)),
         "program": _sha(text),
     }

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .._jax.coordination import DesyncError, client, left_key, now, own_process, process_count
-from .._launch.environment import FOR_ANOTHER
+from .._launch.protocol import FOR_ANOTHER
 from .exchange import Exchange
 
 _FAILED = "jdp/failed"

@@ -153,7 +153,8 @@ class Program:
         found = self.compiled.used(key)
         if found is None:
             found = jit_of_state(self, state, layout, self._options(key, state))
-            found = same_program(found, layout.mesh, ("state", "batch")) if spans_processes(layout.mesh) else found
+            if spans_processes(layout.mesh):
+                found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
             self.compiled[key] = found
         return found
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._core.agreement import without_rows
-from .._core.devices import own_mesh, spans_processes
+from .._core.agreement import rows_of_all, without_rows
+from .._core.devices import own_mesh, processes_of, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Layout, Static, Tree
 from .._core.programs import Recent
@@ -201,7 +201,7 @@ def _together(
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
-            pending = begin(mesh, "prefetch", rows, None if batch is None else batch.described, failed)
+            pending = begin(processes_of(mesh), "prefetch", rows, None if batch is None else batch.described, failed)
             told.append((batch, pending, failed))
         batch, pending, mine = told.popleft()
         try:
@@ -214,11 +214,11 @@ def _together(
             return
         if batch is None:
             if last is None:
-                batch = prepare(without_rows(described_by_others(mesh, agreed), "prefetch"))
+                batch = prepare(without_rows(described_by_others(processes_of(mesh), agreed), "prefetch"))
             else:
                 batch = prepare(_no_rows(last))._replace(nodes=last.nodes)
         last = batch
-        yield put_nodes(leaf_by_leaf(filled(batch, agreed.rows, layouts, True)), batch.nodes)
+        yield put_nodes(leaf_by_leaf(filled(batch, rows_of_all(mesh, agreed.rows), layouts, True)), batch.nodes)
 
 
 def _no_rows(batch: Prepared) -> Tree:
