@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
 def run(*arguments):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 CURE = "delete it and run again with --download"
 

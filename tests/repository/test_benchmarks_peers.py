@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 ONE_LINE = "a wrong contender"
 
 

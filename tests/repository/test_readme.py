@@ -12,7 +12,7 @@ import pytest
 from jdp._launch import options as _launch_options
 from jdp._plan import cli as _plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 

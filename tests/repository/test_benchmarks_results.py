@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
 def section(name, words="old ± 1\n\n  text"):

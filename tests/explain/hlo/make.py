@@ -1,6 +1,6 @@
 """Writes the programs in this folder: small steps, compiled for machines that are not here.
 
-    PYTHONPATH=. python tests/hlo/make.py [name ...]
+    PYTHONPATH=. python tests/explain/hlo/make.py [name ...]
 
 needs the extras plan-gpu and plan-tpu. The texts are XLA's own, less its tables of source files and what only its
 backends read (`backend_config`, but for those of loops, collectives and calls of libraries).

@@ -1,7 +1,7 @@
 """After Ctrl-C at any moment the training state is whole: all before a step, or all after it.
 
 As a script it interrupts loops at random moments, and says how often the state was lost:
-python tests/test_interrupts.py 200
+python tests/train/test_interrupts.py 200
 """
 
 import os

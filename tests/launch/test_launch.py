@@ -28,7 +28,7 @@ from jdp._launch import output as _launch_output
 from jdp._launch import workers as _launch_watch
 from jdp._launch.protocol import FOR_ANOTHER
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # The commands use nothing but the standard library: run without the package's __init__, which takes
 # seconds to import JAX and Flax, they start in a tenth of a second.
 # And as at a terminal: who runs the tests with nohup, or behind a `&`, has them ignore signals from their start on.

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
 N = 4
 RAISED, STUCK = 12, 30  # seconds until all have ended
 START = 90  # seconds in which four processes come to a step, on a busy machine
@@ -60,7 +61,7 @@ class Job:
         self.logs[name] = self.folder / f"{name}.log"
         with self.logs[name].open("a") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, *arguments], env=environ, stdout=log, stderr=log, cwd=HERE.parent, process_group=0
+                [sys.executable, *arguments], env=environ, stdout=log, stderr=log, cwd=ROOT, process_group=0
             )
         self.watchers[name] = threading.Thread(target=self._watch, args=(name,), daemon=True)
         self.watchers[name].start()
@@ -183,7 +184,7 @@ def start(tmp_path):
     jobs = []
 
     def start(case, rank=2, how="launch", options=(), absent=None, port=None, folder=tmp_path):
-        environ = {**os.environ, "PYTHONPATH": str(HERE.parent), "JDP_FAULTS_MARK": str(uuid.uuid4())}
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "JDP_FAULTS_MARK": str(uuid.uuid4())}
         for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
             environ.pop(name, None)  # conftest's, for 8 devices
         folder.mkdir(exist_ok=True)

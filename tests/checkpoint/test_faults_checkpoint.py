@@ -74,7 +74,7 @@ def arrays(step):
 
 SAVE = """
     import sys
-    sys.path.insert(0, "tests")
+    sys.path.insert(0, "tests/checkpoint")
     import jdp, jax
     from test_faults_checkpoint import arrays
     put = lambda tree: {k: v if v.dtype == "int64" else jax.device_put(v) for k, v in tree.items()}

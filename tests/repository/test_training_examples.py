@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # 5 even batches an epoch, and a last one of 3 rows: 2 and 1.
 RESNET = (
     "--train-rows",

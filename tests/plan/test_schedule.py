@@ -7,7 +7,7 @@ import pytest
 from jdp._explain.hlo import parse
 from jdp._plan.estimate import simulate
 
-HLO = pathlib.Path(__file__).parent / "hlo"
+HLO = pathlib.Path(__file__).parents[1] / "explain" / "hlo"
 
 
 class Chip:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds a process by its environment in /proc"),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "multi_process.py"
 # 6 batches of 63 rows in an epoch: uneven over 2 processes and over 4.
 SETTINGS = ("--train-rows", "378", "--batch-size", "63", "--epochs", "4", "--save-every", "4")

@@ -22,6 +22,7 @@ import jdp
 from jdp._processes import exchange as _exchange
 
 HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
 PROCESSES, LOCAL = 2, 2
 ROWS = (9, 5)
 PARTS = (slice(0, 9), slice(9, 14))
@@ -50,7 +51,7 @@ def by_jdp(process, port):
 def start(log, command, **said):
     """A process with two CPU devices, and what it prints in a file."""
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", *LAUNCHERS)}
-    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(LOCAL), "NPROC": "8", "PYTHONPATH": str(HERE.parent)}
+    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(LOCAL), "NPROC": "8", "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, *command], env=environ | said, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent

@@ -26,7 +26,7 @@ def installed(module):
 
 
 def made():
-    """tests/hlo/make.py, which compiled the saved programs."""
+    """tests/explain/hlo/make.py, which compiled the saved programs."""
     spec = importlib.util.spec_from_file_location("make", HLO / "make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
