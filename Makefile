@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-faults install lint wheel bench clean
+.PHONY: help mnist test test-full test-faults install lint wheel bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,8 +29,11 @@ mnist:  ## train a Flax CNN on MNIST, on every device of this machine
 	@$(MAKE) --no-print-directory $(VENV)/.installed-examples$(addprefix $(comma),$(strip $(ACCELERATOR)))
 	$(VENV)/bin/python examples/mnist.py $(ARGS)
 
-test: install  ## run the tests, on 8 virtual CPU devices
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+test: install  ## run the fast tests, on 8 virtual CPU devices: every verb, door, bad input and law once
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+
+test-full: install  ## run the other tests: every combination, and what takes longer
+	$(VENV)/bin/python -m pytest -m "(full or hypothesis) and not faults" -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 test-faults: install  ## kill, stop and damage processes and checkpoints, and see that nothing hangs or is lost
 	$(VENV)/bin/python -m pytest -m faults -n 3 $(ARGS)
@@ -56,7 +59,7 @@ bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-wr
 	$(VENV)/bin/python benchmarks/overlap.py --write $(ARGS)
 
 clean:  ## remove the environment and all that was built
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # `.installed-X` says that the package is installed, editable, with the extras X, as pyproject.toml has them now.

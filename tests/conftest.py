@@ -1,38 +1,103 @@
 """The tests run on 8 virtual CPU devices; here is what the files share."""
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs that are compiled are kept in the checkout, for the next run and for the processes that tests start. JAX's
+# key is the program itself with the versions of JAX and jaxlib, the devices, XLA's flags and the compiler's options,
+# so nothing that changes a program finds an old one; tracing and lowering, which is what jdp does, happen each time.
+# Most programs here compile in less than 0.1 s, and are read in a few milliseconds: all are kept. The folder may be
+# deleted at any time.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jdp
 
 jdp.virtual_cpu_devices(8)
 
+import collections
 import contextlib
 import re
 
 import jax
 import numpy as np
 import pytest
+from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import settings
 
-settings.register_profile("jdp", max_examples=30, deadline=None, derandomize=True)
-settings.load_profile("jdp")
+# laws.examples takes its part of the examples of a test from the profile
+settings.register_profile("full", max_examples=30, deadline=None, derandomize=True)
+settings.register_profile("fast", max_examples=3, deadline=None, derandomize=True)
 
-_compilations = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
-)
-
-
-def pytest_addoption(parser):
-    parser.addoption("--one-case", action="store_true", help="of each test's parameters only the last combination")
+# JAX says after each program how long it took to have it, also where it was read from the cache; and how long it read.
+_compilations, _compiling = [], [0.0]
+_SECONDS = {"backend_compile_duration": 1, "cache_retrieval_time_sec": -1}
 
 
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--one-case"):
-        last = {(item.path, getattr(item, "originalname", item.name)): item for item in items}
-        items[:] = [item for item in items if item in last.values()]
+def _listen(event, duration, **_):
+    name = event.rpartition("/")[2]
+    _compiling[0] += _SECONDS.get(name, 0) * duration
+    if name == "backend_compile_duration":
+        _compilations.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+# CPU seconds of a case in the fast tier. Its cases were chosen among those that took less than half of it on two cores
+# that others used too. The time of the process's threads counts, not the clock's, so a busy machine fails nothing.
+BUDGET = 2.0
+BIG = 60  # cases; the groups of a larger file are its functions, or its worker would be the last
+
+
+def pytest_configure(config):
+    fast = "not full" in config.getoption("markexpr")
+    settings.load_profile("fast" if fast else "full")
+    config.stash[_judged] = fast
+
+
+_judged = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What `one_case` leaves out is marked `full`; and `pytest --dist loadgroup` keeps a file's cases on one worker."""
+    families = collections.defaultdict(list)
+    for item in items:
+        families[item.path, getattr(item, "originalname", item.name)].append(item)
+    sizes = collections.Counter(item.path for item in items)
+    for (path, name), cases in families.items():
+        if mark := cases[0].get_closest_marker("one_case"):
+            named = [item for item in cases if item.callspec.id in mark.args]
+            for item in cases:
+                if item not in (named or cases[-1:]):
+                    item.add_marker("full")
+        for item in cases:
+            group = path.stem if sizes[path] <= BIG else f"{path.stem}.{name}"
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A case of the fast tier fails that takes more CPU time than its budget.
+
+    Not judged is the first case of a process, which imports what the others find, and one for which a program was
+    compiled that the cache did not have: the next run judges it.
+    """
+    cpu, compiling = sum(os.times()[:2]), _compiling[0]
+    result = yield
+    cpu, compiling = sum(os.times()[:2]) - cpu, _compiling[0] - compiling
+    judged, item.config.stash[_judged] = item.config.stash[_judged], "not full" in item.config.getoption("markexpr")
+    mark = item.get_closest_marker("budget")
+    budget = mark.args[0] if mark else BUDGET
+    if judged and compiling < 0.25 and cpu > budget:
+        pytest.fail(
+            f"{item.name} took {cpu:.1f} CPU s; a case of the fast tier may take {budget:g}. Make it smaller, keep one "
+            "case of its parameters there (@pytest.mark.one_case), or leave it to make test-full (@pytest.mark.full).",
+            pytrace=False,
+        )
+    return result
 
 
 @pytest.fixture(scope="session")
