@@ -43,8 +43,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 
 import jdp
 
@@ -274,7 +275,7 @@ def where(tree):
 # --------------------------------------------------------------------------------- law 1: a call is the bare call
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(batches(), counts, st.sampled_from(["wrapper", "keyword", "scattered", "function", "tuple"]))
 def test_law_1_any_tree(same, batch, n, door):
     tree, size, dim = batch
@@ -293,7 +294,7 @@ def test_law_1_any_tree(same, batch, n, door):
     same(got, of_each_row(SCALES, tree))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(batches(), counts)
 def test_law_1_gather_undoes_scatter(same, batch, n):
     tree, size, dim = batch
@@ -308,7 +309,7 @@ def test_law_1_gather_undoes_scatter(same, batch, n):
 OUTPUTS = [None, None, None, None, "cpu", "sharded", 1]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(kinds, counts, sizes, seeds, puts, st.sampled_from(OUTPUTS))
 def test_law_1_models(same, kind, n, size, seed, put, output):
     if output == 1 and n == 1:
@@ -339,7 +340,7 @@ def axes_wrapper(n, x_axis, y_axis, out_axis):
     return model, jdp.DataParallel(model, range(n), in_axes=(x_axis, y_axis), out_axes=axes)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(counts, sizes, seeds, st.integers(-3, 2), st.sampled_from([None, None, 0, 1, 2, -1]), st.integers(-3, 2))
 def test_law_1_axes(same, n, size, seed, x_axis, y_axis, out_axis):
     model, dp = axes_wrapper(n, x_axis, y_axis, out_axis)
@@ -353,7 +354,7 @@ def sums(w, x):
     return {"each": w * x.sum(0), "all": [x.sum().astype(np.int32), None]}
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(counts, st.integers(1, MOST), seeds, st.sampled_from([None, "all", "cpu", 2]))
 def test_law_1_reduce_add(same, n, size, seed, destination):
     x, devices = whole_numbers((size, 3), seed), jax.devices()[:n]
@@ -383,7 +384,7 @@ def drawing_wrapper(kind, n):
     return jdp.DataParallel(draws if kind == "function" else Draws(), range(n))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.sampled_from(["function", "nnx"]), places, seeds)
 def test_law_1_each_replica_draws_from_its_own_key(same, kind, place, seed):
     n, size = place
@@ -512,7 +513,7 @@ GRADIENTS = [
 ]
 
 
-@settings(max_examples=36)
+@examples(36)
 @given(st.sampled_from(GRADIENTS), seeds, st.sampled_from(["host", "host", "primary", "replicated"]), forms)
 def test_law_2_value_and_grad(case, seed, put, given_as):
     kind, form, n, size, accumulate_steps = case
@@ -527,7 +528,7 @@ def test_law_2_value_and_grad(case, seed, put, given_as):
         assert where((loss, aux, grad)) == {frozenset(PUT[put][1](list(dp.devices)))}
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.sampled_from(["scalar", "Mean"]), st.sampled_from([(1, 3, 3, 3), (4, 0, 1, 0)]), seeds)
 def test_law_2_chunks_of_any_sizes(form, shares, seed):
     dp, fn = gradient("function", form, 4)
@@ -549,7 +550,7 @@ def shapes_wrapper(n, k, shape, accumulate_steps):
     return dp.value_and_grad(lambda w, x: ((w * x).mean(), aux(x)), has_aux=True, accumulate_steps=accumulate_steps)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(places, seeds, st.integers(1, 3), st.booleans(), st.integers(0, 2), st.sampled_from([1, 1, 2]))
 def test_law_2_what_follows_the_rows(place, seed, k, columns, by_chance, accumulate_steps):
     n, size = place
@@ -569,7 +570,7 @@ def both_gradients(n):
     return dp.grad(lambda w, x, y: (((dp(w, x)["y"] - y) ** 2).sum(-1)).mean(), argnums=(0, 1))
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(places, seeds)
 def test_law_2_the_gradient_of_what_is_cut(place, seed):
     w, batch = weights(seed % 3), batch_of(place[1], seed)
@@ -577,7 +578,7 @@ def test_law_2_the_gradient_of_what_is_cut(place, seed):
     close((got["params"], got_x), reference(w, batch)[1:3])
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(kinds, places, seeds, st.sampled_from(["host", "primary", "replicated"]), st.booleans())
 def test_law_2_the_gradient_through_a_call(kind, place, seed, put, jit):
     n, size = place
@@ -675,7 +676,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=16)
+@examples(16)
 @given(st.sampled_from(STEPS), seeds, puts, st.sampled_from(["numpy", "scattered", "prefetched"]))
 def test_law_2_train_step(case, seed, put, given_as):
     kind, form, optimizer, n, size, *options = case
@@ -715,7 +716,7 @@ def noisy(kind, n, accumulate_steps):
     return dp, dp.train_step(loss_fn, OPTIMIZERS["momentum"], accumulate_steps=accumulate_steps)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.sampled_from(["function", "nnx"]), st.sampled_from([(4, 10, 2, 7), (8, 24, 1, 8)]), seeds)
 def test_law_2_a_key_for_each_step_microbatch_and_replica(kind, case, seed):
     n, size, accumulate_steps, keys = case
@@ -781,7 +782,7 @@ def norm_wrapper(kind, n, reduce_state):
     return jdp.DataParallel(Norm() if kind == "linen" else NnxNorm(), range(n), reduce_state=reduce_state)
 
 
-@settings(max_examples=14)
+@examples(14)
 @given(st.sampled_from(["linen", "nnx"]), st.sampled_from(["primary", "mean"]), places, seeds, puts)
 def test_law_2_batch_norm_is_a_loop_over_the_chunks(kind, reduce_state, place, seed, put):
     n, size = place
@@ -819,7 +820,7 @@ def norm_step(kind, reduce_state, sync_batch_norm):
     return dp, dp.train_step(loss_fn, optax.sgd(0.0), **options)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.sampled_from([("linen", "mean", False), ("nnx", "primary", False), ("linen", "primary", True)]), seeds)
 def test_law_2_state_goes_through_the_microbatches(case, seed):
     kind, reduce_state, sync = case
@@ -852,7 +853,7 @@ def test_law_2_state_goes_through_the_microbatches(case, seed):
 calls = st.tuples(st.sampled_from([8, 5]), seeds, puts, forms, st.sampled_from([None, None, None, 2]))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(kinds, st.lists(calls, min_size=4, max_size=10), st.sampled_from([None, None, 1]))
 def test_law_3_calls(same, kind, calls, output):
     dp = wrapper(kind, 4, output)
@@ -889,7 +890,7 @@ CONTAINERS = [
 VALUES = [1, True, 1.0, 0, False, 0.0, -0.0, "1"]
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.sampled_from(["numpy", "jax"])), min_size=6, max_size=12)
 )
@@ -910,7 +911,7 @@ changes = st.one_of(
 )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.lists(st.tuples(changes, seeds), min_size=3, max_size=8))
 def test_law_3_a_changed_model(same, changed):
     dp = wrapper("nnx", 3)
@@ -938,7 +939,7 @@ def test_law_3_a_changed_model(same, changed):
 moves = st.tuples(st.sampled_from([8, 6]), seeds, forms, st.sampled_from(["on", "on", "replaced"]))
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.sampled_from(["function", "nnx"]), st.lists(moves, min_size=3, max_size=6), puts)
 def test_law_3_steps(kind, moves, put):
     dp, step = trained(kind, "Mean", "momentum", 3)
@@ -997,7 +998,7 @@ REFUSED = {  # what is passed after the parameters, and what it raises
 }
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     st.sampled_from(["function", "nnx"]),
     st.lists(st.sampled_from(sorted(REFUSED)), min_size=1, max_size=3),
@@ -1053,7 +1054,7 @@ BAD_BATCHES = {
 }
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     st.sampled_from(["function", "nnx"]),
     st.lists(st.sampled_from(sorted(BAD_BATCHES)), min_size=1, max_size=3),

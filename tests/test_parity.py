@@ -226,6 +226,7 @@ def test_nothing_waits_for_the_garbage_collector(devices):
         gc.enable()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nn.jit, nn.remat], ids=lambda t: t.__name__)
 def test_transformed_models_are_wrapped_like_any(transform, devices):
     """torch refuses or breaks script modules and fx graphs."""

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from laws import examples
 
 import jdp
 
@@ -84,7 +85,7 @@ def shares(draw):
     return draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(shares(), st.sampled_from([0, 1, -1]), st.sampled_from(DTYPES))
 def test_any_chunk_sizes_will_do(same, devices, sizes, dim, dtype):
     x = np.moveaxis(array((sum(sizes), 2), dtype, 0), 0, dim)
@@ -127,7 +128,7 @@ def rows_and_statistics(w, x):
     return {"rows": x * w, "sum": x.sum(0), "total": x.sum()}
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(shares().filter(any))
 @example([0, 3, 0, 1])
 def test_parallel_apply_is_a_loop_over_the_chunks(same, devices, sizes):

@@ -22,8 +22,9 @@ torch = pytest.importorskip("torch")
 from flax import linen as fnn
 from golden import flax_side, make_golden, torch_side
 from golden.structures import Point, encode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import close, examples
 from torch import nn
 from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -71,7 +72,7 @@ def test_chunk_sizes_of_larger_batches():
 def test_a_step_equals_torchs(model, rows, n, devices):
     record = torch_side.run_case(model, rows, n, seed=rows * n)
     dp = jdp.DataParallel(flax_side.MODELS[model](), devices[:n])
-    flax_side.assert_close(flax_side.run_case(model, dp.apply, n, record), flax_side.expected(model, n, record))
+    close(flax_side.run_case(model, dp.apply, n, record), flax_side.expected(model, n, record))
 
 
 @pytest.mark.parametrize(("rows", "n"), [(10, 4), (5, 3)])
@@ -90,9 +91,9 @@ def test_data_parallel_is_a_loop_over_chunks(rows, n, devices):
     before = {name: value.numpy() for name, value in state.items()}
     dp = jdp.DataParallel(flax_side.Conv(), devices[:n])
     out, updates = dp.apply(flax_side.variables("Conv", before), flax_side.layout("Conv", x), mutable=["batch_stats"])
-    flax_side.assert_close(out, torch.cat(outputs).detach().numpy())
+    close(out, torch.cat(outputs).detach().numpy())
     values = 36 * len(torch.zeros(rows).chunk(n)[0])
-    flax_side.assert_close(updates["batch_stats"], flax_side.batch_stats("Conv", before, stats, values))
+    close(updates["batch_stats"], flax_side.batch_stats("Conv", before, stats, values))
 
 
 arrays = st.builds(lambda width: ("array", width), st.integers(1, 3))
@@ -123,7 +124,7 @@ def build(spec, rows, make):
     return Point(*children) if kind == "point" else tuple(children)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(spec=trees, rows=st.integers(1, 12), n=st.sampled_from([1, 2, 3, 8]))
 def test_scatter_equals_torchs_on_any_structure(spec, rows, n):
     # an array beside it, so that there is something to cut: with nothing jdp makes one chunk, torch n
@@ -152,8 +153,8 @@ def test_scatter_and_gather_are_twice_differentiable_as_torchs(devices):
     def model(x):
         return (jdp.gather(jdp.scatter(x, devices[:2])) ** 3).sum()
 
-    flax_side.assert_close(jax.grad(model)(ramp(5, 2)), first.detach().numpy())
-    flax_side.assert_close(jax.grad(lambda x: jax.grad(model)(x).sum())(ramp(5, 2)), second.numpy())
+    close(jax.grad(model)(ramp(5, 2)), first.detach().numpy())
+    close(jax.grad(lambda x: jax.grad(model)(x).sum())(ramp(5, 2)), second.numpy())
 
 
 def test_replicate_copies_and_sums_the_gradient_as_torchs(devices):
@@ -182,7 +183,7 @@ def test_parallel_apply_takes_what_torchs_takes(devices):
         wanted = parallel_apply([linear, linear], [wrap(c) for c in torch.from_numpy(x).chunk(2)], devices=[0, 1])
         got = jdp.parallel_apply(lambda p, x: x @ p["w"] + p["b"], weights, jdp.scatter(wrap(x), devices[:2]))
         for a, b in zip(got, wanted, strict=True):
-            flax_side.assert_close(a, b.detach().numpy())
+            close(a, b.detach().numpy())
 
 
 def test_sparse_embedding_gradient_is_the_same_made_dense(devices):
@@ -192,7 +193,7 @@ def test_sparse_embedding_gradient_is_the_same_made_dense(devices):
     torch_side.data_parallel(module, 4)(torch.from_numpy(tokens)).pow(2).sum().backward()
     dp = jdp.DataParallel(lambda table, tokens: table[tokens], devices[:4])
     grad = jax.grad(lambda table: (dp(table, tokens) ** 2).sum())(table)
-    flax_side.assert_close(grad, module.weight.grad.to_dense().numpy())
+    close(grad, module.weight.grad.to_dense().numpy())
 
 
 def test_scalar_outputs_become_a_vector(devices):
@@ -206,7 +207,7 @@ def test_scalar_outputs_become_a_vector(devices):
         wanted = torch_side.data_parallel(Loss(), 4)(torch.from_numpy(x))
     got = jdp.DataParallel(lambda w, x: x.mean(), devices[:4])({}, x)  # in silence: warnings are errors here
     assert got.shape == (3,)
-    flax_side.assert_close(got, wanted.numpy())
+    close(got, wanted.numpy())
 
 
 def test_dropped_state_and_kept_state(devices):
@@ -377,7 +378,7 @@ def test_a_mean_inside_the_module_is_a_mean_of_means(devices):
         warnings.simplefilter("ignore")
         biased = torch_side.data_parallel(Loss(), 4)(torch.from_numpy(x)).mean()
     got = jdp.DataParallel(lambda w, x: x.mean(), devices[:4])({}, x).mean()
-    flax_side.assert_close(got, biased.numpy())
+    close(got, biased.numpy())
     assert abs(float(got) - x.mean()) > 1
     assert float(jdp.DataParallel(lambda w, x: x, devices[:4])({}, x).mean()) == x.mean()
 
@@ -414,7 +415,7 @@ def test_an_empty_batch_runs_no_replica(devices):
     variables = dp.init(jax.random.key(0), ramp(2, 5))
     out, updates = dp.apply(variables, ramp(0, 5), mutable=["batch_stats"])
     assert out.shape == (0, 3)
-    flax_side.assert_close(updates["batch_stats"], variables["batch_stats"])  # torch's would be nan
+    close(updates["batch_stats"], variables["batch_stats"])  # torch's would be nan
 
 
 def test_arguments_are_checked_without_an_accelerator_too(monkeypatch):

@@ -293,6 +293,7 @@ def test_the_lock_is_given_back(tmp_path, end):
         assert second.save(9, at(9))
 
 
+@pytest.mark.full
 def test_a_dropped_one_keeps_the_lock_until_its_save_is_complete(tmp_path, monkeypatch):
     going = threading.Event()
     first = jdp.Checkpointer(tmp_path)
@@ -567,6 +568,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path, text):
         assert restored(tmp_path) == 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "key, value",
     [*((key, ...) for key in MISSING), *((key, value) for key, values in TYPES.items() for value in values)],

@@ -77,6 +77,7 @@ def assert_equal(got, want):
         assert g.tobytes() == w.tobytes()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("m", [1, 4, 8])
 @pytest.mark.parametrize("n", [1, 8])
 def test_a_state_comes_back_on_any_number_of_devices(tmp_path, spread, n, m):
@@ -133,6 +134,7 @@ def test_it_saves_at_multiples_and_keeps_the_newest(tmp_path):
         assert checkpointer.restore(np.zeros(2, int))[0].tolist() == [20, 20]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 8])
 def test_the_state_may_be_donated_right_after_save(tmp_path, spread, n):
     step = jax.jit(lambda x: jax.tree.map(lambda a: a * -1 + 7, x), donate_argnums=0)
@@ -159,6 +161,7 @@ def train(devices, zero):
     return step, step.init({"params": params}, key=jax.random.key(1))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("zero_after", [True, False])
 def test_zero_from_8_devices_to_4(tmp_path, devices, zero_after):
     rng = np.random.default_rng(0)

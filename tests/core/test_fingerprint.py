@@ -60,6 +60,7 @@ NARROW += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, m
 WIDE = [np.int64, np.uint64, np.float64, np.complex128]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", NARROW + WIDE, ids=lambda d: np.dtype(d).name)
 def test_it_is_the_definition_in_plain_integers(dtype):
     x = values(dtype)
@@ -68,6 +69,7 @@ def test_it_is_the_definition_in_plain_integers(dtype):
         assert fingerprint([jnp.asarray(x)]).tolist() == [reference(x)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4, 5)], ids=str)
 def test_every_rank_and_no_elements(shape):
     x = RNG.integers(0, 2**32, shape, dtype=np.uint32)
@@ -85,6 +87,7 @@ def test_a_typed_key_is_its_data():
     assert fingerprint(keys).tolist() == [reference(jax.random.key_data(keys))]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("spec", [(), ("a",), (None, "a"), ("a", "b"), (("a", "b"),), (None, "b")], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.complex64, bool], ids=lambda d: np.dtype(d).name)
 def test_it_does_not_depend_on_how_the_leaf_lies(devices, spec, dtype):

@@ -28,6 +28,7 @@ def keep(params, x):
 # --- of a Scattered
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9])
 def test_gather_concatenates_in_input_order(same, devices, n, size):
     x = rows(size, 2)
@@ -63,6 +64,7 @@ def test_dim_out_of_range_is_refused(refused, devices, dim):
         jdp.gather([{"x": rows(4)}, {"x": rows(4)}], dim=dim)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [8, 5, 3])
 def test_under_jit_the_values_are_the_same_and_stay_on_the_replicas(same, devices, wrap, size):

@@ -4,6 +4,7 @@ In processes of their own, for the number of threads is fixed when JAX starts, a
 """
 
 import collections
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,8 +18,6 @@ STEPS = 20_000
 
 def run(code, **env):
     """The last line that a fresh Python prints, with only these variables beside the path."""
-    import os
-
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=kept | env, timeout=280
@@ -27,6 +26,7 @@ def run(code, **env):
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.full
 def test_eager_loop_of_collectives_without_set_up():
     # 8 devices by XLA's own flag: no help from virtual_cpu_devices, jdp's own queue must do it.
     code = f"""
@@ -41,6 +41,7 @@ def test_eager_loop_of_collectives_without_set_up():
     assert last == str([10.5] * 8)
 
 
+@pytest.mark.full
 def test_calls_without_collectives_among_calls_with_them():
     # The former are not waited for, and must not keep the latter from their devices.
     code = f"""
@@ -56,6 +57,7 @@ def test_calls_without_collectives_among_calls_with_them():
     assert last == f"{[3.0 * i for i in range(8)]} {[10.5] * 8}"
 
 
+@pytest.mark.full
 def test_jitted_loop_of_the_user_with_virtual_cpu_devices():
     code = f"""
         import jdp
@@ -158,3 +160,19 @@ def test_virtual_cpu_devices_refuses_what_is_no_number_of_devices(n):
 
     with pytest.raises(ValueError, match=r"jdp\.virtual_cpu_devices: n is .* Pass 1 or more"):
         jdp.virtual_cpu_devices(n)
+
+
+@pytest.mark.full
+def test_loops_of_the_verbs_do_not_deadlock():
+    code = """
+import jax, jdp, numpy as np
+s = jdp.scatter(np.ones((16, 64, 64), np.float32))
+u = jdp.scatter(np.ones((15, 64, 64), np.float32))
+for _ in range(3000):
+    total, whole = jdp.reduce_add(s, "all"), jdp.gather(u, "sharded")
+print(float(total.sum()), whole.shape)
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PJRT_NPROC")}
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=280)
+    assert done.stdout.strip() == "65536.0 (15, 64, 64)", done.stderr[-2000:]

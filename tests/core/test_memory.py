@@ -162,6 +162,7 @@ def growth(doors, sizes, warm, kept):
     return float(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_sizes_take_no_more_memory_than_few():
     assert growth(["apply"], sizes=90, warm=30, kept=16) < 60  # 2.5 MB for each size before: 150

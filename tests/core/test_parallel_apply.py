@@ -51,6 +51,7 @@ def close(got, want):
 # --- even: jax.pmap
 
 
+@pytest.mark.one_case
 def test_even_batches_agree_with_pmap_to_the_last_bit(same, devices, n):
     x = noise(4 * n, 3)
     expected = jax.pmap(net, axis_name="data", in_axes=(None, 0), devices=devices[:n])(PARAMS, x.reshape(n, 4, 3))
@@ -73,6 +74,7 @@ def collectives(params, x):
     }
 
 
+@pytest.mark.one_case
 def test_collectives_on_even_chunks_agree_with_pmap(same, devices, n):
     x = noise(2 * n, 3)
     expected = jax.pmap(collectives, axis_name="data", in_axes=(None, 0), devices=devices[:n])(None, x.reshape(n, 2, 3))
@@ -97,6 +99,7 @@ UNEVEN = [(10, 4, None), (5, 4, None), (9, 4, None), (7, 3, None), (1, 2, None),
 GIVEN = [(4, 3, (0, 3, 1)), (4, 3, (3, 0, 1)), (4, 3, (1, 3, 0))]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size, n, sizes", UNEVEN + GIVEN)
 def test_uneven_chunks_are_as_a_loop_over_them(devices, size, n, sizes):
     x = noise(size, 3)
@@ -202,6 +205,7 @@ def test_padding_never_shows(same, devices):
     close({"i": got["inverse"], "l": got["log"]}, {"i": 1 / x, "l": np.log(x[::2])})
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "bfloat16", "float16", "complex64"])
 @pytest.mark.parametrize("size", [4, 3])
 def test_dtypes(same, devices, dtype, size):
@@ -433,6 +437,7 @@ def draw(_, key, x):
     return x * 0 + jax.random.normal(key, x.shape)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [6, 5])
 def test_a_0_d_key_is_folded_with_the_replica_s_index_but_for_the_primary(same, devices, size):
     key = jax.random.key(7)
@@ -464,6 +469,7 @@ def test_on_one_device_a_key_draws_as_in_the_bare_function(same, devices):
     same(got, jax.jit(draw)(None, key, rows(4, 2)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_key_for_each_row_is_cut_and_not_folded(same, devices, size):
     keys = jax.random.split(jax.random.key(0), size)
@@ -490,6 +496,7 @@ def mean_over_loop(params, x, sizes):
     return (jnp.stack(losses) ** 2).sum()
 
 
+@pytest.mark.one_case("5-4-eager", "2-3-jit")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size, n", [(8, 2), (7, 3), (5, 4), (2, 3)])
 def test_gradients_are_those_of_the_loop(devices, wrap, size, n):
@@ -499,6 +506,7 @@ def test_gradients_are_those_of_the_loop(devices, wrap, size, n):
     close(got, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [8, 5])
 def test_second_derivatives_are_those_of_the_loop(devices, wrap, size):
@@ -619,6 +627,7 @@ def test_a_bound_method_is_compiled_once(devices, traced):
     assert Model.traces == 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_function_is_freed_after_use(devices, size):
     def use():
@@ -664,6 +673,7 @@ def test_a_callable_with_slots_is_traced_once(devices):
     assert len(two.traces) == 2
 
 
+@pytest.mark.full
 def test_callables_with_slots_do_not_pile_up(devices):
     def alive():
         gc.collect()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laws import NUMBERS
 
 import jdp
 
@@ -17,6 +18,7 @@ def statistics(params, x):
     return {"sum": x.sum(0), "count": jnp.int32(x.shape[0]), "weighted": params * x.sum()}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [1, 5, 8, 9, 17])
 def test_the_sum_over_the_replicas_used(same, devices, n, size):
     x = rows(size, 2)
@@ -76,6 +78,7 @@ def test_dtypes_survive(same, dtype):
     same(jdp.reduce_add([x, x]), np.array([2, 4, 6]).astype(jnp.dtype(dtype)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_twice_differentiable(same, devices, wrap):
     x = rows(6)
@@ -154,3 +157,15 @@ def test_the_summands_stay_as_they_are(same):
     jdp.reduce_add([a, a])
     assert not a.is_deleted()
     same(a, rows(3))
+
+
+def test_gradients_through_reduce_add_where_some_sums_are_not_used():
+    """A law only: the joint device_put that failed for a model with a scan happens to pass here."""
+    s = jdp.scatter((NUMBERS[:8],), range(4))
+
+    def sums(w):
+        out = jdp.parallel_apply(lambda w, x: {"a": x.sum(0) * w, "b": (x * w).sum()}, w, s)
+        return jdp.reduce_add(out)
+
+    np.testing.assert_allclose(jax.grad(lambda w: sums(w)["a"].sum())(np.float32(2)), NUMBERS[:8].sum(), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda w: sums(w)["b"])(np.float32(2)), NUMBERS[:8].sum(), rtol=1e-5)

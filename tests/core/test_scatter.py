@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laws import NUMBERS
 
 import jdp
 
@@ -81,6 +82,7 @@ def torch_chunks(x, n, dim=0):
     return [np.take(x, range(i, min(i + step, size)), axis=dim) for i in range(0, size, step)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", range(18))
 def test_chunks_are_slices_in_order_each_on_its_device(same, devices, n, size):
     x = rows(size, 2)
@@ -94,6 +96,7 @@ def test_chunks_are_slices_in_order_each_on_its_device(same, devices, n, size):
     same(jdp.gather(s), x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 @pytest.mark.parametrize("size", [4, 5])
 def test_any_dim_negative_ones_too(same, devices, dim, size):
@@ -112,6 +115,7 @@ def test_a_negative_dim_counts_from_each_array_s_own_end(same, devices):
     same(jdp.gather(s, dim=-1), tree)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize(
     "dtype",
@@ -404,6 +408,7 @@ def test_chunk_sizes_of_another_length_are_refused_in_torch_s_words(devices, siz
 # --- derivatives
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [4, 5, 0])
 def test_scatter_and_gather_are_twice_differentiable(same, devices, wrap, size):
@@ -460,3 +465,9 @@ def test_no_array_of_the_caller_is_changed_or_deleted(same, devices):
     jdp.gather(s)
     assert tree["x"] is x and tree["more"][0] is x and not x.is_deleted()
     same(x, rows(4, 2))
+
+
+@pytest.mark.parametrize("dim", [None, 1.5, True])
+def test_a_dim_that_is_no_int(dim):
+    with pytest.raises(TypeError, match=r"jdp\.scatter: dim is .*Pass an int"):
+        jdp.scatter(NUMBERS, dim=dim)

@@ -1,10 +1,12 @@
 """Uneven chunks are exact: any batch equals the plain loop over torch.chunk's chunks on one device."""
 
+import functools
 import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 
@@ -78,12 +80,7 @@ def plain_loop(variables, x, n, reduce_state="primary"):
     return value, y, new, (dparams, dx)
 
 
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert np.shape(a) == np.shape(b), jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
-
+close = functools.partial(laws.close, rtol=2e-5, atol=2e-6)
 
 # every size from 0 to 17, every number of devices: full, short, single and absent chunks for each
 CASES = (
@@ -95,6 +92,7 @@ CASES = (
 )
 
 
+@pytest.mark.one_case("8-17-primary", "3-5-mean")
 @pytest.mark.parametrize("n, size, reduce_state", CASES)
 def test_outputs_gradients_and_state_equal_the_plain_loop(n, size, reduce_state):
     dp = wrapper(n, reduce_state)
@@ -106,7 +104,7 @@ def test_outputs_gradients_and_state_equal_the_plain_loop(n, size, reduce_state)
         return loss_of(y), (y, state["batch_stats"])
 
     (value, (y, stats)), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables["params"], x)
-    assert_close((value, y, stats, grads), plain_loop(VARIABLES, x, n, reduce_state))
+    close((value, y, stats, grads), plain_loop(VARIABLES, x, n, reduce_state))
 
 
 def test_the_oracle_can_tell_chunks_from_the_whole_batch():
@@ -116,6 +114,7 @@ def test_the_oracle_can_tell_chunks_from_the_whole_batch():
     assert np.abs(plain_loop(VARIABLES, ROWS[:10], 3)[1] - chunked).max() > 0.01
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [0, 5, 10])
 def test_parameters_on_the_primary_device_and_on_the_host_give_the_same(devices, size):
     dp = wrapper(8)
@@ -123,7 +122,7 @@ def test_parameters_on_the_primary_device_and_on_the_host_give_the_same(devices,
     _, want, stats, _ = plain_loop(VARIABLES, x, 8)
     for variables in (VARIABLES, jax.device_put(VARIABLES, devices[0])):
         y, new = dp.apply(variables, x, mutable=["batch_stats"])
-        assert_close((y, new["batch_stats"]), (want, stats))
+        close((y, new["batch_stats"]), (want, stats))
         assert y.devices() == {devices[0]}
         assert {d for leaf in jax.tree.leaves(new) for d in leaf.devices()} == {devices[0]}
 
@@ -161,6 +160,7 @@ def test_outputs_whose_length_is_not_the_chunks_keep_order():
     np.testing.assert_array_equal(firsts, [0, 3, 6, 9])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64"])
 def test_every_dtype_survives(dtype):
     x = np.arange(-5, 5).reshape(10, 1).astype(jnp.dtype(dtype))
@@ -238,5 +238,12 @@ def test_shares_of_ones_own_through_scatter():
     x = ROWS[:7]
     y, new = dp.apply(VARIABLES, x, mutable=["batch_stats"])
     want = [chunk_forward(params, stats, x[a:b]) for a, b in ((0, 4), (4, 6), (6, 7))]
-    assert_close(y, np.concatenate([w[0] for w in want]))
-    assert_close(new["batch_stats"], want[0][1])
+    close(y, np.concatenate([w[0] for w in want]))
+    close(new["batch_stats"], want[0][1])
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_no_rows_what_is_not_made_of_rows_is_the_models(n):
+    dp = jdp.DataParallel(lambda w, x: (x, w * 3), range(n), out_axes=(0, None))
+    rows, three = dp(np.float32(2), laws.NUMBERS[:0])
+    assert rows.shape == (0, 4) and float(three) == 6

@@ -202,6 +202,7 @@ def test_links_that_hang_lie_and_crash_are_named_and_the_rest_goes_on(doctor, wo
     assert lie["text"].startswith("cpu:1 -> cpu:2: at index 347 expected")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("test", ["broadcast", "all_reduce", "reduce_scatter", "all_gather", "copy", "permute"])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_every_wrong_word_is_found_and_so_are_old_ones(devices, monkeypatch, test, n):

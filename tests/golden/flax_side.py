@@ -160,10 +160,3 @@ def expected(model, n, record):
     if has_state(model):
         updates["batch_stats"] = batch_stats(model, part(record, "before"), part(record, "after"), values)
     return {"out": record["out"], "loss": record["loss"], "updates": updates, "grads": tuple(grads)}
-
-
-def assert_close(got, wanted, rtol=1e-5, atol=1e-6):
-    """The trees have the same structure and, to float32's rounding, the same numbers."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))

@@ -568,6 +568,7 @@ until("never")
 """
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("number, want", [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)])
 def test_a_signal_is_handed_on_once_and_the_workers_may_save(number, want):
     launcher = start("-n", "2", "--max-restarts", "2", script=SAVES)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from laws import NUMBERS
 
 import jdp
 
@@ -66,6 +67,7 @@ def params_of(node):
 # --- the equation ---
 
 
+@pytest.mark.one_case("8-10")
 @pytest.mark.parametrize("n, size", [(1, 5), (3, 0), (3, 6), (3, 5), (8, 10), (8, 1)])
 def test_outputs_state_and_gradients_equal_the_plain_loop_over_chunks(n, size):
     dp, bare = wrap(Net(nnx.Rngs(0)), n), Net(nnx.Rngs(0))
@@ -148,6 +150,7 @@ def test_state_is_replicated_at_construction_and_stays_so(devices):
         assert y.devices() == set(devices[2:5])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where, at", [("cpu", 0), (-1, 0), (6, 6), ("cpu:2", 2)])
 def test_output_device(devices, where, at):
     dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), devices=[2, 3], output_device=where)
@@ -368,6 +371,7 @@ def test_rngs_passed_as_an_argument():
 # --- intermediates, caches, carries ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, size", [(1, 5), (3, 6), (3, 5), (8, 5)])
 def test_captured_intermediates_are_gathered(n, size):
     """`nnx.capture` sees through the wrapper: the rows of all replicas, in input order."""
@@ -478,6 +482,7 @@ def test_a_cache_whose_update_has_another_shape_is_named_and_nothing_changes():
     assert dp.module.grown[...].shape == (5, 1)
 
 
+@pytest.mark.full
 def test_lstm_with_a_time_axis_first():
     def make():
         return nnx.RNN(nnx.LSTMCell(2, 4, rngs=nnx.Rngs(0)), time_major=True)
@@ -492,6 +497,7 @@ def test_lstm_with_a_time_axis_first():
 # --- real models ---
 
 
+@pytest.mark.full
 def test_cnn_with_batch_norm_and_dropout():
     class CNN(nnx.Module):
         def __init__(self, rngs):
@@ -537,6 +543,7 @@ def test_containers_zero_d_outputs_keywords_and_static_arguments():
     np.testing.assert_allclose(out["out"].loss, [c.mean() for c in chunks(per_row, 3)], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_tied_weights_stay_tied():
     """Row 79: the shared Variable is one parameter, its gradient the sum of both uses."""
 
@@ -725,6 +732,7 @@ def penalised(model, x):
     return jnp.mean(y) + sum(jax.tree.leaves(nnx.pop(model, Loss)))
 
 
+@pytest.mark.one_case("8-7-<lambda>", "3-7-jit")
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_a_loss_that_travels_in_a_variable_is_the_mean_over_rows(jit, n, size):
@@ -759,6 +767,7 @@ class Keeping(nnx.Module):
         return x
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_arrays_that_the_call_makes_need_an_axis(refused, reduce_state):
     for made in (lambda x: x, lambda x: x.mean(0), lambda x: x.argmax(1)):
@@ -884,6 +893,7 @@ class Layered(nnx.Module):
         return self.norm(x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [5, 6])
 def test_capture_of_a_model_with_a_list_of_layers(size):
     dp, bare = wrap(Layered(nnx.Rngs(0)), 3), Layered(nnx.Rngs(0))
@@ -917,6 +927,7 @@ def test_tabulate_shows_the_model_and_leaves_no_trace():
 # --- where the state of arguments goes ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("stateless", [False, True])
 def test_rngs_can_be_passed_eagerly_and_under_jit_in_either_order(stateless):
     class Net(nnx.Module):
@@ -942,3 +953,27 @@ def test_rngs_can_be_passed_eagerly_and_under_jit_in_either_order(stateless):
             optimizer.update(dp.module, grads)
             forward(dp, ROWS[:5], rngs)
     close(*found)
+
+
+def test_rngs_among_the_arguments_advance():
+    dp = jdp.DataParallel(nnx.Dropout(0.5), range(4))
+    rngs = nnx.Rngs(1)
+    first, second = dp(NUMBERS, rngs=rngs), dp(NUMBERS, rngs=rngs)
+    assert rngs.dropout.count[...] == 2
+    assert (np.asarray(first) != np.asarray(second)).any()
+    bare, key = nnx.Dropout(0.5), nnx.Rngs(1)
+    np.testing.assert_array_equal(first[:3], bare(NUMBERS[:3], rngs=key))  # the primary draws as the bare model
+    np.testing.assert_array_equal(second[:3], bare(NUMBERS[:3], rngs=key))
+
+
+def test_a_variable_among_the_arguments_is_updated():
+    class Counts(nnx.Module):
+        def __call__(self, x, counter):
+            counter[...] += 1
+            return x
+
+    counter = nnx.Variable(jnp.zeros((), jnp.int32))
+    dp = jdp.DataParallel(Counts(), range(4))
+    dp(NUMBERS, counter)
+    dp(NUMBERS, counter)
+    assert counter[...] == 2

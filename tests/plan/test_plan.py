@@ -131,6 +131,7 @@ def lines_of(capsys):
     return {one["devices"]: one for one in document["lines"]}
 
 
+@pytest.mark.full
 def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
     path = script(STEP)
     assert main(["plan", path, "--topology", "h100", "--hosts", "1,4", "--json", "--", "32"]) == 0
@@ -158,6 +159,7 @@ def peak(step, mesh, rows):
     return both + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
+@pytest.mark.full
 def test_efficiency_is_against_one_device_with_as_many_rows(script, cpus, capsys):
     command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json"]
     assert main([*command, "--hosts", "1,4", "--per-host", "1", "--batch-per-device", "2000"]) == 0

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from laws import close
 
 import jdp
 from jdp._processes import exchange as _exchange
@@ -83,15 +84,22 @@ def results(folder, *cases, said=by_jdp, head=(), meanwhile=lambda workers: None
     return [pickle.loads((folder / f"{p}.pickle").read_bytes()) for p in range(PROCESSES)]
 
 
+def case_of(test):
+    """The case that a test is named after."""
+    return test.originalname.removeprefix("test_")
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return results(tmp_path_factory.mktemp("processes"))
+def job(tmp_path_factory, request):
+    """One job for all the tests of this file that run, with their cases alone."""
+    tests = (test for test in request.session.items if test.path == request.path and "found" in test.fixturenames)
+    return results(tmp_path_factory.mktemp("processes"), *map(case_of, tests))
 
 
 @pytest.fixture
 def found(job, request):
-    """What each process found in the case that the test is named after."""
-    name = request.node.originalname.removeprefix("test_")
+    """What each process found in the case of this test."""
+    name = case_of(request.node)
     for result in job:
         if isinstance(result[name], Exception):
             raise result[name]
@@ -104,11 +112,6 @@ def variables():
 
 def mse(v, batch):
     return jnp.mean((MLP.apply(v, batch["x"]) - batch["y"]) ** 2)
-
-
-def close(found, expected, rtol=1e-5, atol=1e-6):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), found, expected)
 
 
 def equal(a, b):
@@ -132,6 +135,7 @@ def test_apply(found):
         }  # fmt: skip
 
 
+@pytest.mark.full
 def test_other_output_device(found):
     assert found == [True, True]
 
@@ -141,6 +145,7 @@ def test_no_rows_here(found):
     assert found[1].shape == (0, 3)
 
 
+@pytest.mark.full
 def test_nothing_cut(found):
     """Each process runs once, with its own arguments, and has its own output."""
     for process, result in enumerate(found):
@@ -148,12 +153,14 @@ def test_nothing_cut(found):
         np.testing.assert_array_equal(result["vector"], [3 * (process + 1), 3])
 
 
+@pytest.mark.full
 def test_nothing_cut_gradient(found):
     """2 * 1 and 2 * 2, and their slopes."""
     for loss, grad in found:
         assert (float(loss), float(grad)) == (3.0, 1.5)
 
 
+@pytest.mark.full
 def test_committed_parameters(found):
     for process, result in enumerate(found):
         close(result["out"], MLP.apply(variables(), X[PARTS[process]]))
@@ -161,16 +168,19 @@ def test_committed_parameters(found):
         assert "RuntimeError" in result["second"] and f"CpuDevice(id={2048 * process})" in result["second"]
 
 
+@pytest.mark.full
 def test_whole_argument(found):
     for process, out in enumerate(found):
         close(out, X[PARTS[process]] * 2 + np.arange(5.0, dtype=np.float32))
 
 
+@pytest.mark.full
 def test_functional(found):
     for process, out in enumerate(found):
         close(out, MLP.apply(variables(), X)[PARTS[process]])
 
 
+@pytest.mark.full
 def test_global_arrays(found):
     for result in found:
         close(result["out"], MLP.apply(variables(), result["local"]))
@@ -198,6 +208,7 @@ def test_batch_norm(found):
             close(result[reduce_state]["state"], state)
 
 
+@pytest.mark.full
 def test_dropout(found):
     """Every replica draws a mask of its own, those of other processes too."""
     masks = [mask for out in found for mask in np.split(out > 0, LOCAL)]
@@ -241,6 +252,7 @@ def train(tx, steps, batch_of=lambda k: BATCH, loss=mse, params=None):
     return losses, params["params"]
 
 
+@pytest.mark.full
 def test_explain(found):
     leaves = jax.tree.leaves(variables())
     for process, result in enumerate(found):
@@ -267,6 +279,7 @@ def test_train(found):
     equal(found[0], found[1])  # to the last bit
 
 
+@pytest.mark.full
 def test_train_rows(found):
     error = (MLP.apply(variables(), X) - Y) ** 2
     for process, metrics in enumerate(found):
@@ -282,6 +295,7 @@ def test_train_key(found):
     assert len({mask.tobytes() for mask in masks}) == PROCESSES * LOCAL
 
 
+@pytest.mark.full
 def test_nonfinite(found):
     row = {"x": np.full((1, 5), np.nan, np.float32), "y": Y[10:11]}
     bad = sum(not np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(mse)(variables(), row)))
@@ -293,6 +307,7 @@ def test_nonfinite(found):
         assert result["bad"] == [(2, 1, (1,), bad)]
 
 
+@pytest.mark.full
 def test_sync_batch_norm(found):
     """Uneven chunks in several processes: the statistics of the whole batch."""
     model = Normed()
@@ -350,6 +365,7 @@ def test_prefetch(found):
         close(result["outputs"], outputs if process else [x[:0] for x in outputs])
 
 
+@pytest.mark.full
 def test_objects_in_the_batch(found):
     """Each replica draws with its own key, on its own rows; the objects' state is one over all processes."""
     equal(found[0], found[1])
@@ -387,12 +403,14 @@ def test_objects_in_the_batch(found):
     equal(found[0]["drawn"], jax.random.normal(own.dropout()))
 
 
+@pytest.mark.full
 def test_prefetch_own_type(found):
     ones = np.ones((2, 3), np.float32)
     equal(found[0], [ones, *[ones[:0]] * 2])
     equal(found[1], [ones * (2 * k + 1) for k in range(3)])
 
 
+@pytest.mark.full
 def test_mixed(found):
     w = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
     loss, grad = jax.value_and_grad(lambda w: jnp.mean((X @ w) ** 2))(w)
@@ -405,6 +423,7 @@ def test_mixed(found):
             assert one["home"] == ({0, 1} if "replicated" in name else {process}), name
 
 
+@pytest.mark.full
 def test_two_iterators(found):
     for process, result in enumerate(found):
         for k, batch in enumerate(result["rare"]):
@@ -412,6 +431,7 @@ def test_two_iterators(found):
         np.testing.assert_allclose(result["often"], X[PARTS[process]] + 200, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_scattered_whole(found):
     for process, result in enumerate(found):
         np.testing.assert_array_equal(result["alone"], [2 * (process + 1)])
@@ -421,6 +441,7 @@ def test_scattered_whole(found):
     equal(found[1]["turns"], [np.float32([8]), np.float32([8])])
 
 
+@pytest.mark.full
 def test_iterator_fails(found):
     assert found[1]["text"] == "OSError: the disk is gone"
     text = "DesyncError: jdp.prefetch: process 1 has no batch, but an error (OSError: the disk is gone)"
@@ -430,6 +451,7 @@ def test_iterator_fails(found):
     assert "DesyncError: jdp.DataParallel: process 0 has no batch, but an error (TypeError" in found[1]["call"]
 
 
+@pytest.mark.full
 def test_checkpoint_data(found):
     for process, result in enumerate(found):
         np.testing.assert_array_equal(result["w"], np.arange(3))
@@ -440,6 +462,7 @@ def test_checkpoint_data(found):
     assert "TypeError" in found[1]["one"] and "JSON" in found[1]["one"]
 
 
+@pytest.mark.full
 def test_global_parameters_here(found):
     for out in found:
         close(out, MLP.apply(variables(), X))
@@ -486,6 +509,7 @@ def test_check_replicas(found):
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_other_parameters(found):
     for result in found:
         assert "jdp.init: " in result["init"] and "['kernel']" in result["init"]
@@ -507,6 +531,7 @@ def test_refused(found):
         assert "the batch has 0 rows" in result["rows"]
 
 
+@pytest.mark.full
 def test_thread(found):
     for result in found:
         assert "RuntimeError: jdp.DataParallel: called from thread 'another'" in result["jdp"]
@@ -514,6 +539,7 @@ def test_thread(found):
         assert result["local"] == "nothing was raised" and result["after"]
 
 
+@pytest.mark.full
 def test_local_devices(found):
     v = variables()
     close(found[0]["out"], MLP.apply(v, X))
@@ -535,6 +561,7 @@ def framed(message):
     return len(message).to_bytes(4, "big") + message
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_job_that_strangers_attack_trains_as_if_alone(tmp_path):
     """They know its ports and not its token: words that break parsers, bytes that trickle, silence, ends."""
@@ -586,6 +613,7 @@ def check_rows(found):
         np.testing.assert_allclose(metrics["rows"], error.sum(-1)[PARTS[process]], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_torchrun(tmp_path):
     """The real one, which listens at MASTER_PORT itself."""
     pytest.importorskip("torch")
@@ -608,6 +636,7 @@ def by_torchrun(process, port):
     }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("said", [by_jax, by_torchrun])
 def test_variables_of_other_launchers(tmp_path, said):
     check_rows(results(tmp_path, "case_train_rows", said=said))
@@ -624,6 +653,7 @@ def by_hand(process, port):
     return {"ADDRESS": f"127.0.0.1:{port}", "PROCESS": str(process)}
 
 
+@pytest.mark.full
 def test_jax_is_initialized_already(tmp_path):
     """As under Ray Train, which calls jax.distributed.initialize itself: jdp's initialize finds the job."""
     head = ["-c", BY_JAX_ITSELF + "runpy.run_path(sys.argv[0], run_name='__main__')"]
@@ -675,6 +705,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_who_ends_with_a_program_that_failed_on_the_device_has_ended(tmp_path):
     """Nobody waits for it until the time is over."""
     port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]

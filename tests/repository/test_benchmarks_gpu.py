@@ -56,6 +56,7 @@ def test_a_full_run_on_the_cpu_is_refused():
     assert found.returncode == 2 and "--tiny" in found.stderr
 
 
+@pytest.mark.full
 def test_tiny_models_go_through_all_of_it(no_results):
     found = run("--platform", "cpu", "--tiny", "--rounds", "1", "--steps", "1")
     assert found.returncode == 0, found.stderr
@@ -70,6 +71,7 @@ def test_tiny_models_go_through_all_of_it(no_results):
     assert all(map(math.isfinite, losses))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model, parameters", [("ResNet-50", 25_557_032), ("GPT, 125M", 124_475_904)])
 def test_the_models_are_twins_of_the_size_they_are_known_for(gpu, model, parameters):
     """torchvision's count for ResNet-50; GPT-2's smallest (124,439,808) with 47 rows more in its table of words."""

@@ -50,6 +50,7 @@ def test_the_count_sees_code_alone(peers):
     assert peers["lines"].unmarked(text) == ["6: y = jax.pmap("]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["MLP", "CNN", "Transformer"])
 def test_all_frameworks_start_from_the_same_parameters(peers, model):
     task = peers["tasks"].make(model, 2, batches=1)

@@ -20,6 +20,7 @@ def run(script, *args):
     return done.stdout
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("script", ["mnist.py", "mnist_nnx.py"])
 def test_small_settings(script, tmp_path):
     picture = tmp_path / "digits.png"
@@ -30,6 +31,7 @@ def test_small_settings(script, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_default_settings_reach_96_percent(tmp_path):
     out = run("mnist.py", "--picture", str(tmp_path / "digits.png"))
     assert float(re.search(r"test accuracy ([\d.]+)%:", out).group(1)) >= 96

@@ -112,6 +112,7 @@ def numbers(lines):
     return np.array(losses), np.array(rights), re.search(r"SHA-256 ([0-9a-f]{64})", text).group(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launch", [("-n", "2"), ("-n", "4")])
 def test_the_numbers_are_those_of_one_process_and_one_process_prints(jobs, launch):
     alone = jobs()
@@ -125,6 +126,7 @@ def test_the_numbers_are_those_of_one_process_and_one_process_prints(jobs, launc
     assert len(lines) == len(alone) and all(line.startswith("[0] ") for line in lines), lines
 
 
+@pytest.mark.full
 def test_neither_a_sigterm_nor_a_kill_changes_a_bit_of_the_end(jobs, env, tmp_path):
     folder = tmp_path / "checkpoints"
     with Job(tmp_path / "stopped", env, "-n", "2", checkpoints=folder) as job:

@@ -61,6 +61,7 @@ def complete(folder):
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
+@pytest.mark.full
 def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
     picture = tmp_path / "curve.png"
     out = run(
@@ -110,6 +111,7 @@ def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     assert "this one has" in refused("resnet.py", *args, "--lr", "0.1", env=env)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("script", "args", "match"),
     [

@@ -67,6 +67,7 @@ def by_replica(loss, rows, n):
     return total
 
 
+@pytest.mark.one_case
 @ROWS
 @NS
 def test_rngs_in_the_batch_of_an_nnx_step(n, rows):
@@ -92,6 +93,7 @@ def mask_of(replica, step, size):
     return jax.random.bernoulli(rngs.dropout(), 0.5, (size, 6))
 
 
+@pytest.mark.one_case
 @ROWS
 @NS
 def test_rngs_in_the_batch_of_a_function_and_of_linen(n, rows):
@@ -139,6 +141,7 @@ def distilled(rows, steps):
     return np.asarray(student.kernel[...])
 
 
+@pytest.mark.one_case
 @ROWS
 @NS
 def test_a_teacher_in_the_batch(n, rows):
@@ -167,6 +170,7 @@ def test_a_teacher_in_the_batch(n, rows):
     teacher(X)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["nnx", "function"])
 @pytest.mark.parametrize("reduce_state", ["primary", "mean", "sync"])
 @pytest.mark.parametrize("n", [1, 3])
@@ -198,6 +202,7 @@ def _mean_after(x):
     return np.asarray(teacher.norm.mean[...])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 3])
 def test_rngs_in_the_batch_under_every_option(n):
     """Microbatches draw one after the other; ZeRO, skipping, comparing, lowering and explaining take such batches."""
@@ -244,6 +249,7 @@ def test_a_variable_that_a_skipped_step_would_have_to_take_back(refused):
         step(step.init({"params": EYE}), (X[:8], Counter()))
 
 
+@pytest.mark.one_case
 def test_the_same_rngs_in_the_model_and_in_the_batch(n):
     """One object: what draws from it in the model goes on where what draws in the loss has stopped."""
 
@@ -299,6 +305,7 @@ TABLE = {"weights": np.arange(1.0, 7, dtype=np.float32), "teacher": RANDOM.randn
 AXES = {"x": 0, "labels": 0, "table": None}
 
 
+@pytest.mark.one_case
 @ROWS
 @NS
 def test_in_axes_of_a_step(n, rows):
@@ -320,6 +327,7 @@ def test_in_axes_of_a_step(n, rows):
         assert float(value) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 3])
 def test_in_axes_of_an_nnx_step(n):
     def loss(model, batch):
@@ -373,6 +381,7 @@ def test_what_came_cut_otherwise_is_refused(refused):
 AXES_XW = {"x": 0, "w": None}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 3])
 def test_keys_and_static_values_mean_what_they_mean_in_value_and_grad(n):
     def loss(v, batch):
@@ -458,6 +467,7 @@ def test_a_list_of_rows_is_named_where_the_loss_fails(kind):
     assert any("np.stack(rows)" in note for note in info.value.__notes__)
 
 
+@pytest.mark.one_case
 def test_a_list_of_arrays_is_a_batch(n):
     dp = jdp.DataParallel(lambda v, x: x, devices=range(n))
     step = dp.train_step(lambda v, b: jnp.mean(sum(x @ v["params"] for x in b) ** 2), optax.sgd(0.1))
@@ -479,6 +489,7 @@ class Student(nn.Module):
         return nn.Dense(3)(teacher(x))
 
 
+@pytest.mark.one_case
 @NS
 @ROWS
 def test_a_function_draws_from_rngs_that_go_on(n, rows):
@@ -493,6 +504,7 @@ def test_a_function_draws_from_rngs_that_go_on(n, rows):
         assert int(rngs.dropout.count[...]) == call + 1
 
 
+@pytest.mark.one_case
 @NS
 @ROWS
 def test_a_linen_module_and_a_function_take_an_nnx_model(n, rows):

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import close, examples
 
 import jdp
 
@@ -28,14 +29,6 @@ def plain(tree):
     is_marker = lambda x: isinstance(x, jdp.Mean | jdp.Sum)  # noqa: E731
     value = lambda x: x.total / x.count if isinstance(x, jdp.Mean) else x.total if is_marker(x) else x  # noqa: E731
     return jax.tree.map(value, tree, is_leaf=is_marker)
-
-
-def close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        where = jax.tree_util.keystr(path)
-        assert jnp.shape(a) == jnp.shape(b), f"{where}: {jnp.shape(a)}, {jnp.shape(b)} is right"
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6, err_msg=where)
 
 
 # --- the law: 200 random shapes, many of them as long as a chunk has rows ---
@@ -61,7 +54,7 @@ SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple)
 LEAVES = st.lists(st.tuples(st.sampled_from(sorted(KINDS)), SHAPES), min_size=8, max_size=8)
 
 
-@settings(max_examples=26)  # of 8 arrays each
+@examples(26)  # of 8 arrays each
 @given(
     leaves=LEAVES,
     n=st.sampled_from([1, 2, 3, 4, 8]),
@@ -91,6 +84,7 @@ def test_what_stands_beside_the_loss_is_that_of_one_device(leaves, n, rows, step
 # --- the cases that this came from ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 8, 3, 13, 2])
 @pytest.mark.parametrize("classes", [7, 2])
 def test_flattened_logits_are_gathered(rows, classes):
@@ -120,6 +114,7 @@ def test_confusion_matrix_is_a_sum():
     np.testing.assert_array_equal(aux["table"], want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_sum_of_linen_and_nnx_steps(n):
     """Idle replicas and microbatches add nothing twice; the dtype of a float stays."""
@@ -271,3 +266,16 @@ def test_a_sum_of_what_is_no_number(refused, value):
 def test_a_sum_is_no_loss(refused):
     with refused(TypeError, "value_and_grad", r"the loss is Sum; it is a real scalar"):
         wrapper(2).value_and_grad(lambda w, x: jdp.Sum(jnp.sum(w * x)))(W, np.ones(8, np.float32))
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_model_of_pairs_of_rows_has_its_row_axis_found(rows):
+    x = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+
+    def loss_fn(w, x):
+        pairs = x.reshape(-1, 2, 2) * w
+        return pairs.mean(), {"per_class": jnp.full(4, pairs.mean()), "rows": x[:, 0] * w}
+
+    (_, metrics), _ = jdp.DataParallel(lambda w, x: x, devices=[0, 1]).value_and_grad(loss_fn, has_aux=True)(1.0, x)
+    np.testing.assert_allclose(metrics["per_class"], np.full(4, x.mean()), rtol=1e-6)
+    np.testing.assert_array_equal(metrics["rows"], x[:, 0])

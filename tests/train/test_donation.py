@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from laws import INPUTS
 
 import jdp
 
@@ -249,3 +250,12 @@ def test_nnx_steps_that_take_turns_on_one_model_copy_nothing(copies):
         (b, a)[i % 2](X)
         assert all(freed(held))
     assert len(copies) == first and int(optimizer.step[...]) == 5
+
+
+def test_a_state_of_which_a_part_was_donated_is_refused():
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=[0])  # on several JAX would crash
+    step = dp.train_step(lambda v, x: jnp.mean(dp(v, x) ** 2), optax.sgd(0.1))
+    state, _ = step(step.init({"params": {"w": np.ones((6, 2), np.float32)}}), INPUTS)
+    jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)(state.params)
+    with pytest.raises(RuntimeError, match=r"state\.params\['w'\] was donated"):
+        step(state, INPUTS)

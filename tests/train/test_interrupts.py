@@ -200,6 +200,7 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as below
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_each_moment_of_a_step_leaves_a_whole_state(kind):
@@ -240,6 +241,7 @@ def _files(traceback):
 
 
 # Python itself ignores an interrupt that comes while it closes a generator, and says so.
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["variables", "nnx"])
 def test_an_interrupt_in_the_first_step_leaves_a_whole_state(kind):
@@ -415,6 +417,7 @@ def run_script(count, timeout):
     return lines
 
 
+@pytest.mark.full
 def test_interrupts_at_random_moments_lose_nothing():
     run_script(15, 240)
 

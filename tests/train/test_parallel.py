@@ -1,10 +1,12 @@
 """dp.parallel: steps written for jax.pmap run as they are, and agree with jax.pmap."""
 
+import functools
 from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import optax
 import pytest
@@ -17,10 +19,7 @@ from jdp._jax.jaxprs import SAME, VARYING, varying
 N, ROWS = 8, 24
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(ROWS, 6)).astype(np.float32), rng.integers(0, 4, ROWS)
-
-
-def close(got, want, rtol=2e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7), got, want)
+close = functools.partial(laws.close, rtol=2e-6, atol=1e-7)
 
 
 def by_device(tree):
@@ -65,6 +64,7 @@ def classifier_state():
 TX = optax.adam(1e-2, eps=1e-2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("new_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "legacy"])
 def test_a_classifier_with_batch_norm_is_that_of_pmap(new_key):
     step = jdp.DataParallel(Classifier()).parallel(train_step, axis_name="batch")

@@ -5,6 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import optax
 import pytest
@@ -18,10 +19,7 @@ rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(ROWS, 6)).astype(np.float32), rng.integers(0, 4, ROWS)
 W = {"a": rng.normal(size=(6, 8)).astype(np.float32), "b": rng.normal(size=(8, 4)).astype(np.float32)}
 DP = jdp.DataParallel(lambda w, x: x @ w)
-
-
-def close(got, want, rtol=1e-6, atol=1e-8):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+close = functools.partial(laws.close, rtol=1e-6, atol=1e-8)
 
 
 def stacked(tree):
@@ -216,6 +214,7 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
     return got, jax_utils.unreplicate(want), results
 
 
+@pytest.mark.one_case("adam", "accumulation")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
     step, state = STEPS[name]
@@ -228,6 +227,7 @@ def test_a_step_that_reduces_is_that_of_pmap(name, same):
         same(metrics, wanted)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("reduce", [gathered, sharded, groups, ring, chunked_ring], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_it_may_reduce_in_a_way_of_its_own(name, reduce):

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from laws import INPUTS
 
 import jdp
 
@@ -156,6 +157,7 @@ CASES = [(name, 8, 1, (16, 13)[: 1 + i % 2]) for i, name in enumerate(TRANSFORMA
 CASES += [(name, 2, 2, (16, 13)[: 2 - i % 2]) for i, name in enumerate(TRANSFORMATIONS)]
 
 
+@pytest.mark.one_case("adam-2-2-sizes12", "lamb-2-2-sizes14")
 @pytest.mark.parametrize("name, n, accumulate, sizes", CASES)
 def test_every_optimizer_is_that_of_one_device(name, n, accumulate, sizes):
     """Norms, factored moments and layers of their own are those of the whole arrays, whatever is cut."""
@@ -186,6 +188,7 @@ def test_the_shapes_of_a_state_hold_no_number_of_devices():
             assert_cut(state.opt_state, n, cut=shard)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, accumulate, size", [(2, 2, 21), (3, 1, 24), (8, 1, 21)])
 def test_it_is_the_unsharded_step(float64, n, accumulate, size):
     tx = TRANSFORMATIONS["adam"]
@@ -243,6 +246,7 @@ def normed_loss(variables, batch, key):
     return jnp.mean((out - y) ** 2), {"out": out}, updates
 
 
+@pytest.mark.full
 def test_collections_keys_metrics_and_skipped_steps_are_those_of_the_unsharded_step():
     variables = jax.tree.map(np.asarray, jax.jit(lambda x: Normed().init(jax.random.key(0), x, train=False))(X))
     good, bad = batch(16), batch(16)
@@ -314,6 +318,7 @@ def nnx_loss(net, batch):
     return jnp.mean((net(x) - y) ** 2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, accumulate, made_of", [(8, 1, "transformation"), (2, 2, "wrapper")])
 def test_nnx_optimizers_are_cut_in_place(n, accumulate, made_of):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))
@@ -364,6 +369,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, shard", [(8, True), (2, True), (3, False), (1, False)])
 def test_a_checkpoint_goes_on_on_any_number_of_devices(checkpoint, n, shard):
     """As the run would have gone on, and lying as a state of the new step does."""
@@ -474,6 +480,7 @@ def split(params, n):
     return weigh([x for x in leaves if divides(x, n)]), weigh([x for x in leaves if not divides(x, n)])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size, accumulate", [(64, 1), (61, 4)])
 def test_each_gradient_is_reduced_once_whatever_the_microbatches(size, accumulate):
     """Unsharded: one all-reduce of each gradient and of the loss, and nothing else."""
@@ -483,6 +490,7 @@ def test_each_gradient_is_reduced_once_whatever_the_microbatches(size, accumulat
     assert collectives(hlo, loops=accumulate > 1) == {"all-reduce": weigh(single(PARAMS)) + 4}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name, scalars", [("adam", 0), ("clipped adamw", 4)])
 @pytest.mark.parametrize("size, accumulate", [(64, 1), (61, 4)])
 def test_gradients_are_scattered_and_parameters_gathered_once(size, accumulate, name, scalars):
@@ -530,3 +538,12 @@ def test_what_travels_in_bfloat16_gives_nearly_the_same_parameters():
         # Each summand is rounded to 8 bits, and so may be each of the sums.
         got, exact = np.asarray(got), np.asarray(exact)
         assert 0 < np.abs(got - exact).max() < 2**-6 * np.abs(exact - first).max()
+
+
+def test_a_second_init_of_other_shapes_is_cut_along_its_own_axes():
+    dp = jdp.DataParallel(lambda v, x: x)
+    tx = optax.adam(0.1)
+    step = dp.train_step(lambda v, x: jnp.mean((x.mean() * v["params"] - 3) ** 2), tx, shard_optimizer=True)
+    for shape, cut in ((16,), 16), ((5,), 0), ((3, 8), 24):
+        state, _ = step(step.init({"params": np.ones(shape, np.float32)}), INPUTS)
+        assert state.params.shape == shape and step.optimizer_bytes(state).cut == cut

@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from laws import INPUTS, TARGETS
 
 import jdp
 
@@ -199,6 +200,7 @@ TAKES = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("make", TAKES.values(), ids=TAKES.keys())
 def test_what_is_passed_goes_to_those_that_take_it(make):
     """Equal to optax by hand, with `value` where the transformation takes it."""
@@ -350,3 +352,40 @@ def test_reports_are_printed_in_a_line():
         repr(bad),
     )
     assert repr(step.optimizer_bytes(step.init(W))) == "OptimizerBytes(cut=0, whole=0)"
+
+
+class Growing(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = self.dense(x)
+        self.seen = nnx.Variable(y.mean())
+        return y
+
+
+def squared(model, batch):
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+@pytest.mark.parametrize("option", [{"skip_nonfinite": True}, {"accumulate_steps": 2}])
+def test_a_state_that_grows_is_refused_where_it_must_not(option):
+    def step_of(**option):
+        dp = jdp.DataParallel(Growing(), devices=[0, 1], reduce_state="mean")  # the first chunk's alone is refused
+        return dp.train_step(squared, optax.sgd(0.1), **option)
+
+    step = step_of(**option)
+    with pytest.raises(ValueError, match=r"jdp\.\w+: the state.*seen.* is not expected.*Make the variable when"):
+        step((INPUTS, TARGETS))
+    step_of()((INPUTS, TARGETS))
+
+
+def test_filters_may_be_lists_and_must_find_something(refused):
+    model = Growing().dense
+    dp = jdp.DataParallel(model, devices=[0, 1])
+    step = dp.train_step(squared, nnx.Optimizer(model, optax.sgd(0.1), wrt=[nnx.Param, nnx.LoRAParam]))
+    assert step((INPUTS, TARGETS))["loss"] > 0
+    loss, grads = dp.value_and_grad(lambda m, x: m(x).mean(), argnums=nnx.DiffState(0, [nnx.Param]))(model, INPUTS)
+    assert set(grads) == {"kernel", "bias"}
+    with refused(ValueError, "train_step", "the model has no variables of"):
+        dp.train_step(squared, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam))

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax import lax
+from laws import INPUTS, TARGETS, close_to_rounding
 
 import jdp
 
@@ -103,17 +104,7 @@ def train(step, state, batches):
     return losses, state
 
 
-def close(got, want, tolerance=None):
-    """The same tree, shapes and dtypes, and values equal to rounding: they are of the order of one."""
-    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
-    want_leaves, want_tree = jax.tree.flatten(want)
-    assert got_tree == want_tree
-    for (path, g), w in zip(got_leaves, want_leaves, strict=True):
-        where = jax.tree_util.keystr(path)
-        assert g.dtype == w.dtype and np.shape(g) == np.shape(w), where
-        exact = not jnp.issubdtype(g.dtype, jnp.floating)
-        limit = 0 if exact else tolerance or {8: 1e-12, 4: 4e-6}[g.dtype.itemsize]
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=limit, atol=limit, err_msg=where)
+close = functools.partial(close_to_rounding, single=4e-6)
 
 
 def chunks(n, tree):
@@ -165,6 +156,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_case("3-8-tokens-tx6-sizes6", "8-3-vector-tx9-sizes9")
 @pytest.mark.parametrize("n, accumulate, loss, tx, sizes", CASES)
 def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulate, loss, tx, sizes):
     step = step_of(n, loss, tx, accumulate_steps=accumulate)
@@ -213,6 +205,7 @@ def measured(variables, batch):
     }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, size, accumulate", [(1, 5, 1), (2, 4, 1), (3, 10, 2), (8, 21, 2), (8, 5, 1)])
 def test_metrics_are_means_or_rows_in_input_order(float64, n, size, accumulate):
     data = {**batch(size, cast=lambda tree: tree), "id": np.arange(size) * 7}
@@ -275,6 +268,7 @@ def nnx_loop(loss, net, tx, batches):
     return [one(net, optimizer, data) for data in batches], optimizer
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, sizes, accumulate", [(1, (7, 4), 2), (8, (24, 13), 1)])
 def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
     dp = jdp.DataParallel(LINEN, devices=range(n))
@@ -287,6 +281,7 @@ def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
     close((losses, state.params), (want_losses, params))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "made_of, n, sizes, accumulate",
     [("transformation", 8, (24, 13), 1), ("wrapper", 3, (2, 10), 2), ("module", 1, (7, 4), 2)],
@@ -430,6 +425,7 @@ def normed_loop(tx, batches, n, accumulate, reduce_state):
     return losses, params, state
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "n, sizes, accumulate, reduce_state",
     [(1, (8, 8), 1, "primary"), (2, (8, 7), 1, "mean"), (3, (10, 10), 2, "primary"), (8, (24, 13), 2, "mean")],
@@ -475,6 +471,7 @@ class NNXNormed(nnx.Module):
         return self.last(nnx.tanh(self.norm(self.first(x))))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, size, accumulate, reduce_state", [(2, 8, 2, "primary"), (3, 10, 1, "mean")])
 def test_nnx_batch_norm_likewise(n, size, accumulate, reduce_state):
     dp = jdp.DataParallel(NNXNormed(nnx.Rngs(0)), devices=range(n), reduce_state=reduce_state)
@@ -517,6 +514,7 @@ def keys_of(metrics):
     return [tuple(row) for row in np.asarray(metrics["key"]).tolist()]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, sizes, accumulate", [(1, (6, 5), 1), (3, (12, 10), 2), (8, (13,), 1)])
 def test_each_replica_microbatch_and_step_draws_from_a_key_of_its_own(n, sizes, accumulate):
     step = step_of(n, drawn, accumulate_steps=accumulate)
@@ -628,6 +626,7 @@ def test_nnx_rngs_differ_between_replicas_microbatches_and_steps():
 # --- donation ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 8])
 def test_a_donated_state_is_freed_and_its_memory_is_the_new_ones(n):
     step, data = step_of(n, drawn, ADAM), jax.tree.map(jnp.asarray, batch(8))
@@ -640,6 +639,7 @@ def test_a_donated_state_is_freed_and_its_memory_is_the_new_ones(n):
     assert all(deleted(before)) and not any(deleted((after, data)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("where", ["numpy", "one device", "replicated"])
 def test_the_callers_variables_are_never_donated(devices, where, n):
@@ -718,6 +718,7 @@ def test_without_donation_a_state_can_be_used_again(same):
     same(first, step_of(2)(step_of(2).init({"params": single(PARAMS)}), batch(8)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2])
 def test_nnx_donates_its_own_arrays_alone(n):
     net = NNXMLP(nnx.Rngs(0))
@@ -820,6 +821,7 @@ def spoiled(size, row):
     return data
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, size, row, accumulate", [(1, 8, 3, 1), (8, 16, 15, 1), (3, 10, 9, 2)])
 def test_a_step_that_is_not_finite_leaves_all_as_it_was(same, n, size, row, accumulate):
     """To the last bit: the parameters, the optimizer's state, the collections and the count."""
@@ -875,6 +877,7 @@ def test_nnx_skips_a_step_that_is_not_finite(same):
 # --- compiled once ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shard", [False, True])
 def test_compiled_once_for_each_shape_of_the_batch(compilations, shard):
     """The state of init, the step's own and one from the host: one program for all."""
@@ -930,6 +933,7 @@ def test_inside_of_jit_and_of_a_scan_over_batches():
 # --- mixed precision ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_parameters_stay_in_32_bits_where_the_model_computes_in_16(accumulate):
     def loss(variables, batch):
@@ -1339,3 +1343,40 @@ def test_a_leaf_that_jax_refuses_is_named(devices):
         step(state, x)
     assert "state.params['w']" in str(found.value) or "state.step" in str(found.value)
     assert "operands" not in str(found.value)
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model")))(x)
+
+
+@pytest.mark.parametrize("through", ["dp", "model"])
+def test_params_in_boxes_of_another_mesh(through):
+    model = Partitioned()
+    dp = jdp.DataParallel(model, devices=[0, 1])
+    variables = dp.init(jax.random.key(0), INPUTS)
+    apply = dp.apply if through == "dp" else model.apply
+
+    def loss_fn(variables, batch):
+        return ((apply(variables, batch[0]) - batch[1]) ** 2).mean()
+
+    step = dp.train_step(loss_fn, optax.sgd(0.1))
+    state, metrics = step(step.init(variables), (INPUTS, TARGETS))
+    plain = nn.unbox(variables)
+    loss, grads = jax.value_and_grad(lambda v: ((model.apply(v, INPUTS) - TARGETS) ** 2).mean())(plain)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, plain["params"], grads["params"])
+    assert isinstance(state.params["Dense_0"]["kernel"], nn.Partitioned)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), nn.unbox(state.params), want)
+    if through == "dp":
+        _, got = dp.value_and_grad(lambda v, x, y: ((apply(v, x) - y) ** 2).mean())(variables, INPUTS, TARGETS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), nn.unbox(got), grads)
+
+
+def test_updates_of_one_number_and_a_batch_that_is_one_array(refused):
+    dp = jdp.DataParallel(lambda v, x: x, devices=[0, 1])
+    step = dp.train_step(lambda v, x: (x.mean(), {}, {"s": {"n": 1.0}}), optax.sgd(0.1))
+    state, _ = step(step.init({"params": {}, "s": {"n": np.zeros((), np.float32)}}), INPUTS)
+    assert float(state.state["s"]["n"]) == 1.0
+    assert step.find_nonfinite(state, INPUTS) == []

@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from laws import INPUTS
+from laws import close_to_rounding as close
 
 import jdp
 
@@ -79,18 +81,6 @@ def whole(loss, argnums=0):
     return jax.jit(jax.value_and_grad(number(loss), argnums))
 
 
-def close(got, want):
-    """The same tree, shapes and dtypes, and values equal to rounding: they are of the order of one."""
-    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
-    want_leaves, want_tree = jax.tree.flatten(want)
-    assert got_tree == want_tree
-    for (path, g), w in zip(got_leaves, want_leaves, strict=True):
-        where = jax.tree_util.keystr(path)
-        assert g.dtype == w.dtype and np.shape(g) == np.shape(w), where
-        tolerance = {"float64": 1e-12, "float32": 2e-6}.get(g.dtype.name, 0)
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=tolerance, atol=tolerance, err_msg=where)
-
-
 def chunks(n, *arrays):
     size = -(-len(arrays[0]) // n)
     return [tuple(a[i : i + size] for a in arrays) for i in range(0, len(arrays[0]), size)]
@@ -117,6 +107,7 @@ CASES = [
 ODD = [(tokens, 3, 8, 2), (vector, 37, 5, 6), (scalar, 33, 4, 7)]
 
 
+@pytest.mark.one_case("scalar-33-4-7", "vector-37-5-6", "tokens-21-8-1")
 @pytest.mark.parametrize("loss, size, n, steps", CASES + ODD)
 def test_the_mean_over_any_batch_is_exact(float64, loss, size, n, steps):
     x, y, mask = batch(size, np.float64)
@@ -132,6 +123,7 @@ def test_the_cases_hold_every_pair():
             assert len({(case[a], case[b]) for case in CASES}) == len(values[a]) * len(values[b])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("loss, size, n, steps", [(scalar, 21, 3, 2), (vector, 24, 8, 1), (tokens, 5, 8, 3)])
 def test_float32_is_exact_to_rounding(loss, size, n, steps):
     args = single(PARAMS), *batch(size)
@@ -232,6 +224,7 @@ def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
 # --- where results live ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", ["host", "uncommitted", "primary", "replicated"])
 def test_results_come_back_where_the_parameters_live(devices, where):
     params, n = single(PARAMS), 3
@@ -265,6 +258,7 @@ def test_a_batch_on_one_device_or_over_all_is_one_on_the_host(devices):
 # --- argnums ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "loss, argnums, size, n",
     [(scalar, 1, 5, 8), (vector, (2,), 9, 3), (tokens, (0, 1), 5, 8), (scalar, (-3, 0, 2), 12, 3)],
@@ -281,6 +275,7 @@ class Metrics(NamedTuple):
     rest: Any
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("argnums, steps", [(2, 1), ((2, 0), 3)])
 def test_argnums_of_several_whole_arguments(argnums, steps):
     """Two trees of parameters, of any containers; the second is not cut, for in_axes says so."""
@@ -343,6 +338,7 @@ def measured_whole(*args):
     return loss, jax.tree.map(lambda x: x.total / x.count if is_mean(x) else x, metrics, is_leaf=is_mean)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "n, size, steps",
     # microbatches of 10 rows; of 10 or 9; replicas without rows
@@ -367,6 +363,7 @@ def test_aux_that_is_nothing_or_one_array():
 # --- rows that are not there ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "form, size, n, steps", [("scalar", 1, 8, 1), ("vector", 5, 8, 1), ("tokens", 9, 8, 2), ("scalar", 10, 3, 3)]
 )
@@ -549,6 +546,7 @@ def test_nnx_equals_nnx_value_and_grad():
     close(dp.grad(nnx_loss, accumulate_steps=2)(bare, x, y), want[1])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, size", [(1, 5), (8, 9)])
 def test_nnx_state_is_updated_in_place(n, size):
     """The primary's, as torch does: its statistics, and one call for one batch."""
@@ -677,6 +675,7 @@ def penalty(grad, params, *rows):
     return sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(params, *rows)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_gradient_of_a_gradient(float64, jit):
     """Twice differentiable, in the parameters and in the rows."""
@@ -706,6 +705,7 @@ def test_in_vmap():
         close(jax.tree.map(lambda w, i=i: w[i], got), whole(scalar)(one, *batch(10)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size, steps", [(6, 1), (5, 2)])
 def test_in_a_scan_over_steps(size, steps):
     data = [rows.reshape(4, size, -1) for rows in batch(4 * size)]
@@ -722,6 +722,7 @@ def test_in_a_scan_over_steps(size, steps):
     close(got, train(jax.value_and_grad(scalar)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("around, form", [("shard_map", tokens), ("pmap", vector), ("parallel_apply", scalar)])
 def test_inside_another_replica_it_runs_directly(devices, same, around, form):
     """What is there is the batch; it is `jax.value_and_grad` to the last bit, and nothing is cut again."""
@@ -855,6 +856,7 @@ def wide():
     return params, sum(w.nbytes for w in jax.tree.leaves(params))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("loss, size", [(scalar, 64), (tokens, 64), (scalar, 61)])
 def test_one_reduction_per_gradient_whatever_the_steps(loss, size):
     """No collective in a loop, and the gradients' bytes once, with the loss and its count."""
@@ -900,6 +902,7 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for():
     assert not collectives(lowered.compile().as_text())[1]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("loss", [scalar, tokens])
 def test_what_travels_in_bfloat16_is_near_and_comes_back_in_its_own_dtype(loss):
     args = single(PARAMS), *batch(21)
@@ -1200,3 +1203,11 @@ def test_collectives_of_the_loss_and_uneven_rows(refused):
     with refused(ValueError, "parallel_apply", r"pmean|psum.*chunks are \(5, 4\)"):
         wrapper(2).value_and_grad(loss)(GOOD[0], *batch(9))
     still_right()
+
+
+def test_a_variable_in_two_arguments_is_refused():
+    a, b = nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+    b.kernel = a.kernel
+    dp = jdp.DataParallel(a, devices=[0, 1])
+    with pytest.raises(ValueError, match=r"kernel stands in args\[1\] and in another; a variable has one gradient"):
+        dp.value_and_grad(lambda a, b, x: (a(x) + b(x)).mean(), argnums=1, in_axes=(None, 0))(a, b, INPUTS)

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from laws import NUMBERS, close
 
 import jdp
 
@@ -56,6 +58,7 @@ WEIGHT = np.float32(3)
 # --- the equation ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [0, 1, 5, 16])
 def test_linen_equals_the_module(n, size):
@@ -311,6 +314,7 @@ def test_outputs_follow_the_parameters(devices):
         assert dp(replicated, jax.device_put(x, devices[6])).devices() == set(devices[2:5])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where, at", [("cpu", 0), (-1, 0), ("cpu:6", 6), (7, 7), (None, 2)])
 @pytest.mark.parametrize("size", [0, 1, 4, 5])
 def test_output_device(devices, where, at, size):
@@ -434,6 +438,7 @@ class Box:
     name: str = dataclasses.field(default="box", metadata=dict(static=True))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n, entries", [(1, 1), (4, 4), (8, 5)])
 def test_containers_survive_and_zero_d_outputs_become_a_vector(n, entries):
     class Net(nn.Module):
@@ -465,10 +470,7 @@ def test_containers_survive_and_zero_d_outputs_become_a_vector(n, entries):
 # --- real models ---
 
 
-def close(got, want, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
-
-
+@pytest.mark.full
 def test_cnn_with_batch_norm_and_dropout_trains():
     """Three steps of plain SGD through dp.apply equal the same three steps of the plain loop over chunks."""
 
@@ -675,6 +677,7 @@ def test_the_four_steps_are_called_in_torchs_order_and_their_results_are_used():
     assert float(jax.grad(lambda w: dp(w, x).sum())(WEIGHT)) == 20 * x.sum()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("step", ["scatter", "replicate", "parallel_apply", "gather"])
 def test_one_step_replaced_in_a_linen_wrapper_with_state(step):
     calls = []
@@ -1016,3 +1019,91 @@ def test_lists_of_a_scatter_that_do_not_fit_are_refused():
         dp(np.float32(1), np.ones(4, np.float32))
     with pytest.raises(ValueError, match=r"inputs have chunks \(2, 1\) and \(2, 2\)"):
         dp(np.float32(1), [(np.ones(2), np.ones(2)), (np.ones(2), np.ones(1))])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.dtype("float16")])
+def test_a_dtype_is_an_argument_like_any_object(dtype):
+    dp = jdp.DataParallel(lambda w, x, dtype: x.astype(dtype), range(2))
+    assert dp(np.float32(1), NUMBERS, dtype).dtype == dtype
+
+
+def test_boxed_parameters():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+    model = nn.Dense(3, kernel_init=init)
+    variables = model.init(jax.random.key(0), NUMBERS)
+    dp = jdp.DataParallel(model, range(4))
+    np.testing.assert_allclose(dp.apply(variables, NUMBERS), model.apply(variables, NUMBERS), rtol=1e-5, atol=1e-6)
+
+
+def test_another_mesh_around_the_call_is_an_error_that_says_so():
+    dp = jdp.DataParallel(lambda w, x: x * w, range(4))
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"inside jax\.set_mesh of .*outside"):
+        dp(np.float32(1), NUMBERS)
+
+
+def test_the_public_scatter_in_a_subclass_with_its_own_axis_name():
+    class Mine(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            return jdp.scatter(inputs, devices, chunk_sizes=(4, 2, 3, 1)), jdp.scatter(kwargs, devices)
+
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    want = np.asarray(model(NUMBERS))
+    np.testing.assert_allclose(Mine(model, range(4), axis_name="batch")(NUMBERS), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_subclass_may_use_fewer_devices():
+    class Mine(jdp.DataParallel):
+        def scatter(self, inputs, kwargs, devices):
+            return super().scatter(inputs, kwargs, devices[:2])
+
+        def replicate(self, tree, devices):
+            return super().replicate(tree, devices[:2])
+
+    np.testing.assert_array_equal(Mine(lambda w, x: x * w, range(4))(np.float32(2), NUMBERS), 2 * NUMBERS)
+
+
+def test_a_callable_without_weak_references():
+    @dataclasses.dataclass(slots=True)
+    class Scale:
+        by: float
+
+        def __call__(self, w, x):
+            return x * w * self.by
+
+    dp = jdp.DataParallel(Scale(3.0), range(2))
+    np.testing.assert_array_equal(dp(np.float32(2), NUMBERS), 6 * NUMBERS)
+    np.testing.assert_array_equal(jdp.data_parallel(Scale(3.0), np.float32(2), NUMBERS, range(2)), 6 * NUMBERS)
+
+
+def test_keywords_named_like_our_own():
+    class Model(nnx.Module):
+        def __call__(self, replicas):
+            return replicas * 2
+
+    np.testing.assert_array_equal(jdp.DataParallel(Model(), range(2))(replicas=NUMBERS), 2 * NUMBERS)
+    dp = jdp.DataParallel(lambda w, params: params * w, range(2), out_axes=0)
+    np.testing.assert_array_equal(dp(np.float32(2), params=NUMBERS), 2 * NUMBERS)
+
+
+def test_a_wrong_input_is_not_taken_for_stacked_parameters():
+    dp = jdp.DataParallel(nn.Dense(4, use_bias=False), range(4))
+    variables = dp.init(jax.random.key(0), np.ones((8, 4), np.float32))
+    with pytest.raises(Exception, match="generate shape") as info:
+        dp.apply(variables, np.ones((8, 5), np.float32))
+    assert type(info.value).__name__ == "ScopeParamShapeError"
+
+
+@pytest.mark.parametrize("arguments", [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}])
+def test_arguments_are_checked_at_construction(arguments):
+    with pytest.raises(TypeError, match=rf"jdp\.DataParallel: {next(iter(arguments))} is .*must"):
+        jdp.DataParallel(nn.Dense(2), range(2), **arguments)
+
+
+def test_axes_that_do_not_fit_name_what_they_do_not_fit():
+    dp = jdp.DataParallel(lambda w, x: x, range(2), out_axes=(0, None))
+    with pytest.raises(ValueError, match=r"out_axes does not fit the outputs, whose tree is .*prefix"):
+        dp(np.float32(1), NUMBERS)
+    dp = jdp.DataParallel(lambda w, x: x, range(2), in_axes=({"z": 0},))
+    with pytest.raises(ValueError, match=r"in_axes does not fit the arguments, whose tree is .*prefix"):
+        dp(np.float32(1), NUMBERS)

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from laws import NUMBERS
 
 import jdp
 
@@ -164,6 +165,7 @@ def test_after_the_end_it_stays_ended():
             next(ahead)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", ["close", "break", "drop", "exhaust", "error", "never started"])
 def test_no_thread_is_left_behind(how):
     before = set(threading.enumerate())
@@ -269,6 +271,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 5, 0], ids="{} rows".format)
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
 def test_a_batch_keeps_its_containers(make, rows, n, same):
@@ -318,6 +321,7 @@ def wanted(rows, steps=2):
     return np.asarray(w)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 11, 3])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_for_x_y_in_prefetch_does_not_depend_on_the_number_of_devices(n, rows):
@@ -337,6 +341,7 @@ def test_for_x_y_in_prefetch_does_not_depend_on_the_number_of_devices(n, rows):
     np.testing.assert_allclose(metrics["loss"], loss_of(W, *parts(rows)), rtol=2e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 7])
 def test_every_door_takes_the_parts_of_a_batch(n, rows):
     x, y = parts(rows)
@@ -444,6 +449,7 @@ def test_lists_and_tuples_of_batches_are_loaders():
     assert list(DP.prefetch(())) == []
 
 
+@pytest.mark.one_case
 @needs_torch
 @pytest.mark.parametrize(("n", "workers"), [(1, 0), (3, 0), (8, 0), (3, 1)])
 def test_a_torch_loader(n, workers):
@@ -552,3 +558,12 @@ def test_axes_of_its_own(refused):
     x, y = (jdp.scatter(v, range(4)) for v in (X, X))
     with refused(ValueError, "DataParallel", r"args\[1\] came cut along axis 0, and in_axes has None.*in_axes"):
         cut(W, x, y)
+
+
+def test_prefetch_leaves_the_callers_iterator_open():
+    source = iter([NUMBERS, NUMBERS + 1, NUMBERS + 2])
+    generator = (x for x in source)
+    dp = jdp.DataParallel(lambda w, x: x * w, range(2))
+    for _ in dp.prefetch(generator, size=0):
+        break
+    np.testing.assert_array_equal(next(generator), NUMBERS + 1)

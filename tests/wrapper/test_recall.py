@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
+from jax.experimental import io_callback, sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
@@ -65,6 +65,7 @@ def test_scattered_and_host_batches_of_placed_parameters_are_recalled(monkeypatc
         dp.apply(params, X[:8])  # of another shape: not known
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 13])
 def test_one_program_with_outputs_of_several_trees(monkeypatch, rows):
     """They depend on the parameters: how many arrays, and which of them have a row for each of the batch."""
@@ -106,6 +107,7 @@ def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
             dp.apply(params, jdp.scatter(X[:13]))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
 @pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])
 def test_parameters_elsewhere_are_moved_as_ever(moved, place):
@@ -284,6 +286,7 @@ TRACES = {  # of a call of the other parameters, with the batch and the first of
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
 @pytest.mark.parametrize("devices", [8, 1])
 @pytest.mark.parametrize("cut", [False, True], ids=["host", "scattered"])
@@ -418,6 +421,7 @@ def test_what_others_have_called_the_program_with_is_not_trusted():
     same(dp.apply(elsewhere(params), X), expected)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("between", [jax.disable_jit, jax.clear_caches], ids=lambda f: f.__name__)
 def test_where_jax_keeps_nothing_parameters_are_looked_at(between, monkeypatch):
     params = jdp.replicate(host_params())
@@ -633,3 +637,13 @@ def test_nans_are_found_once(monkeypatch, capfd):
             dp(good, X + 1)
         with straight(monkeypatch), pytest.raises(FloatingPointError):
             dp(bad, X + 1)
+
+
+def test_what_is_refused_is_refused_after_an_array_of_the_same_shape():
+    dp = jdp.DataParallel(lambda w, x: x * w, range(2))
+    square = np.eye(4, dtype=np.float32)
+    dp(np.float32(2), square)
+    with pytest.raises(TypeError, match="a sparse array"):
+        dp(np.float32(2), sparse.BCOO.fromdense(square))
+    with pytest.raises(TypeError, match="jax.eval_shape"):
+        dp(np.float32(2), jax.ShapeDtypeStruct((4, 4), np.float32))

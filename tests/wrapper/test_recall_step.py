@@ -75,6 +75,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
 @pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

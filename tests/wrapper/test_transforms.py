@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from laws import close
 
 import jdp
 
@@ -33,10 +34,6 @@ def placed(where, tree=PARAMS):
     return jax.device_put(tree, jax.devices()[0]) if where == "primary" else jdp.replicate(tree, range(N))
 
 
-def close(got, want, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
-
-
 def devices_of(tree):
     return [leaf.devices() for leaf in jax.tree.leaves(tree)]
 
@@ -49,6 +46,7 @@ def loss(apply):
 # --- grad and value_and_grad, outside and inside jit ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [8, 10])
 def test_gradients_are_the_sum_and_come_back_where_the_parameters_live(where, size):
@@ -61,6 +59,7 @@ def test_gradients_are_the_sum_and_come_back_where_the_parameters_live(where, si
     assert devices_of(dparams) == [home] * 2
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("size", [0, 8, 10])
 def test_under_jit(where, size):
@@ -140,6 +139,7 @@ def test_vjp(where):
     close(back(jax.device_put(cotangent, y.sharding)), want_back(cotangent))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", INSIDE)
 def test_jvp_and_linearize(where):
     params, x = placed(where), ROWS
@@ -158,6 +158,7 @@ def test_hessian_and_jacobians():
     close(jax.jacfwd(DP)(PARAMS, x), jax.jacfwd(model)(PARAMS, x))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", ["host", "replicated"])
 def test_gradient_penalty(where):
     """Row 136h: the derivative of a derivative, outside jit."""
@@ -179,6 +180,7 @@ def test_hessian_vector_product():
 # --- vmap ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [8, 10])
 def test_vmap_over_parameters(size):
     """An ensemble, each member over all devices."""
@@ -215,6 +217,7 @@ def descend(apply, params, xs):
     return lax.scan(step, params, xs)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", INSIDE)
 def test_scan(where):
     xs = np.stack([ROWS[:5], ROWS[5:], 2 * ROWS[:5]])
@@ -227,6 +230,7 @@ def test_scan(where):
         close(got, jax.grad(lambda p: descend(model, p, xs)[1].sum())(PARAMS), rtol=1e-4)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("where", ["uncommitted", "replicated"])
 def test_checkpoint(where):
     want = jax.grad(loss(model), (0, 1))(PARAMS, ROWS)
@@ -277,6 +281,7 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.5, deterministic=False)(jnp.tanh(x)))
 
 
+@pytest.mark.full
 def test_a_training_step_of_optax_inside_and_outside_jit_is_the_same():
     net, tx, x = Net(), optax.adam(0.01), ROWS
     dp = jdp.DataParallel(net, devices=range(N))

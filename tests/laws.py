@@ -1,0 +1,34 @@
+"""What the tests of laws share."""
+
+import jax
+import numpy as np
+from hypothesis import settings
+
+NUMBERS = np.random.RandomState(0).randn(10, 4).astype(np.float32)  # ten rows: uneven over four devices
+_random = np.random.default_rng(0)
+INPUTS = _random.normal(size=(8, 6)).astype(np.float32)
+TARGETS = _random.normal(size=(8, 4)).astype(np.float32)
+
+
+def examples(count: int) -> settings:
+    """So many examples of a law in the full tier, and a tenth of them, but two at least, in the fast one."""
+    return settings(max_examples=max(2, count * settings.default.max_examples // 30))
+
+
+def close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """The same tree, and the same values to float32's rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert np.shape(g) == np.shape(w), f"{where}: {np.shape(g)}, {np.shape(w)} is right"
+        np.testing.assert_allclose(g, w, rtol=rtol, atol=atol, err_msg=where)
+
+
+def close_to_rounding(got, want, single: float = 2e-6) -> None:
+    """The same tree, shapes and dtypes, and values of the order of one, equal to the rounding of their dtype."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert g.dtype == w.dtype and np.shape(g) == np.shape(w), where
+        limit = {"float64": 1e-12, "float32": single}.get(g.dtype.name, 0)
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=limit, atol=limit, err_msg=where)
