@@ -32,7 +32,7 @@ settings.register_profile("full", max_examples=30, deadline=None, derandomize=Tr
 settings.register_profile("fast", max_examples=3, deadline=None, derandomize=True)
 
 # JAX says after each program how long it took to have it, also where it was read from the cache; and how long it read.
-_compilations, _compiling = [], [0.0]
+_compilations, _compiling, _begun = [], [0.0], []
 _SECONDS = {"backend_compile_duration": 1, "cache_retrieval_time_sec": -1}
 
 
@@ -51,13 +51,12 @@ BUDGET = 2.0
 BIG = 60  # cases; the groups of a larger file are its functions, or its worker would be the last
 
 
+def is_fast(config):
+    return "not full" in config.getoption("markexpr")
+
+
 def pytest_configure(config):
-    fast = "not full" in config.getoption("markexpr")
-    settings.load_profile("fast" if fast else "full")
-    config.stash[_judged] = fast
-
-
-_judged = pytest.StashKey[bool]()
+    settings.load_profile("fast" if is_fast(config) else "full")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,13 +84,14 @@ def pytest_runtest_call(item):
     Not judged is the first case of a process, which imports what the others find, and one for which a program was
     compiled that the cache did not have: the next run judges it.
     """
+    is_first = not _begun
+    _begun.append(item.nodeid)
     cpu, compiling = sum(os.times()[:2]), _compiling[0]
     result = yield
     cpu, compiling = sum(os.times()[:2]) - cpu, _compiling[0] - compiling
-    judged, item.config.stash[_judged] = item.config.stash[_judged], "not full" in item.config.getoption("markexpr")
     mark = item.get_closest_marker("budget")
     budget = mark.args[0] if mark else BUDGET
-    if judged and compiling < 0.25 and cpu > budget:
+    if is_fast(item.config) and not is_first and compiling < 0.25 and cpu > budget:
         pytest.fail(
             f"{item.name} took {cpu:.1f} CPU s; a case of the fast tier may take {budget:g}. Make it smaller, keep one "
             "case of its parameters there (@pytest.mark.one_case), or leave it to make test-full (@pytest.mark.full).",

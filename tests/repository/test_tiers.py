@@ -1,0 +1,65 @@
+"""The fast tier has one case of a family, and none that takes longer than its budget."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+TESTS = """
+import time
+import pytest
+
+def burn():
+    end = time.process_time() + 2.2
+    while time.process_time() < end:
+        pass
+
+def test_first():  # which is not judged
+    burn()
+
+def test_long():
+    burn()
+
+@pytest.mark.budget(5)
+def test_that_may():
+    burn()
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_last(n):
+    pass
+
+@pytest.mark.one_case("2")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_named(n):
+    pass
+
+@pytest.mark.full
+def test_full():
+    burn()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("tier", "passed", "failed"),
+    [
+        ("not full", {"test_first", "test_that_may", "test_last[3]", "test_named[2]"}, {"test_long"}),
+        ("full", {"test_last[1]", "test_last[2]", "test_named[1]", "test_named[3]", "test_full"}, set()),
+    ],
+)
+def test_a_tier_has_its_cases_and_the_fast_one_judges_them(tmp_path, tier, passed, failed):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    root = pathlib.Path(__file__).parents[2]
+    environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
+    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    command += ["-p", "conftest", "-p", "no:cacheprovider", "-m", tier, "-rpf", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    said = {word: set(re.findall(rf"^{word} \S*::(\S+)", done.stdout, re.MULTILINE)) for word in ("PASSED", "FAILED")}
+    assert said == {"PASSED": passed, "FAILED": failed}, done.stdout + done.stderr
+    if failed:
+        assert re.search(r"test_long took 2\.\d CPU s; a case of the fast tier may take 2\. Make", done.stdout)
