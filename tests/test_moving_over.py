@@ -150,6 +150,7 @@ def test_init_with_keys_of_any_style():
 # --- parameters that are somewhere else ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("known", [False, True])
 def test_parameters_on_one_device_under_jit(devices, known):
     """JAX refuses them when jdp has returned; where it says what it was that did not fit, it says jdp.replicate."""
@@ -239,6 +240,7 @@ class Batch(NamedTuple):
     y: np.ndarray
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [7, 8])
 def test_a_named_tuple_is_one_argument(size):
     """Only a plain tuple is the arguments."""

@@ -65,6 +65,7 @@ def test_chunk_sizes_of_larger_batches():
             assert jdp.chunk_sizes(rows, n) == tuple(len(c) for c in torch.zeros(rows).chunk(n)), (rows, n)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("model", "rows", "n"),
     [("MLP", 9, 4), ("MLP", 5, 2), ("Conv", 5, 4), ("LSTM", 3, 2), ("Tokens", 3, 1), ("Tied", 17, 8)],
@@ -75,6 +76,7 @@ def test_a_step_equals_torchs(model, rows, n, devices):
     close(flax_side.run_case(model, dp.apply, n, record), flax_side.expected(model, n, record))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("rows", "n"), [(10, 4), (5, 3)])
 def test_data_parallel_is_a_loop_over_chunks(rows, n, devices):
     """The meaning of both, without either's machinery: the bare torch module, chunk by chunk."""

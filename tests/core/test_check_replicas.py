@@ -40,6 +40,7 @@ def one_ulp(x, index=(1, 2)):
     return y
 
 
+@pytest.mark.one_case
 def test_equal_copies_pass(devices, n):
     mesh = make_mesh(tuple(devices[:n]))
     tree = {"w": replicas(W, mesh), "key": replicas(jax.random.key(1), mesh), "host": W, "none": None, "n": 3}
@@ -58,6 +59,7 @@ def test_one_ulp_on_one_device_is_named(mesh, refused, device):
         check_replicas(tree, mesh, "check_replicas")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "x, y",
     [

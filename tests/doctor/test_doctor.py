@@ -440,6 +440,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", REPORTS)
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
 def test_the_report_fits_the_terminal_with_rich_and_without(doctor, fake, monkeypatch, kind, rich):

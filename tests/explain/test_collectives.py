@@ -115,6 +115,7 @@ def test_other_kinds(fn, kind, devices):
     assert (one.kind, one.bytes, one.group) == (kind, 64, 8)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"shard_optimizer": True}])
 def test_a_training_step_sends_each_gradient_once(options):
     dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"])

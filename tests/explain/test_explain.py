@@ -68,6 +68,7 @@ def test_uneven_rows_are_those_of_the_busiest(dp):
     assert report.flops >= 2 * 2 * (16 * WIDTH + WIDTH * 8)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 def test_a_step_reduces_every_gradient_once(dp, accumulate_steps):
     tx = optax.adam(1e-3)

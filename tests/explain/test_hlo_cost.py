@@ -45,6 +45,7 @@ def attention(x, w):
     return jax.grad(loss)(w)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "fn, args, products",
     [

@@ -21,6 +21,7 @@ def convolutions(jaxpr):
                 yield from convolutions(value)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "x, kernel, numbers, options",
     [

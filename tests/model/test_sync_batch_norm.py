@@ -55,6 +55,7 @@ def on_one_device(variables, rows, lr=0.1):
     return {"params": params, **updates}, value, out
 
 
+@pytest.mark.one_case("3-sizes1-data")
 @pytest.mark.parametrize("count, sizes, axis", [(1, (17,), None), (3, (17, 4), "data"), (8, (16, 5), None)])
 def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
     with jax.enable_x64(True):
@@ -69,6 +70,7 @@ def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
         close({"params": state.params, **state.state}, want, 1e-12, 1e-12)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", ["vector", "mean"])
 def test_every_form_of_loss_on_uneven_chunks(form):
     with jax.enable_x64(True):
@@ -80,6 +82,7 @@ def test_every_form_of_loss_on_uneven_chunks(form):
         close((state.params, metrics["loss"]), (want["params"], loss), 1e-12, 1e-12)
 
 
+@pytest.mark.full
 def test_without_it_statistics_are_those_of_each_replica():
     """What makes the tests above tests: the default is another number."""
     with jax.enable_x64(True):
@@ -92,6 +95,7 @@ def test_without_it_statistics_are_those_of_each_replica():
         assert abs(mean - want["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-4
 
 
+@pytest.mark.full
 def test_even_batches_take_no_switch_and_one_collective_for_each_batch_norm():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
     step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True)
@@ -102,6 +106,7 @@ def test_even_batches_take_no_switch_and_one_collective_for_each_batch_norm():
     assert "stablehlo.case" in step.lower(state, (x, y)).as_text()
 
 
+@pytest.mark.full
 def test_accumulation_synchronises_each_microbatch():
     """Microbatch k of every replica together is one BatchNorm batch: compared with a loop on one device."""
     with jax.enable_x64(True):
@@ -158,6 +163,7 @@ class Model(nnx.Module):
         return self.norms[1](self.out(nnx.relu(self.norms[0](self.dense(x)))))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 17, 5])
 def test_nnx(rows):
     x, y = rng.normal(size=(rows, 6)).astype(np.float32), rng.normal(size=(rows, 4)).astype(np.float32)

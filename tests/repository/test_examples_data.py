@@ -122,6 +122,7 @@ def _web_page(path: Path) -> None:
     path.write_bytes(b"<html><body>Please sign in</body></html>")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("spoil", "fact"),
     [

@@ -69,6 +69,7 @@ def copies(monkeypatch):
 # --- what others made stays ---
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("clone", [nnx.clone, lambda m: nnx.merge(*nnx.split(m))], ids=["clone", "merge"])
 def test_a_clone_of_the_model_from_before_the_first_step_works_after_it(n, clone):
@@ -109,6 +110,7 @@ MADE_BY_HAND = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("make", MADE_BY_HAND.values(), ids=MADE_BY_HAND.keys())
 def test_a_state_made_by_hand_stays_and_trains_alike(make, n):

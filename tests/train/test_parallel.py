@@ -135,6 +135,7 @@ def gan_state():
     return (g, G_TX.init(g)), (d, D_TX.init(d))
 
 
+@pytest.mark.full
 def test_a_gan_with_two_optimizers_is_that_of_pmap():
     step, pmapped = jdp.DataParallel(GENERATOR, axis_name="batch").parallel(gan_step), jax.pmap(gan_step, "batch")
     state, stacked = gan_state(), jax_utils.replicate(gan_state())
@@ -261,6 +262,7 @@ def scan(w, x):
     return jax.lax.scan(lambda c, _: ((c[1], x), None), (w, w), length=3)[0][0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "fn, differs",
     [

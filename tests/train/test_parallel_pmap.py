@@ -45,6 +45,7 @@ def predict(tokens, params, cache):
     return out, updates["cache"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "rows", [ROWS, N]
 )  # with n rows no size tells one entry for each replica from one for each row
@@ -108,6 +109,7 @@ def test_what_is_stacked_has_an_entry_for_each_replica(refused):
         DP.parallel(lambda w, x: w, in_axes=(None, "stack"))(1.0, X)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("axis_name", ["data", "batch"])
 def test_scattered_arguments_stay_as_they_are_cut(axis_name, same):
     step = DP.parallel(lambda w, x, y: (w, x * w + y), axis_name=axis_name)
@@ -139,6 +141,7 @@ def test_strings_and_other_objects_may_be_whole(same):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("positions", [2, (2,), [2]])
 def test_static_arguments_are_those_of_pmap(positions, same):
     traces = []

@@ -60,6 +60,7 @@ def cost(kind, leaves, n, batch="scattered"):
     return counted(call)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("batch", ["scattered", "numpy"])
 @pytest.mark.parametrize("kind", ["apply", "step"])
 def test_no_python_runs_for_each_leaf(kind, batch):
@@ -67,6 +68,7 @@ def test_no_python_runs_for_each_leaf(kind, batch):
     assert many - few < 20  # a loop that calls one function for each leaf would make it 90
 
 
+@pytest.mark.one_case("apply")
 @pytest.mark.parametrize("kind", ["apply", "step"])
 def test_no_python_runs_for_each_device(kind):
     # Not one alone, which waits for nothing: there nothing can deadlock.
@@ -74,11 +76,13 @@ def test_no_python_runs_for_each_device(kind):
     assert abs(eight - two) < 6
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "limit"), [("apply", 220), ("step", 60)])
 def test_a_call_is_few_calls_of_python(kind, limit):
     assert cost(kind, 100, 8) < limit
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 8])
 def test_a_scattered_batch_is_known_again(n):
     """The layout of what came scattered is made once, and its arrays are those that run."""

@@ -205,6 +205,7 @@ def test_none_is_refused_when_the_last_state_is_gone():
         step(None, batch)
 
 
+@pytest.mark.full
 def test_traces_and_settings_are_looked_at(monkeypatch):
     dp, step, state, batch = after_two_steps(donate=False)
     _, expected = forgetful(dp, donate=False)
