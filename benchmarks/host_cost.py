@@ -11,7 +11,7 @@ that begin with a numpy batch among them, and meet each other's code in the proc
                    would differ in what it computes, too
     jdp            dp.apply(params, batch) and step(state, batch), with a batch from dp.prefetch
     thread         the time that the calling thread itself computes, until the last call returns: the host's share
-    from numpy     the ratio where both begin with a numpy batch, the direct call with jax.device_put(batch, sharding)
+    from numpy     the ratio where both begin with a numpy batch, which the compiled functions' in_shardings cut
 """
 
 from __future__ import annotations
@@ -29,56 +29,70 @@ from typing import Any
 import _results
 
 
-def contenders(leaves: int) -> dict[str, Callable[[], Any]]:
-    """One call of each, on all devices."""
-    import jax
-    import numpy as np
-    import optax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+class Task:
+    """What all contenders have, on all devices."""
 
-    import jdp
+    def __init__(self, leaves: int) -> None:
+        import jax
+        import numpy as np
+        import optax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    def model(variables: Any, x: Any) -> Any:
+        import jdp
+
+        self.mesh = Mesh(np.array(jax.devices()), ("data",))
+        self.cut = NamedSharding(self.mesh, PartitionSpec("data"))
+        self.whole = NamedSharding(self.mesh, PartitionSpec())
+        weights = {f"w{i:04}": np.float32(1 / leaves) for i in range(leaves)}
+        self.variables = jax.device_put({"params": weights}, self.whole)
+        self.batch = np.arange(2 * self.mesh.size, dtype=np.float32)
+        self.dp = jdp.DataParallel(self.model)
+        (self.scattered,) = self.dp.prefetch([self.batch])
+        # One for each run of states: a step looks closely at a state that is not the one it gave last.
+        self.step, self.step_of_numpy = (self.dp.train_step(self.loss_fn, optax.sgd(1e-6)) for _ in range(2))
+
+    def model(self, variables: Any, x: Any) -> Any:
         return x * sum(variables["params"].values())
 
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    cut, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    weights = {f"w{i:04}": np.float32(1 / leaves) for i in range(leaves)}
-    variables = jax.device_put({"params": weights}, whole)
-    batch = np.arange(2 * mesh.size, dtype=np.float32)
-    placed = jax.device_put(batch, cut)
+    def loss_fn(self, variables: Any, x: Any) -> Any:
+        return ((self.model(variables, x) - 1) ** 2).mean()
 
-    dp = jdp.DataParallel(model)
-    (scattered,) = dp.prefetch([batch])
-    specs = (PartitionSpec(), PartitionSpec("data"))
-    mapped = jax.shard_map(model, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=False)
-    by_hand = jax.jit(mapped)
+    def stepped(self, step: Callable[[Any], Any]) -> Callable[[], Any]:
+        """Calls with a state of their own, which goes round."""
+        state = self.step.init(self.variables)
 
-    def loss_fn(variables: Any, x: Any) -> Any:
-        return ((model(variables, x) - 1) ** 2).mean()
-
-    # One for each run of states: a step looks closely at a state that is not the one it gave last.
-    step, step_of_numpy = (dp.train_step(loss_fn, optax.sgd(1e-6)) for _ in range(2))
-    program = step._program.of(step.init(variables), scattered)
-    states = {name: step.init(variables) for name in ("step direct", "step numpy direct", "step")}
-    states["step numpy"] = step_of_numpy.init(variables)
-
-    def stepped(name: str, call: Callable[[Any], Any]) -> Callable[[], Any]:
-        def turn() -> Any:
-            states[name], metrics = call(states[name])
+        def call() -> Any:
+            nonlocal state
+            state, metrics = step(state)
             return metrics["loss"]
 
-        return turn
+        return call
 
+
+def by_jdp(task: Task) -> dict[str, Callable[[], Any]]:
+    """One call of each."""
     return {
-        "apply": lambda: dp.apply(variables, scattered),
-        "apply direct": lambda: by_hand(variables, placed),
-        "apply numpy": lambda: dp.apply(variables, batch),
-        "apply numpy direct": lambda: by_hand(variables, jax.device_put(batch, cut)),
-        "step": stepped("step", lambda state: step(state, scattered)),
-        "step direct": stepped("step direct", lambda state: program(state, (placed,))),
-        "step numpy": stepped("step numpy", lambda state: step_of_numpy(state, batch)),
-        "step numpy direct": stepped("step numpy direct", lambda state: program(state, (jax.device_put(batch, cut),))),
+        "apply": lambda: task.dp.apply(task.variables, task.scattered),
+        "apply numpy": lambda: task.dp.apply(task.variables, task.batch),
+        "step": task.stepped(lambda state: task.step(state, task.scattered)),
+        "step numpy": task.stepped(lambda state: task.step_of_numpy(state, task.batch)),
+    }
+
+
+def direct(task: Task) -> dict[str, Callable[[], Any]]:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    mapped = jax.shard_map(task.model, mesh=task.mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=False)
+    by_hand = jax.jit(mapped, in_shardings=(task.whole, task.cut))
+    placed = jax.device_put(task.batch, task.cut)
+    program = task.step._program.of(task.step.init(task.variables), task.scattered)
+    return {
+        "apply direct": lambda: by_hand(task.variables, placed),
+        "apply numpy direct": lambda: by_hand(task.variables, task.batch),
+        "step direct": task.stepped(lambda state: program(state, (placed,))),
+        "step numpy direct": task.stepped(lambda state: program(state, (task.batch,))),
     }
 
 
@@ -87,7 +101,8 @@ def measure(leaves: int, args: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    calls = contenders(leaves)
+    task = Task(leaves)
+    calls = by_jdp(task) | direct(task)
     found = {name: jax.device_get(call()) for name, call in calls.items()}
     for name, value in found.items():
         np.testing.assert_allclose(value, found[f"{name.split()[0]} direct"], rtol=1e-5, err_msg=name)

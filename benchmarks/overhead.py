@@ -3,7 +3,8 @@
 Everything is timed in one process per number of devices, the contenders taking turns, so that noise
 of a shared machine meets all of them; a figure is the median of the ratios of neighbouring calls.
 
-    hand-written   device_put of the batch, jit(shard_map), device_put of the output to one device
+    hand-written   jit(shard_map) with in_shardings, which takes the numpy batch, then device_put of the output to one
+                   device
     pmap           flax's recipe: shard the batch on the host, jax.pmap, reshape the output
     uneven         a row fewer, so that the last chunk is shorter, against the full batch, both by dp.apply
                    (on one device there is one chunk, and nothing is uneven)
@@ -68,7 +69,8 @@ def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], l
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     variables = jax.device_put(model.init(jax.random.key(0), x[:1]), everywhere)
     by_hand = jax.jit(
-        jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+        jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False),
+        in_shardings=(everywhere, cut),
     )
     stacked = jax.device_put(
         jax.tree.map(lambda w: np.broadcast_to(w, (n, *w.shape)), variables), NamedSharding(mesh, P("data"))
@@ -76,7 +78,7 @@ def contenders(model_name: str, n: int) -> tuple[dict[str, Callable[[], Any]], l
     pmapped = jax.pmap(model.apply, axis_name="data", devices=devices)
 
     def hand_written() -> Any:
-        return jax.device_put(by_hand(variables, jax.device_put(x, cut)), devices[0])
+        return jax.device_put(by_hand(variables, x), devices[0])
 
     def pmap() -> Any:
         out = pmapped(stacked, x.reshape(n, chunk, *shape))

@@ -20,7 +20,7 @@ def trainer(task: Task):
         logits = model.apply({"params": params}, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=whole)  # parallel
+    @partial(jax.jit, donate_argnums=0, in_shardings=(whole, cut), out_shardings=whole)  # parallel
     def step(state, batch):
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -32,7 +32,6 @@ def trainer(task: Task):
     def train(batches):
         nonlocal state
         for batch in batches:
-            batch = jax.device_put(batch, cut)  # parallel
             state, loss = step(state, batch)
         jax.block_until_ready(state)
 

@@ -20,7 +20,7 @@ def trainer(task: Task):
         logits = model.apply({"params": params}, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, in_shardings=(whole, cut))  # parallel
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)  # parallel
     def step(state, batch):
         params, opt_state = state
@@ -34,7 +34,6 @@ def trainer(task: Task):
     def train(batches):
         nonlocal state
         for batch in batches:
-            batch = jax.device_put(batch, cut)  # parallel
             state, loss = step(state, batch)
         jax.block_until_ready(state)
 
