@@ -22,23 +22,21 @@ class Gone(Exception):
     """The peer ended, or hung, instead of answering; says which."""
 
 
-class Peer:
-    """A peer on `n` devices: one process that has them, or n processes (torch's way). Only one peer works at a time."""
+class Asked:
+    """Processes that answer each request with a line of JSON, and wait for the next. Only one works at a time."""
 
-    def __init__(self, name: str, n: int, path: str) -> None:
-        self.name, self.n = name, n
-        self.started = time.perf_counter()
+    def __init__(self, command: list[str], environments: list[dict[str, str]]) -> None:
+        """One process of `command` in each of the environments, which are added to this process's own."""
         self.errors = tempfile.TemporaryFile("w+")
-        port, ranks = free_port(), n if name == "torch_ddp" else 1
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(DRIVER), "--worker", name, path],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,
-                env=os.environ | environment(name, n) | torchrun(rank, ranks, port),
+                env=os.environ | environment,
             )
-            for rank in range(ranks)
+            for environment in environments
         ]
 
     def ask(self, do: str = "", **request: Any) -> list[dict[str, Any]]:
@@ -71,6 +69,25 @@ class Peer:
         lines = [line.strip() for line in self.errors if line.strip()]
         return f"exit status {status}: {lines[-1] if lines else 'no word'}"
 
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()  # one that crashed its partner waits for it for ever
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe:
+                    pipe.close()
+        self.errors.close()
+
+
+class Peer(Asked):
+    """A peer on `n` devices: one process that has them, or n processes (torch's way)."""
+
+    def __init__(self, name: str, n: int, path: str) -> None:
+        self.started = time.perf_counter()
+        port, ranks = free_port(), n if name == "torch_ddp" else 1
+        command = [sys.executable, str(DRIVER), "--worker", name, path]
+        super().__init__(command, [environment(name, n) | torchrun(rank, ranks, port) for rank in range(ranks)])
+
     def turn(self, steps: int) -> tuple[float, float]:
         """When the first of its processes began, and when the last was done; all have one clock."""
         answers = self.ask("train", steps=steps)
@@ -80,15 +97,6 @@ class Peer:
         """`do` is "params" or "uneven". All processes save what they have; torch's are the same in all."""
         answers = self.ask(do, to=str(to))
         return next((answer for answer in answers if "refused" in answer), answers[0])
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()  # one that crashed its partner waits for it for ever
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe:
-                    pipe.close()
-        self.errors.close()
 
 
 def environment(name: str, n: int) -> dict[str, str]:

@@ -19,10 +19,8 @@ from . import _tasks
 
 
 def serve(peer: str, path: str) -> None:
-    """Requests come on stdin, answers go to what was stdout; what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    answer: Callable[[dict[str, Any]], None] = lambda found: print(json.dumps(found), file=answers, flush=True)  # noqa: E731
+    """Requests come on stdin."""
+    answer = answering()
     try:
         module = importlib.import_module(f"peers.{peer}")
     except ImportError as error:
@@ -46,6 +44,13 @@ def serve(peer: str, path: str) -> None:
                 answer({"peak": peak_rss()})
             case "uneven":
                 answer(uneven(module.trainer, path, request["to"]))
+
+
+def answering() -> Callable[[dict[str, Any]], None]:
+    """What gives an answer, on what was stdout; what libraries print goes to stderr from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda found: print(json.dumps(found), file=answers, flush=True)
 
 
 def uneven(trainer: Callable[[Any], Any], path: str, to: str) -> dict[str, Any]:
