@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-full test-faults install lint wheel bench clean
+.PHONY: help mnist test test-full test-faults install lint ruff pyright docs wheel bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,9 +40,17 @@ test-faults: install  ## kill, stop and damage processes and checkpoints, and se
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 
-lint: $(VENV)/.installed-dev  ## check style (ruff) and types (pyright)
+lint: ruff pyright  ## check style (ruff), types (pyright), and that docs/architecture.md is up to date
+	$(VENV)/bin/python docs/architecture.py --check
+
+ruff: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check
+
+pyright: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python jdp
+
+docs: $(VENV)/bin/python  ## draw docs/architecture.md from the code
+	$(VENV)/bin/python docs/architecture.py
 
 wheel: $(VENV)/bin/python  ## build the wheel into dist/
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
