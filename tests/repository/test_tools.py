@@ -9,7 +9,7 @@ import tomllib
 import pytest
 import yaml
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def commands(*targets):

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "docs" / "architecture.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "docs" / "architecture.py"
 
 TREE = {
     "__init__.py": '"""The facade."""\nfrom ._door import Door as Door\nfrom . import _tools as tools',
