@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from .._jax.coordination import DesyncError
 from .._processes.agree import CONTAINERS, Described
-from .devices import cut_along, own_replicas, processes_of
+from .devices import own_replicas, processes_of
+from .global_arrays import own_part
 from .inputs import name_of
-from .layout import Cut, Layout, Stack, Static, Tree, Whole
+from .layout import Cut, Layout, Stack, Static, Tree, Whole, cut_along
 from .programs import capturing
-from .scattered import own_part
 
 
 def describe(leaves: Sequence[Any], specs: Sequence[Any], treedef: Any, root: str | tuple[str, ...]) -> Described:

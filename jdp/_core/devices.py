@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device  # jax.Device, which a type checker takes for a variable
@@ -109,18 +109,6 @@ def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
 def are_described(mesh: Mesh) -> bool:
     """Whether the devices are those of a topology, for which programs are compiled and on which nothing runs."""
     return getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime"
-
-
-@functools.cache
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device of the mesh."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-@functools.cache
-def cut_along(mesh: Mesh, axis: int) -> NamedSharding:
-    """The sharding of an array that is cut over the mesh along `axis`."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names[0]))
 
 
 def mesh_of(verb: str, devices: Devices) -> Mesh:

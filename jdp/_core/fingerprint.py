@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._processes.agree import same_program
-from .devices import replicated, spans_processes
-from .layout import Tree, is_key
+from .devices import spans_processes
+from .layout import Tree, is_key, replicated
 from .programs import dispatch
 
 _NAMED = 3  # so many leaves are named in an error, and as many devices of each

@@ -13,31 +13,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._processes.agree import same_program
-from .devices import (
-    Device,
-    DeviceLike,
-    cut_along,
-    make_mesh,
-    own_mesh,
-    replicated,
-    resolve_output,
-    spans_processes,
-)
+from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
+from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, pad, unpad
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, cut_along, pad, replicated, unpad
 from .programs import SIZES, dispatch
 from .scatter import split
-from .scattered import (
-    Scattered,
-    concrete,
-    holds_scattered,
-    map_scattered,
-    own_part,
-    placed,
-    put_all,
-    refuse_traced,
-    reshard,
-)
+from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard
 
 
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import Device, cut_along, own_mesh, own_replicas, replicated
+from .devices import Device, own_mesh, own_replicas
 
 Tree = Any
 """Any pytree of arrays."""
@@ -108,70 +109,62 @@ class Static:
 
 Leaf = Cut | Stack | Whole | Static
 _LEAF = jax.tree.structure(0)
+_layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
 
 
 class Layout:
-    """All of a `Scattered` but its arrays: hashable, compared by value, the same object where it can be."""
+    """All of a `Scattered` but its arrays. Equal layouts are one object, which JAX and dicts compare by identity."""
 
-    __slots__ = ("treedef", "leaves", "sizes", "mesh", "dim", "_hash", "__dict__", "__weakref__")
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+    sizes: tuple[int, ...]
+    mesh: Mesh
+    dim: int
+    arrays: tuple[Cut | Stack | Whole, ...]
+    """The leaves that are arrays."""
+    is_cut: bool
+    used: tuple[int, ...]
+    """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
+    fill: Callable[[Sequence[Any]], Tree]
+    """The tree with the values that it is called with for its arrays, in order."""
 
-    def __init__(self, treedef: Any, leaves: tuple[Leaf, ...], sizes: tuple[int, ...], mesh: Mesh, dim: int) -> None:
-        self.treedef, self.leaves, self.sizes, self.mesh, self.dim = treedef, leaves, sizes, mesh, dim
-        self._hash = hash((treedef, leaves, sizes, mesh, dim))
+    def __new__(cls, *key: Any) -> Layout:
+        """Of `(treedef, leaves, sizes, mesh, dim)`."""
+        found = _layouts.get(key)
+        if found is None:
+            found = super().__new__(cls)
+            found.treedef, found.leaves, found.sizes, found.mesh, found.dim = key
+            found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
+            found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
+            # Of several processes each has its first there, but for those that have run out of data.
+            found.used = tuple(itertools.compress(itertools.count(), found.sizes))
+            if not found.is_cut and jax.process_count() == 1:
+                found.used = (0,)
+            # Without statics a tree is made of its arrays with no Python between.
+            found.fill = found.treedef.unflatten if found.arrays == found.leaves else found._fill
+            found = _layouts.setdefault(key, found)
+        return found
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __reduce__(self) -> Any:
+        return Layout, (self.treedef, self.leaves, self.sizes, self.mesh, self.dim)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Layout) or self._hash != other._hash:
-            return False
-        return (self.treedef, self.leaves, self.sizes, self.mesh, self.dim) == (
-            other.treedef,
-            other.leaves,
-            other.sizes,
-            other.mesh,
-            other.dim,
-        )
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
-    def is_cut(self) -> bool:
-        return any(isinstance(leaf, Cut | Stack) for leaf in self.leaves)
-
-    @functools.cached_property
-    def used(self) -> tuple[int, ...]:
-        """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
-        # Of several processes each has its first there, but for those that have run out of data.
-        if self.is_cut or jax.process_count() > 1:
-            return tuple(i for i, size in enumerate(self.sizes) if size)
-        return (0,)
-
-    @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """The rows on each device, idle ones included."""
         return (*self.sizes, *[0] * (len(self.devices) - len(self.sizes)))
-
-    @functools.cached_property
-    def fill(self) -> Callable[[Sequence[Any]], Tree]:
-        """The tree with the values that it is called with for its arrays, in order."""
-        # Without statics that is all, and no Python between.
-        return self.treedef.unflatten if len(self.arrays) == len(self.leaves) else self._fill
 
     def _fill(self, values: Sequence[Any]) -> Tree:
         arrays = iter(values)
         return jax.tree.unflatten(
             self.treedef, [leaf.value if isinstance(leaf, Static) else next(arrays) for leaf in self.leaves]
         )
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Cut | Stack | Whole, ...]:
-        """The leaves that are arrays."""
-        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
@@ -329,3 +322,15 @@ _KEY = jax.dtypes.prng_key
 def is_key(x: Any) -> bool:
     """Whether `x` is a typed PRNG key, or an array of them."""
     return jnp.issubdtype(x.dtype, _KEY)
+
+
+@functools.cache
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that is whole on every device of the mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def cut_along(mesh: Mesh, axis: int) -> NamedSharding:
+    """The sharding of an array that is cut over the mesh along `axis`."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names[0]))

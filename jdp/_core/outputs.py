@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .devices import spans_processes
-from .inputs import is_array
+from .inputs import ARRAYS
 from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
@@ -92,7 +92,7 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
     for i, leaf in enumerate(leaves):
         mark = leaf if isinstance(leaf, Marked) else Marked(leaf, dim)
         value = mark.value
-        if not is_array(value):
+        if not isinstance(value, ARRAYS):
             raise TypeError(
                 f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, "
                 f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."

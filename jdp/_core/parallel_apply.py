@@ -10,14 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .compiled import Compiled
 from .layout import Static, Tree
-from .operands import Signature, flatten_call
 from .outputs import Outputs, Returned, returned
-from .programs import SIZES, Recent, dispatch, kept
+from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
 from .scatter import split
-from .scattered import Scattered, holds_scattered, is_scattered, placed
+from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
 from .uneven import run_chunks
 
 
@@ -96,20 +94,21 @@ def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         operands, signature = flatten_call(replicas, inputs, kwargs)
+        mesh, in_specs = signature.layout.mesh, signature.specs
+        (axis_name,) = mesh.axis_names
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
 
         def local(*operands: Any) -> tuple[list[Any], list[Any]]:
-            index = jax.lax.axis_index(signature.axis_name)
+            index = jax.lax.axis_index(axis_name)
             operands = signature.fold_keys(operands, index)
             values, outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
             found.append(outputs)
             return outputs.reduce(values, index)
 
-        specs = (PartitionSpec(signature.axis_name), PartitionSpec())
-        mesh = signature.layout.mesh
+        specs = (PartitionSpec(axis_name), PartitionSpec())
         # check_vma fails on real models (the scan of an RNN).
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=signature.specs, out_specs=specs, check_vma=False)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         with jax.named_scope("DataParallel"):
             cut, whole = mapped(*operands)
         return found[-1].scattered(cut, whole)

@@ -14,12 +14,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._processes.agree import same_program
-from .devices import DeviceLike, make_mesh, own_mesh, replicated, resolve_output, spans_processes
+from .devices import DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
 from .gather import device_of, transpose_list
+from .global_arrays import refuse_traced
 from .inputs import name_of
-from .layout import Cut, Static, Tree, Whole, is_key
+from .layout import Cut, Static, Tree, Whole, is_key, replicated
 from .programs import dispatch
-from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, refuse_traced
+from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
 def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None) -> Tree:

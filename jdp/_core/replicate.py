@@ -8,11 +8,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
-from .devices import Devices, are_described, mesh_of, own_mesh, replicated, spans_processes
+from .devices import Devices, are_described, mesh_of, own_mesh, spans_processes
+from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
-from .layout import Tree
+from .layout import Tree, replicated
 from .programs import capturing
-from .scattered import concrete, is_scattered, own_copies, put, put_all, refuse_traced
+from .scattered import concrete, is_scattered, put_all
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
@@ -50,9 +51,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors."""
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
-    if capturing() or are_described(mesh):
-        return tree
-    if all_lie(jax.tree.leaves(tree), target):
+    if all_lie(jax.tree.leaves(tree), target) or capturing() or are_described(mesh):
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     away = [

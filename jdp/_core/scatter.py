@@ -20,6 +20,7 @@ from .devices import (
     processes_of,
     spans_processes,
 )
+from .global_arrays import assemble, global_shapes
 from .inputs import (
     ARRAYS,
     STACKED,
@@ -35,14 +36,7 @@ from .inputs import (
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
 from .programs import SIZES, Recent, capturing
-from .scattered import (
-    Scattered,
-    assemble,
-    global_shapes,
-    is_scattered,
-    on_mesh,
-    placed,
-)
+from .scattered import Scattered, is_scattered, on_mesh, placed
 
 
 class Prepared(NamedTuple):
@@ -81,7 +75,7 @@ def prepare(
             return [y for x in leaves for y in (_ready(x) if type(x) is Scattered else (x,))], layout
     axis_of = [dim] * len(leaves) if axes is None else axes_of(axes, inputs, verb)
     given = leaves
-    if any(map(is_scattered, leaves)):
+    if any(isinstance(x, Scattered) for x in leaves):
         each = [len(x._layout.leaves) if is_scattered(x) else 1 for x in leaves]
         axis_of = [axis for axis, count in zip(axis_of, each, strict=True) for _ in range(count)]
         inputs = jax.tree.unflatten(treedef, [_expand(x, mesh, verb) if is_scattered(x) else x for x in leaves])
@@ -106,9 +100,10 @@ def prepare(
             described = describe([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
     chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
     if verb != "scatter":
-        rows = sum(chunks if described is not None else own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))))
+        known = several and described is None  # by all processes, the rows of them all
+        own = own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))) if known else chunks
         cut = described is not None or any(isinstance(s, int | Cut | Stack) for s in specs)
-        refuse_rows_of_numbers(inputs, rows if cut else None, verb, root)
+        refuse_rows_of_numbers(inputs, sum(own) if cut else None, verb, root)
     return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
 
 
@@ -195,7 +190,8 @@ def _chunks(
             f"jdp.{verb}: inputs that are scattered already have chunks {' and '.join(map(str, sorted(ready)))}; all "
             f"inputs are cut alike. Scatter them together."
         )
-    n, several = own_mesh(mesh).size, spans_processes(mesh)
+    several = spans_processes(mesh)
+    n = own_mesh(mesh).size if several else mesh.size
     cut = [(x, axis, i) for i, (x, axis) in enumerate(zip(leaves, specs, strict=True)) if isinstance(axis, int)]
     if not cut and several and _agreed(leaves, specs) and not ready:
         return next(x.sizes for x in leaves if type(x) is Ready)
@@ -354,9 +350,10 @@ def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
             arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
     if several:
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
-    s = Scattered(arrays, layout)
     # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
-    return s if not place and jax.process_count() == 1 and all(type(x) is np.ndarray for x in arrays) else placed(s)
+    as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
+    s = Scattered(arrays, layout)
+    return s if as_it_is else placed(s)
 
 
 def _pad(x: Any, leaf: Cut, n: int) -> Any:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import Device, are_described, own_mesh, own_replicas, replicated, spans_processes
-from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key, outline
+from .devices import Device, own_replicas, spans_processes
+from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key, outline, replicated
 
 
 @jax.tree_util.register_pytree_node_class
@@ -123,7 +122,7 @@ def placed(s: Scattered) -> Scattered:
     shardings, mesh = s._layout.shardings, s._layout.mesh
     arrays, away = list(s._arrays), []
     for i, x in enumerate(arrays):
-        value = concrete(x)
+        value = concrete(x) if isinstance(x, Tracer) else x
         if value is None or (found := getattr(value, "sharding", None)) == shardings[i]:
             continue
         if mesh.size == 1 and getattr(found, "mesh", None) == mesh:
@@ -213,110 +212,86 @@ def own(local: Any, leaf: Leaf, i: int) -> Any:
     """A replica's value, out of what lies on its device: without the padding."""
     if isinstance(leaf, Stack):
         return local[0]
-    if isinstance(leaf, Cut) and leaf.sizes[i] != leaf.padded:
+    if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:
         return jax.lax.slice_in_dim(local, 0, leaf.sizes[i], axis=leaf.axis)
     return local
 
 
-def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
-    """The layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
-    own = layout.own
-    # What is global already came out of an earlier scatter, or is whole on all processes.
-    arrays = [
-        put(x, to) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
-        for x, to in zip(values, layout.shardings, strict=True)
-    ]
-    here = [i for i, x in enumerate(arrays) if not isinstance(x, jax.Array) or x.is_fully_addressable]
-    local = jax.device_put([arrays[i] for i in here], [own.shardings[i] for i in here])
-    for i, x in zip(here, local, strict=True):
-        arrays[i] = _of_shards(x, _global_shape(x, layout, i), layout.shardings[i])
-    return arrays
+class Signature(NamedTuple):
+    """All of a call but its arrays: how `(replicas, inputs, kwargs)` is made of flat operands."""
 
+    treedef: Any
+    nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
+    weights: int  # how many of the operands are the replicas'
+    layout: Layout  # the chunks that all agree on
+    leaves: tuple[Leaf, ...]  # what each operand is
 
-def global_shapes(values: Sequence[Any], layout: Layout) -> list[Any]:
-    """What `assemble` would make, as `jax.ShapeDtypeStruct`s."""
-    return [jax.ShapeDtypeStruct(_global_shape(x, layout, i), x.dtype) for i, x in enumerate(values)]
+    @property
+    def axis_name(self) -> str:
+        return self.layout.mesh.axis_names[0]
 
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        return tuple(
+            PartitionSpec()
+            if isinstance(leaf, Whole)
+            else PartitionSpec(*[None] * (leaf.axis if isinstance(leaf, Cut) else 0), self.axis_name)
+            for leaf in self.leaves
+        )
 
-def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
-    leaf, shape = layout.arrays[i], list(x.shape)
-    if not isinstance(leaf, Whole):
-        axis = leaf.axis if isinstance(leaf, Cut) else 0
-        shape[axis] = shape[axis] // layout.own.mesh.size * layout.mesh.size
-    return tuple(shape)
+    def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
+        """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
+        return self.fill(self.own(operands, replica))
 
+    def own(self, operands: Sequence[Any], replica: int) -> list[Any]:
+        """What lies on the replica's device, without the padding."""
+        return [own(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
 
-def own_part(arrays: Sequence[Any], layout: Layout) -> list[Any]:
-    """This process's part of the layout's global arrays: what is cut over its own devices, what is whole as it is."""
-    n, own = layout.mesh.size, layout.own
-    parts = []
-    for x, leaf, sharding in zip(arrays, own.arrays, own.shardings, strict=True):
-        if isinstance(leaf, Whole):
-            parts.append(x)
-            continue
-        shape = list(x.shape)
-        axis = leaf.axis if isinstance(leaf, Cut) else 0
-        shape[axis] = shape[axis] // n * own.mesh.size
-        parts.append(_of_shards(x, tuple(shape), sharding))
-    return parts
+    def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
+        """`(replicas, args, kwargs)` with these values for the operands."""
+        rest = iter(values)
+        values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
+        replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
+        return replicas, args if type(args) in (tuple, list) else (args,), kwargs or {}
 
-
-def put(x: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put`, also where the sharding spans processes; each passes the whole value then, and all the same.
-
-    JAX's own compares the values between the processes first, and so sends them all: `check_replicas` sends a
-    hash, once.
-    """
-    mesh: Any = sharding.mesh
-    if are_described(mesh):  # nothing can be put there, and explain needs nothing there
-        return x
-    if not spans_processes(mesh) or isinstance(x, Tracer):
-        return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        if x.sharding == sharding:
-            return x
-        return jax.jit(_same, out_shardings=sharding)(x)
-    if getattr(x, "dtype", None) is not None and is_key(x):
-        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
-    if sharding.is_fully_replicated:
-        return _of_shards(jax.device_put(x, replicated(own_mesh(mesh))), np.shape(x), sharding)
-    host = np.asarray(x, jnp.result_type(x))
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def own_copies(x: Any, sharding: NamedSharding) -> Any:
-    """An array that is whole on all processes, as one of these devices of this process; anything else as it is."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
-        return x
-    here = sharding.is_fully_addressable and sharding.device_set <= x.sharding.device_set
-    return _of_shards(x, x.shape, sharding) if here else x
-
-
-def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
-    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
-    if any(isinstance(x, Tracer) for x in arrays):
-        raise ValueError(
-            f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
-            f"alone; a gradient through them would miss the rows of the other processes. Take it with "
-            f"dp.value_and_grad or dp.train_step, which see all."
+    def fold_keys(self, operands: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        """The operands, with each key among the inputs made the replica's own."""
+        return tuple(
+            fold_key(x, index) if i >= self.weights and isinstance(leaf, Whole) else x
+            for i, (x, leaf) in enumerate(zip(operands, self.leaves, strict=True))
         )
 
 
-def _same(x: Any) -> Any:
-    return x
+def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> tuple[list[Any], Signature]:
+    """The operands of a call, and its signature."""
+    nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
+    operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]
+    weights = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
+    layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
+    leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
+    return operands, Signature(treedef, layouts, weights, _common_layout([x for x in layouts if x]), leaves)
 
 
-def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """The array of that shape and sharding whose parts on this process's devices are those of `x`."""
-    if is_key(x):
-        data = jax.random.key_data(x)
-        trailing = data.shape[x.ndim :]
-        return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
-    mesh: Any = sharding.mesh
-    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    if x.size:
-        by_device = {s.device: s.data for s in x.addressable_shards}
-        shards = [by_device[d] for d in own]
-    else:  # of an array without elements JAX keeps no shape of the parts
-        shards = [jax.device_put(np.zeros(sharding.shard_shape(shape), x.dtype), d) for d in own]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+def fold_key(x: Any, index: Any) -> Any:
+    """A 0-d typed PRNG key, folded with the replica's index on every replica but the primary."""
+    # The same key draws the same numbers on every replica. The primary's stays, and so does that
+    # of one device alone: its numbers are those of the bare model.
+    if not is_key(x) or x.ndim:
+        return x
+    return jnp.where(index == 0, x, jax.random.fold_in(x, index))
+
+
+def _common_layout(layouts: Sequence[Layout]) -> Layout:
+    """The layout whose chunks all agree on."""
+    first = next((x for x in layouts if x.is_cut), layouts[0])
+    for other in layouts:
+        if other.mesh != first.mesh or other.is_cut and other.sizes != first.sizes:
+            raise ValueError(
+                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {_names(first)}, others {other.sizes} on "
+                f"{_names(other)}; all are cut alike. Scatter them together."
+            )
+    return first
+
+
+def _names(layout: Layout) -> str:
+    return ", ".join(str(d) for d in layout.devices)

@@ -13,8 +13,8 @@ import numpy as np
 
 from .._jax.jaxprs import canonical, source_line
 from .layout import Cut, Layout, Tree, is_key
-from .operands import Signature
 from .outputs import Outputs, Returned, Rule, output_path
+from .scattered import Signature
 
 BodyOf = Callable[[int], Callable[..., Returned]]
 _settings: Any = jax.config

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from .._core.devices import Device, cut_along, make_mesh, replicated, resolve_devices, warn_imbalance
+from .._core.devices import Device, make_mesh, resolve_devices, warn_imbalance
+from .._core.layout import cut_along, replicated
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:

@@ -12,10 +12,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._core.compiled import Compiled
-from .._core.devices import are_described, make_mesh, own_mesh, replicated
-from .._core.layout import Cut, Layout, Stack, Tree
-from .._core.programs import intercept
+from .._core.devices import are_described, make_mesh, own_mesh
+from .._core.layout import Cut, Layout, Stack, Tree, replicated
+from .._core.programs import Compiled, intercept
 from .._core.scattered import Scattered, is_scattered
 from .._train.program import Program, jit_of_state
 from .._train.state import TrainState

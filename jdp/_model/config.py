@@ -10,7 +10,6 @@ import jax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from .._core.compiled import Compiled
 from .._core.devices import (
     Device,
     DeviceLike,
@@ -25,7 +24,7 @@ from .._core.inputs import check_dim, is_array
 from .._core.layout import Layout, Tree
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
-from .._core.programs import Recent, capturing, kept
+from .._core.programs import Compiled, Recent, capturing, kept
 from .linen import linen_function, mark_outputs
 from .nnx import filters_of, nnx_function, with_nodes
 
@@ -95,9 +94,7 @@ class Config:
         self.calls: Recent[Any, Any] = Recent()  # that recall knows
 
     def mesh_of(self, devices: Devices) -> Mesh:
-        """The mesh of the devices that a step is given: the wrapper's own, unless a subclass chose others."""
-        if devices is self.devices:
-            return self.mesh
+        """The mesh of other devices than the wrapper's own, which a subclass chose for a step."""
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
 
     def refuse_described(self) -> None:
@@ -128,9 +125,9 @@ class Config:
 
     def _program_of(self, module: Any, beside: bool) -> Compiled:
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
-        axis_name = self.axis_name
+        axis_name, name = self.axis_name, _name(module)
         if kind == "nnx":
-            return spmd(nnx_function(out_axes, reduce_state, state_axes, axis_name), _name(module))
+            return spmd(nnx_function(out_axes, reduce_state, state_axes, axis_name), name)
         if kind == "function" and out_axes is None and not beside:
             return kept(module, "program", spmd)  # shared with parallel_apply
 
@@ -139,7 +136,7 @@ class Config:
                 call = linen_function(call, out_axes, reduce_state, state_axes)
             elif out_axes is not None:
                 call = _marking(call, out_axes)
-            return spmd(with_nodes(call, reduce_state, axis_name) if beside else call, _name(module))
+            return spmd(with_nodes(call, reduce_state, axis_name) if beside else call, name)
 
         return kept(module.apply if kind == "linen" else module, ("program", beside), program, self._programs)
 

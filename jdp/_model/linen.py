@@ -11,11 +11,11 @@ from flax import linen
 from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
-from .._core.devices import replicated
+from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
-from .._core.layout import Tree, is_key
+from .._core.layout import Tree, is_key, replicated
 from .._core.outputs import Marked, Reduce
-from .._core.scattered import concrete, put
+from .._core.scattered import concrete
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
@@ -129,16 +129,22 @@ def module_of(apply_fn: Any) -> linen.Module | None:
     return apply_fn if isinstance(apply_fn, linen.Module) else None
 
 
-def check_variables(variables: Any) -> None:
-    """A `TypeError` where the variables are something else: the call that forgot `init`."""
+def call_options(variables: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """The keyword arguments of a call in one form, and whether the call returns updated collections.
+
+    Raises:
+        TypeError: the variables are something else: the call that forgot `init`.
+    """
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
             f"collections. Call variables = dp.init(key, x) first, then dp.apply(variables, x)."
         )
+    kwargs = _normal(kwargs) if kwargs else kwargs
+    return kwargs, is_stateful(kwargs)
 
 
-def normal_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _normal(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`rngs` and `mutable` in one form each, so that calls that say the same run the same program."""
     kwargs = dict(kwargs)
     for name, default in (("rngs", None), ("mutable", False), ("method", None)):

@@ -12,9 +12,8 @@ from flax import nnx
 
 from .._core.inputs import refuse_deep
 from .._core.layout import Tree, is_key
-from .._core.operands import fold_key
 from .._core.outputs import Reduce
-from .._core.scattered import is_scattered
+from .._core.scattered import Scattered, fold_key
 from .linen import mark_outputs, mark_sown, mark_state
 
 Filter = Callable[[Any, Any], bool]
@@ -205,7 +204,7 @@ def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:
         taken.append(x)
         return _Node(first + len(taken) - 1)
 
-    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or is_scattered(x)), taken
+    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered)), taken
 
 
 def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
@@ -215,7 +214,7 @@ def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree
 
 def stand_ins(argument: Tree) -> tuple[int, ...]:
     """Which of the NNX objects that were taken stood in this argument."""
-    leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or is_scattered(x))
+    leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or isinstance(x, Scattered))
     return tuple(x.index for x in leaves if _is_stand_in(x))
 
 

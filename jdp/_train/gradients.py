@@ -10,9 +10,9 @@ import jax.extend
 import jax.numpy as jnp
 
 from .._core.layout import Cut, Tree, Whole, is_key
-from .._core.operands import Signature
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
+from .._core.scattered import Signature
 from .._jax.jaxprs import SAME, VARYING, canonical, source_line, varying
 from .._model.sync_batch_norm import apart, weighted
 from .state import first_difference

@@ -10,9 +10,10 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.devices import replicated, spans_processes
-from .._core.layout import Tree
-from .._core.scattered import Scattered, put
+from .._core.devices import spans_processes
+from .._core.global_arrays import put
+from .._core.layout import Tree, replicated
+from .._core.scattered import Scattered
 from .._model.batch import BatchAxes, scatter_batch, taken
 from .._model.config import Config
 from .._model.nnx import own_values

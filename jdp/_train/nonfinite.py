@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.devices import Device, replicated
-from .._core.layout import Tree
-from .._core.operands import Signature
+from .._core.devices import Device
+from .._core.layout import Tree, replicated
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
-from .._core.scattered import Scattered
+from .._core.scattered import Scattered, Signature
 from .gradients import Loss, differentiate, local, rows_of
 
 

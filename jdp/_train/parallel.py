@@ -13,18 +13,16 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._core.compiled import Compiled
 from .._core.devices import make_mesh, own_mesh
 from .._core.gather import join
 from .._core.inputs import STACKED, axes_of, classify, no_further
 from .._core.layout import Static, Tree, Whole, is_key
-from .._core.operands import Signature
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
-from .._core.programs import dispatch, kept, may_deadlock
+from .._core.programs import Compiled, dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
 from .._core.scatter import split
-from .._core.scattered import parts
+from .._core.scattered import Signature, parts
 from .._jax.jaxprs import SAME, VARYING, Value, varying
 from .._model import nnx as _nnx
 from .._model.config import Config, Wrapper

@@ -15,14 +15,14 @@ from flax import nnx
 from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
-from .._core.compiled import Compiled, is_plain
-from .._core.devices import replicated, spans_processes
+from .._core.devices import spans_processes
 from .._core.fingerprint import Check, start
 from .._core.gather import join, trim
-from .._core.layout import Layout, Tree, Whole
+from .._core.global_arrays import put
+from .._core.layout import Layout, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
-from .._core.programs import STEPS_IN_FLIGHT, Recent, dispatch, dispatch_step, intercepted
-from .._core.scattered import Scattered, is_scattered, placed, put
+from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
+from .._core.scattered import Scattered, is_scattered, placed
 from .._model.config import Config
 from .._model.nnx import with_updates
 from .._processes.agree import same_program

@@ -18,9 +18,8 @@ from flax import struct
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from .._core.devices import cut_along, replicated
 from .._core.inputs import is_unbound_axis
-from .._core.layout import Tree, outline
+from .._core.layout import Tree, cut_along, outline, replicated
 from .._core.outputs import path_name
 
 

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._core.compiled import Compiled
 from .._core.gather import join
 from .._core.layout import Tree
 from .._core.parallel_apply import on_replicas
-from .._core.programs import dispatch, kept
+from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scattered import Scattered, parts
 from .._model.config import Config, Wrapper

@@ -14,11 +14,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from .._core.compiled import Layouts, is_plain
 from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Tree, is_key
-from .._core.programs import dispatch, is_intercepted
+from .._core.programs import Layouts, dispatch, is_intercepted, is_plain
 from .._core.replicate import all_lie
 from .._core.scattered import Scattered
 from .._model.config import Config, Wrapper
@@ -61,7 +60,7 @@ def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scat
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
     steps = steps_of(dp)
-    if config.state_axes or spans_processes(config.mesh) or not is_plain() or steps is None:
+    if config.state_axes or spans_processes(config.mesh) or steps is None:
         return  # (with state_axes some of the variables may have to be cut, another time)
     key, leaves = known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
@@ -69,8 +68,10 @@ def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scat
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
         return
     where = getattr(next(iter(jax.tree.leaves(params)), None), "sharding", None)
-    if where is not None:
-        program, layouts = config.program(dp.module).of_arrays(inputs._layout, kw._layout)
+    if where is None:
+        return
+    program, layouts = config.program(dp.module).of_arrays(inputs._layout, kw._layout)
+    if is_plain():
         places = None if len(at) == len(leaves) else at
         config.calls[key] = Known(dp.module, steps, where, program, layouts, places)
 

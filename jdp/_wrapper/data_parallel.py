@@ -171,14 +171,11 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "nnx":
             raise TypeError("jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply.")
         if config.kind == "linen":
-            kwargs = _linen.normal_options(kwargs) if kwargs else kwargs
-            stateful = _linen.is_stateful(kwargs)
+            kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
         outputs = None if of_objects else run_known(self, variables, args, kwargs)
         if outputs is not None:
             return self._gather(outputs, True, stateful)
-        if config.kind == "linen":
-            _linen.check_variables(variables)
         if in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":
@@ -224,7 +221,7 @@ class DataParallel(nnx.Module, Generic[M]):
         own = devices is config.devices
         both = split(
             (tuple(inputs), dict(kwargs)),
-            config.mesh_of(devices),
+            config.mesh if own else config.mesh_of(devices),
             config.dim,
             verb="DataParallel",
             root=("args", "kwargs"),
@@ -237,7 +234,9 @@ class DataParallel(nnx.Module, Generic[M]):
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
         """Step two: puts the parameters whole on every device; those in place stay as they are."""
-        return broadcast(tree, self._config.mesh_of(devices), "DataParallel")
+        config = self._config
+        mesh = config.mesh if devices is config.devices else config.mesh_of(devices)
+        return broadcast(tree, mesh, "DataParallel")
 
     def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
         """Step three: runs the module on every replica, as one program.
@@ -248,7 +247,8 @@ class DataParallel(nnx.Module, Generic[M]):
             inputs = scatter_list(inputs, self._config.mesh, self._config.dim, "inputs")
         if not isinstance(kwargs, Scattered):
             kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
-        inputs, kwargs = (on_mesh(s, self._config.mesh) for s in (inputs, kwargs))
+        mesh = self._config.mesh
+        inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
         program = self._config.program(self.module, type(replicas) is Beside)
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 

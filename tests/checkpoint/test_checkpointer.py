@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
 from jdp._checkpoint.directory import absolute, remove_unfinished
-from jdp._core.devices import make_mesh, replicated
+from jdp._core.devices import make_mesh
+from jdp._core.layout import replicated
 
 KEY = jax.random.key(5)
 

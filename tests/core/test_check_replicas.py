@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp._core import fingerprint as _check_replicas
-from jdp._core.devices import make_mesh, replicated
+from jdp._core.devices import make_mesh
 from jdp._core.fingerprint import check_replicas, fingerprint
+from jdp._core.layout import replicated
 
 
 def replicas(x, mesh, others=None):

@@ -699,7 +699,7 @@ if jax.process_index() == 1:
     class Failed:
         def is_deleted(self): return False
         def block_until_ready(self): raise RuntimeError("a program has failed on the device")
-    _dispatch.hold(Failed())
+    _dispatch._wait_for_earlier(Failed())
 else:
     jdp.DataParallel(lambda w, x: w * x)(2.0, np.ones(4))
 """

@@ -1,0 +1,119 @@
+"""Arrays over several processes: made of what lies on each one's own devices, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from .devices import are_described, own_mesh, spans_processes
+from .layout import Cut, Layout, Whole, is_key, replicated
+
+
+def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
+    """The layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
+    own = layout.own
+    # What is global already came out of an earlier scatter, or is whole on all processes.
+    arrays = [
+        put(x, to) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
+        for x, to in zip(values, layout.shardings, strict=True)
+    ]
+    here = [i for i, x in enumerate(arrays) if not isinstance(x, jax.Array) or x.is_fully_addressable]
+    local = jax.device_put([arrays[i] for i in here], [own.shardings[i] for i in here])
+    for i, x in zip(here, local, strict=True):
+        arrays[i] = _of_shards(x, _global_shape(x, layout, i), layout.shardings[i])
+    return arrays
+
+
+def global_shapes(values: Sequence[Any], layout: Layout) -> list[Any]:
+    """What `assemble` would make, as `jax.ShapeDtypeStruct`s."""
+    return [jax.ShapeDtypeStruct(_global_shape(x, layout, i), x.dtype) for i, x in enumerate(values)]
+
+
+def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
+    leaf, shape = layout.arrays[i], list(x.shape)
+    if not isinstance(leaf, Whole):
+        axis = leaf.axis if isinstance(leaf, Cut) else 0
+        shape[axis] = shape[axis] // layout.own.mesh.size * layout.mesh.size
+    return tuple(shape)
+
+
+def own_part(arrays: Sequence[Any], layout: Layout) -> list[Any]:
+    """This process's part of the layout's global arrays: what is cut over its own devices, what is whole as it is."""
+    n, own = layout.mesh.size, layout.own
+    parts = []
+    for x, leaf, sharding in zip(arrays, own.arrays, own.shardings, strict=True):
+        if isinstance(leaf, Whole):
+            parts.append(x)
+            continue
+        shape = list(x.shape)
+        axis = leaf.axis if isinstance(leaf, Cut) else 0
+        shape[axis] = shape[axis] // n * own.mesh.size
+        parts.append(_of_shards(x, tuple(shape), sharding))
+    return parts
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """`jax.device_put`, also where the sharding spans processes; each passes the whole value then, and all the same.
+
+    JAX's own compares the values between the processes first, and so sends them all: `check_replicas` sends a
+    hash, once.
+    """
+    mesh: Any = sharding.mesh
+    if are_described(mesh):  # nothing can be put there, and explain needs nothing there
+        return x
+    if not spans_processes(mesh) or isinstance(x, Tracer):
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if x.sharding == sharding:
+            return x
+        return jax.jit(_same, out_shardings=sharding)(x)
+    if getattr(x, "dtype", None) is not None and is_key(x):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if sharding.is_fully_replicated:
+        return _of_shards(jax.device_put(x, replicated(own_mesh(mesh))), np.shape(x), sharding)
+    host = np.asarray(x, jnp.result_type(x))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def own_copies(x: Any, sharding: NamedSharding) -> Any:
+    """An array that is whole on all processes, as one of these devices of this process; anything else as it is."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
+        return x
+    here = sharding.is_fully_addressable and sharding.device_set <= x.sharding.device_set
+    return _of_shards(x, x.shape, sharding) if here else x
+
+
+def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
+    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise ValueError(
+            f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
+            f"alone; a gradient through them would miss the rows of the other processes. Take it with "
+            f"dp.value_and_grad or dp.train_step, which see all."
+        )
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """The array of that shape and sharding whose parts on this process's devices are those of `x`."""
+    if is_key(x):
+        data = jax.random.key_data(x)
+        trailing = data.shape[x.ndim :]
+        return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
+    mesh: Any = sharding.mesh
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if x.size:
+        by_device = {s.device: s.data for s in x.addressable_shards}
+        shards = [by_device[d] for d in own]
+    else:  # of an array without elements JAX keeps no shape of the parts
+        shards = [jax.device_put(np.zeros(sharding.shard_shape(shape), x.dtype), d) for d in own]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)

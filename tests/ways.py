@@ -1,0 +1,93 @@
+"""How many files of jdp a call goes through, and how often it changes from one to another; for `test_layers.py`.
+
+    python tests/ways.py            prints the ways of a first, an uneven and a known call
+    python tests/ways.py apply      and of one door the files in the order in which they are entered
+"""
+
+import collections
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdp
+
+ROOT = str(pathlib.Path(jdp.__file__).parent)
+
+
+class Way(NamedTuple):
+    """The way of one call."""
+
+    files: int
+    changes: int
+    path: list[str]  # the files, in the order in which the call comes to them
+
+
+def way(call: Callable[[], Any]) -> Way:
+    """The files of jdp that a call goes through; a change is where the function that runs is in another one."""
+    path: list[str] = []
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(ROOT):
+            name = name[len(ROOT) + 1 :]
+            if not path or path[-1] != name:
+                path.append(name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Way(len({*path}), len(path) - 1, path)
+
+
+def ways() -> dict[str, dict[str, Way]]:
+    """For each door the ways of a first call (16 rows), an uneven one (13 rows), and a call that is known."""
+    model = nn.Dense(3)
+    even, uneven = (np.ones((rows, 4), np.float32) for rows in (16, 13))
+    variables = model.init(jax.random.key(0), even)
+
+    def loss_fn(variables: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model.apply(variables, batch) ** 2)
+
+    found: dict[str, dict[str, Way]] = {}
+    for door in ("apply", "value_and_grad", "train_step"):
+        dp = jdp.DataParallel(model)
+        state: Any = dp.init(jax.random.key(0), even) if door != "train_step" else None
+        if door == "apply":
+            run: Callable[[Any], Any] = lambda x, dp=dp, state=state: dp.apply(state, x)  # noqa: E731
+        elif door == "value_and_grad":
+            gradient = dp.value_and_grad(loss_fn)
+            run = lambda x, gradient=gradient, state=state: gradient(state, x)  # noqa: E731
+        else:
+            step = dp.train_step(loss_fn, optax.sgd(0.1))
+            last = [step.init(variables)]
+
+            def run(x: Any, step: Any = step, last: list[Any] = last) -> None:
+                last[0], _ = step(last[0], x)
+
+        calls = {"first": even, "uneven": uneven, "known": even}
+        found[door] = {kind: way(lambda x=x, run=run: run(x)) for kind, x in calls.items()}
+    return found
+
+
+if __name__ == "__main__":
+    jdp.virtual_cpu_devices(8)
+    found = ways()
+    for door, kinds in found.items():
+        print(f"{door:15}", *(f"{kind}: {way.files} files, {way.changes} changes   " for kind, way in kinds.items()))
+    for door in sys.argv[1:]:
+        for kind, one in found[door].items():
+            print(door, kind, *one.path, sep="\n  ")
+            pairs = collections.Counter(zip(one.path, one.path[1:], strict=False))
+            print(*(f"  {count:3} {a} -> {b}" for (a, b), count in pairs.most_common()), sep="\n")
