@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -16,10 +15,10 @@ from .._processes.agree import same_program
 from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, cut_along, pad, replicated, unpad
+from .layout import Cut, Layout, Leaf, Static, Tree, Whole, pad, replicated
 from .programs import SIZES, dispatch
 from .scatter import split
-from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard
+from .scattered import Scattered, _trim, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim
 
 
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
@@ -111,41 +110,11 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     return x
 
 
-def _trim(s: Scattered) -> list[Any]:
-    """The arrays without padding and without the entries of idle replicas."""
-    layout, n = s._layout, len(s._layout.devices)
-    used = layout.used
-    out = []
-    for x, leaf in zip(s._arrays, layout.arrays, strict=True):
-        if isinstance(leaf, Cut):
-            x = unpad(x, leaf, n)
-        elif isinstance(leaf, Stack) and len(used) < n:
-            x = x[: len(used)] if used == tuple(range(len(used))) else x[np.array(used)]
-        out.append(x)
-    return out
-
-
 @functools.lru_cache(SIZES)
 def _trimming(layout: Layout, sharded: bool) -> Any:
     """A jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
     what = trim if sharded else _trim
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
-
-
-def trim(s: Scattered) -> Sequence[Any]:
-    """Inside a program: the arrays without padding, over the replicas where their rows divide."""
-    if s._layout.is_even:
-        return s._arrays
-    mesh = s._layout.mesh
-    return [
-        jax.lax.with_sharding_constraint(
-            x,
-            cut_along(mesh, leaf.axis)
-            if isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.devices.size == 0
-            else replicated(mesh),
-        )
-        for x, leaf in zip(_trim(s), s._layout.arrays, strict=True)
-    ]
 
 
 def _along(s: Scattered, dim: int) -> Scattered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .devices import spans_processes
-from .inputs import ARRAYS
+from .inputs import is_array
 from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
@@ -19,6 +20,7 @@ Reduce = Literal["primary", "mean", "same", "sum"]
 """Whose value is the one for all: the primary's, the mean, that of any, since they are equal, or the sum."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Marked:
     """A leaf that a door's function returns with its own rule; to `jax.tree` it is a leaf, as is any object.
 
@@ -30,24 +32,15 @@ class Marked:
     there are several replicas with rows, for one value that is not one for all.
     """
 
-    __slots__ = ("value", "axis", "reduce", "old", "over", "wire", "dtype", "scatter", "alone")
-
-    def __init__(
-        self,
-        value: Any,
-        axis: int | None,
-        reduce: Reduce = "primary",
-        old: Any = None,
-        over: Any = None,
-        wire: Any = None,
-        dtype: Any = None,
-        scatter: int | None = None,
-        alone: str | None = None,
-    ) -> None:
-        self.value, self.axis, self.old = value, axis, old
-        # What did not change is equal on all replicas as it is.
-        self.reduce: Reduce = "same" if value is old else reduce
-        self.over, self.wire, self.dtype, self.scatter, self.alone = over, wire, dtype, scatter, alone
+    value: Any
+    axis: int | None
+    reduce: Reduce = "primary"
+    old: Any = None
+    over: Any = None
+    wire: Any = None
+    dtype: Any = None
+    scatter: int | None = None
+    alone: str | None = None
 
 
 class Rule(NamedTuple):
@@ -92,7 +85,7 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
     for i, leaf in enumerate(leaves):
         mark = leaf if isinstance(leaf, Marked) else Marked(leaf, dim)
         value = mark.value
-        if not isinstance(value, ARRAYS):
+        if not isinstance(value, jax.Array) and not is_array(value):
             raise TypeError(
                 f"jdp.parallel_apply: {output_path(out, i)} is a {type(value).__name__}; outputs are arrays, "
                 f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."
@@ -115,7 +108,8 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
         if over is not None and not isinstance(over, float):
             over, count = None, next(j for j, x in enumerate(leaves) if isinstance(x, Marked) and x.value is mark.over)
         values.append(value)
-        rules.append(Rule(axis, mark.reduce, old, over, count, mark.wire, mark.dtype, mark.scatter))
+        reduce: Reduce = "same" if value is mark.old else mark.reduce  # what did not change is equal as it is
+        rules.append(Rule(axis, reduce, old, over, count, mark.wire, mark.dtype, mark.scatter))
     return Returned(values, treedef, tuple(rules))
 
 

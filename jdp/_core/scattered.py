@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .devices import Device, own_replicas, spans_processes
-from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key, outline, replicated
+from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline, replicated, unpad
 
 
 @jax.tree_util.register_pytree_node_class
@@ -225,10 +226,7 @@ class Signature(NamedTuple):
     weights: int  # how many of the operands are the replicas'
     layout: Layout  # the chunks that all agree on
     leaves: tuple[Leaf, ...]  # what each operand is
-
-    @property
-    def axis_name(self) -> str:
-        return self.layout.mesh.axis_names[0]
+    axis_name: str
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -269,7 +267,8 @@ def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) ->
     weights = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
     layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
     leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
-    return operands, Signature(treedef, layouts, weights, _common_layout([x for x in layouts if x]), leaves)
+    layout = _common_layout([x for x in layouts if x])
+    return operands, Signature(treedef, layouts, weights, layout, leaves, layout.mesh.axis_names[0])
 
 
 def fold_key(x: Any, index: Any) -> Any:
@@ -295,3 +294,33 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
 
 def _names(layout: Layout) -> str:
     return ", ".join(str(d) for d in layout.devices)
+
+
+def _trim(s: Scattered) -> list[Any]:
+    """The arrays without padding and without the entries of idle replicas."""
+    layout, n = s._layout, len(s._layout.devices)
+    used = layout.used
+    out = []
+    for x, leaf in zip(s._arrays, layout.arrays, strict=True):
+        if isinstance(leaf, Cut):
+            x = unpad(x, leaf, n)
+        elif isinstance(leaf, Stack) and len(used) < n:
+            x = x[: len(used)] if used == tuple(range(len(used))) else x[np.array(used)]
+        out.append(x)
+    return out
+
+
+def trim(s: Scattered) -> Sequence[Any]:
+    """Inside a program: the arrays without padding, over the replicas where their rows divide."""
+    if s._layout.is_even:
+        return s._arrays
+    mesh = s._layout.mesh
+    return [
+        jax.lax.with_sharding_constraint(
+            x,
+            cut_along(mesh, leaf.axis)
+            if isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.devices.size == 0
+            else replicated(mesh),
+        )
+        for x, leaf in zip(_trim(s), s._layout.arrays, strict=True)
+    ]

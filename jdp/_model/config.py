@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from flax import linen, nnx
@@ -20,16 +20,18 @@ from .._core.devices import (
     resolve_output,
     warn_imbalance,
 )
-from .._core.inputs import check_dim, is_array
-from .._core.layout import Layout, Tree
+from .._core.inputs import ARRAYS, USUAL, check_dim, is_array, no_further, refuse_loader
+from .._core.layout import Layout, Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Compiled, Recent, capturing, kept
+from .._core.replicate import broadcast
+from .._core.scatter import split
+from .._core.scattered import Scattered, leaf_by_leaf, parts, placed
 from .linen import linen_function, mark_outputs
-from .nnx import filters_of, nnx_function, with_nodes
+from .nnx import filters_of, holds_nodes, is_node, nnx_function, put_nodes, take_nodes, with_nodes
 
 _NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs", "_current")
-
 Kind = Literal["linen", "nnx", "function"]
 
 
@@ -240,3 +242,91 @@ class Wrapper(Protocol):
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
+
+
+class BatchAxes(NamedTuple):
+    """The `in_axes` of a door of its own, and the layouts of the batches that were cut by them."""
+
+    in_axes: Tree
+    layouts: Recent[Any, Layout]
+
+
+class Taken(NamedTuple):
+    """A batch in which there are NNX objects: scattered with stand-ins for them, and the objects by number."""
+
+    rows: Scattered
+    nodes: dict[int, Any]
+
+
+def taken(batch: Scattered | Taken) -> tuple[Scattered, list[Any]]:
+    """A batch, scattered, and the NNX objects in it."""
+    return (batch.rows, list(batch.nodes.values())) if isinstance(batch, Taken) else (batch, [])
+
+
+def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
+    """A batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
+    found = scatter_batch(config, batch, "prefetch", own)
+    if isinstance(found, Taken):
+        return put_nodes(leaf_by_leaf(placed(found.rows)), found.nodes)
+    return placed(found) if type(batch) is Scattered else leaf_by_leaf(placed(found))
+
+
+def scatter_batch(config: Config, batch: Tree, verb: str, own: BatchAxes | None = None) -> Scattered | Taken:
+    """One batch, scattered: by the `in_axes` of a door of its `own`, else by the wrapper's."""
+    if type(batch) is Taken or type(batch) is Scattered and batch._layout.mesh == config.mesh:
+        return batch
+    layouts = config.batch_layouts if own is None else own.layouts
+    inputs, nodes = take_objects(config, batch) if holds_nodes(batch, verb) else (batch, {})
+    if not isinstance(batch, ARRAYS) and not nodes and jax.tree_util.all_leaves([batch]):
+        refuse_loader(batch, verb)
+    axes = axes_of_batch(config, batch, own)
+    rows = split(inputs, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
+    return Taken(rows, nodes) if nodes else rows
+
+
+def take_objects(config: Config, batch: Tree) -> tuple[Tree, dict[int, Any]]:
+    """The batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
+    first = int(config.kind == "nnx")
+    inputs, nodes = take_nodes(batch, first)
+    return inputs, dict(enumerate(nodes, first))
+
+
+def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
+    """An axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""
+    axes = config.in_axes if own is None else own.in_axes
+    if type(axes) not in (tuple, list):
+        return axes
+    fits = isinstance(batch, tuple | list) and len(batch) == len(axes)
+    if own is None and not fits:
+        return axes[0]
+    return type(batch)(axes) if type(batch) in (tuple, list) else axes
+
+
+def stop_at_objects(x: Any) -> bool:
+    """Where flattening a batch stops: as anywhere else, and at NNX objects."""
+    return type(x) not in USUAL and (no_further(x) or is_node(x))
+
+
+class WithNodes(NamedTuple):
+    """A training step's batch with NNX objects: its rows hold stand-ins, `graph` and `state` are the objects'."""
+
+    rows: Tree
+    graph: Any
+    state: Any
+
+
+def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
+    """The batch, scattered, as `WithNodes`: the objects' state is whole on every replica."""
+    layout = rows._layout
+    state = broadcast(state, layout.mesh, verb)
+    arrays = jax.tree.leaves(state)
+    tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
+    leaves = (*layout.leaves, *[Whole()] * len(arrays))
+    whole = Layout(jax.tree.structure(tree), leaves, layout.sizes, layout.mesh, layout.dim)
+    return Scattered((*rows._arrays, *arrays), whole)
+
+
+def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
+    """The rows of a training step's batch, and what it is with NNX objects."""
+    tree = batch._layout.fill(batch._arrays)
+    return (parts(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)

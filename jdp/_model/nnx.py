@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from .._core.inputs import refuse_deep
+from .._core.inputs import ARRAYS, refuse_deep
 from .._core.layout import Tree, is_key
 from .._core.outputs import Reduce
 from .._core.scattered import Scattered, fold_key
@@ -191,6 +191,15 @@ class _Node:
     """Stands for an NNX object among the arguments; static, for which argument it was is part of the program."""
 
     index: int
+
+
+def holds_nodes(batch: Tree, verb: str) -> bool:
+    """Whether there is an NNX object in a batch."""
+    if isinstance(batch, ARRAYS):
+        return False
+    refuse_deep(batch, verb, "batch")
+    found = jax.tree.leaves(batch, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered))
+    return any(map(is_node, found))
 
 
 def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:

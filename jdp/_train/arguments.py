@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 
-from .._core.layout import Layout, Tree, Whole
+from .._core.layout import Tree
 from .._core.outputs import Reduce
-from .._core.replicate import broadcast
 from .._core.scatter import split
-from .._core.scattered import Scattered, parts
 from .._model import nnx as _nnx
 from .._model.config import Config
 from .._model.linen import unbox
@@ -147,31 +144,6 @@ def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> li
     if sync_over is not None:
         sync_nodes(nodes, sync_over)
     return nodes
-
-
-class WithNodes(NamedTuple):
-    """A training step's batch with NNX objects: its rows hold stand-ins, `graph` and `state` are the objects'."""
-
-    rows: Tree
-    graph: Any
-    state: Any
-
-
-def with_nodes(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
-    """The batch, scattered, as `WithNodes`: the objects' state is whole on every replica."""
-    layout = rows._layout
-    state = broadcast(state, layout.mesh, verb)
-    arrays = jax.tree.leaves(state)
-    tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
-    leaves = (*layout.leaves, *[Whole()] * len(arrays))
-    whole = Layout(jax.tree.structure(tree), leaves, layout.sizes, layout.mesh, layout.dim)
-    return Scattered((*rows._arrays, *arrays), whole)
-
-
-def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
-    """The rows of a training step's batch, and what it is with NNX objects."""
-    tree = batch._layout.fill(batch._arrays)
-    return (parts(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)
 
 
 def _two(out: Any, verb: str) -> tuple[Any, Any]:

@@ -40,8 +40,9 @@ def gradients(
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
-            (diff, before), _, _ = signature.fill(signature.own(operands, replica))
-            (sums, stacked, after), seen, weight = local(loss, steps, signature, replica, operands)
+            values = signature.own(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+            (sums, stacked, after), seen, weight = local(loss, steps, signature, replica, values, diff, before)
             out, counts = Terms(sums[0], stacked, seen.treedef, seen.forms).marked(weight)
             over = counts[0].value if seen.forms[0].kind == "ratio" else weight
 
@@ -62,12 +63,10 @@ def gradients(
 
 
 def local(
-    loss: Loss, steps: int, signature: Signature, replica: int, operands: Sequence[Any]
+    loss: Loss, steps: int, signature: Signature, replica: int, values: Sequence[Any], diff: Tree, before: Tree
 ) -> tuple[Added, Terms, float]:
     """What a replica adds before anything is reduced, the terms' forms, and the weight of all replicas together."""
     layout = signature.layout
-    values = signature.own(operands, replica)
-    (diff, before), _, _ = signature.fill(values)
     rows = layout.sizes[replica] if layout.is_cut else 1
     # A microbatch of the longest chunk weighs 1, for there nothing is to be multiplied then.
     unit = -(-max(layout.sizes) // steps) if layout.is_cut else 1
@@ -193,6 +192,8 @@ def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
 
 def _chosen(loss: Loss, signature: Signature, part: list[Any]) -> tuple[Tree, ...]:
     """The cut arguments that are differentiated."""
+    if not loss.rows:
+        return ()
     _, args, _ = signature.fill(part)
     return tuple(args[i] for i in loss.rows)
 

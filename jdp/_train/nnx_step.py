@@ -14,10 +14,9 @@ from .._core.devices import spans_processes
 from .._core.global_arrays import put
 from .._core.layout import Tree, replicated
 from .._core.scattered import Scattered
-from .._model.batch import BatchAxes, scatter_batch, taken
-from .._model.config import Config
+from .._model.config import BatchAxes, Config, scatter_batch, taken, with_objects
 from .._model.nnx import own_values
-from .arguments import divide, loss_of, with_nodes
+from .arguments import divide, loss_of
 from .loss import FORMS, VERB, check_signature, returned, rows_explained
 from .nonfinite import Nonfinite
 from .program import Program, StepOptions, of_model, own_metrics
@@ -25,6 +24,7 @@ from .state import (
     Given,
     OptimizerBytes,
     TrainState,
+    check_rows,
     checked_optimizer,
     cut_shardings,
     first_difference,
@@ -36,7 +36,7 @@ from .state import (
     refuse_more,
     shapes_of,
 )
-from .value_and_grad import check_differentiable, check_rows, hashable
+from .value_and_grad import check_differentiable, hashable
 
 
 class NNXTrainStep:
@@ -155,7 +155,7 @@ class NNXTrainStep:
         if nodes:  # whose state is not donated, and so no part of the step's own
             held, graph, every = rest
             mine, given = of_model(every)
-            scattered, rest = with_nodes(scattered, None, given, VERB), (held, graph, mine)
+            scattered, rest = with_objects(scattered, None, given, VERB), (held, graph, mine)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
         leaves = jax.tree.leaves(state)
         refuse_deleted(state, leaves, "model")

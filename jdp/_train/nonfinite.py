@@ -45,7 +45,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
             values = signature.own(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = loss.enter(before)
-            added, _, _ = local(loss, steps, signature, replica, operands)
+            added, _, _ = local(loss, steps, signature, replica, values, diff, before)
             params = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool)
 
             def alone(k: Any) -> Any:

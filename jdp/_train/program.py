@@ -17,16 +17,15 @@ from jax.sharding import Mesh
 
 from .._core.devices import spans_processes
 from .._core.fingerprint import Check, start
-from .._core.gather import join, trim
+from .._core.gather import join
 from .._core.global_arrays import put
 from .._core.layout import Layout, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
-from .._core.scattered import Scattered, is_scattered, placed
-from .._model.config import Config
+from .._core.scattered import Scattered, is_scattered, placed, trim
+from .._model.config import Config, WithNodes, nodes_of
 from .._model.nnx import with_updates
 from .._processes.agree import same_program
-from .arguments import WithNodes, nodes_of
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, flags, report
 from .state import (

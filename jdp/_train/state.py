@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree, cut_along, outline, replicated
 from .._core.outputs import path_name
+from .._core.scattered import Scattered
 
 
 class TrainState(struct.PyTreeNode):
@@ -344,3 +345,10 @@ def shapes_of(tree: Tree) -> Tree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
     )
+
+
+def check_rows(verb: str, inputs: Scattered) -> None:
+    if inputs._layout.is_cut and not sum(inputs._layout.sizes):
+        raise ValueError(
+            f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."
+        )

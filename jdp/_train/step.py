@@ -18,10 +18,8 @@ from .._core.layout import Tree
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
 from .._core.scattered import Scattered
-from .._model.batch import BatchAxes, scatter_batch, taken
-from .._model.config import Config, Wrapper
+from .._model.config import BatchAxes, Config, Wrapper, scatter_batch, taken, with_objects
 from .._model.nnx import own_values
-from .arguments import with_nodes
 from .gradients import Loss
 from .loss import VERB, check_signature, variables_loss
 from .nnx_step import NNXTrainStep
@@ -31,6 +29,7 @@ from .state import (
     Given,
     OptimizerBytes,
     TrainState,
+    check_rows,
     checked_optimizer,
     first_difference,
     interrupted,
@@ -41,7 +40,7 @@ from .state import (
     refuse_more,
     shapes_of,
 )
-from .value_and_grad import check_differentiable, check_rows, check_steps, wire_type
+from .value_and_grad import check_differentiable, check_steps, wire_type
 
 
 def train_step(
@@ -277,7 +276,7 @@ class TrainStep:
         scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
         check_rows(VERB, scattered)
         if nodes:
-            scattered = with_nodes(scattered, *nnx.split(nodes), VERB)
+            scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
         if state is None or state is not self._given.last:
             state = self._checked(state, own)

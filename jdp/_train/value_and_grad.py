@@ -21,6 +21,7 @@ from .._core.scattered import Scattered, parts
 from .._model.config import Config, Wrapper
 from .arguments import Call, Plan, Position, assemble, cut, divide, loss_of
 from .gradients import Gradients, gradients
+from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
 
 VERB = "value_and_grad"
@@ -276,10 +277,3 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
                 f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} is of dtype {dtype}, which has no real gradient; "
                 f"parameters are floats. Keep it out of what is differentiated (in the state, or as an argument)."
             )
-
-
-def check_rows(verb: str, inputs: Scattered) -> None:
-    if inputs._layout.is_cut and not sum(inputs.sizes):
-        raise ValueError(
-            f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."
-        )

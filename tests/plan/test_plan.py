@@ -15,7 +15,7 @@ import jdp
 from jdp.__main__ import main
 from jdp._core.devices import make_mesh
 from jdp._explain.calls import StepCall
-from jdp._model.batch import scatter_batch
+from jdp._model.config import scatter_batch
 from jdp._plan import cli as _plan
 from jdp._plan import lines as _plan_lines
 from jdp._plan.lines import Most, most
