@@ -48,6 +48,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 # CPU seconds of a case in the fast tier. Its cases were chosen among those that took less than half of it on two cores
 # that others used too. The time of the process's threads counts, not the clock's, so a busy machine fails nothing.
 BUDGET = 2.0
+EXAMPLES = 10.0  # of a test of hypothesis, which is several cases
 BIG = 60  # cases; the groups of a larger file are its functions, or its worker would be the last
 
 
@@ -90,7 +91,7 @@ def pytest_runtest_call(item):
     result = yield
     cpu, compiling = sum(os.times()[:2]) - cpu, _compiling[0] - compiling
     mark = item.get_closest_marker("budget")
-    budget = mark.args[0] if mark else BUDGET
+    budget = mark.args[0] if mark else EXAMPLES if item.get_closest_marker("hypothesis") else BUDGET
     if is_fast(item.config) and not is_first and compiling < 0.25 and cpu > budget:
         pytest.fail(
             f"{item.name} took {cpu:.1f} CPU s; a case of the fast tier may take {budget:g}. Make it smaller, keep one "

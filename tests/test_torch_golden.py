@@ -175,6 +175,7 @@ class TwinMLP(nnx.Module):
         return self.outer(nnx.relu(self.norm(self.inner(x))))
 
 
+@pytest.mark.full
 def test_nnx_training_follows_torch(devices):
     record = load("training.npz")
     dp = jdp.DataParallel(TwinMLP(flax_side.part(record, "before")), devices[:4])

@@ -448,6 +448,8 @@ def test_the_report_fits_the_terminal_with_rich_and_without(doctor, fake, monkey
         pytest.importorskip("rich")
     else:
         monkeypatch.setattr(_doctor_print.importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))]:
+        monkeypatch.delenv(name)  # conftest's, which the report would tell of
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=[red] --xla_b=2")  # no markup
     fake(**REPORTS[kind])
     code, report = doctor("--json")

@@ -927,7 +927,7 @@ def test_tabulate_shows_the_model_and_leaves_no_trace():
 # --- where the state of arguments goes ---
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("stateless", [False, True])
 def test_rngs_can_be_passed_eagerly_and_under_jit_in_either_order(stateless):
     class Net(nnx.Module):

@@ -70,7 +70,7 @@ def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
         close({"params": state.params, **state.state}, want, 1e-12, 1e-12)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["vector", "mean"])
 def test_every_form_of_loss_on_uneven_chunks(form):
     with jax.enable_x64(True):

@@ -93,7 +93,7 @@ def case_of(test):
 def job(tmp_path_factory, request):
     """One job for all the tests of this file that run, with their cases alone."""
     tests = (test for test in request.session.items if test.path == request.path and "found" in test.fixturenames)
-    return results(tmp_path_factory.mktemp("processes"), *map(case_of, tests))
+    return results(tmp_path_factory.mktemp("processes"), *(f"case_{case_of(test)}" for test in tests))
 
 
 @pytest.fixture

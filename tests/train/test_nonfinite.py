@@ -31,6 +31,7 @@ def made_bad(rows):
     return x
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("rows, replicas", [([7], [(2, (7,))]), ([0, 2, 22], [(0, (0, 2)), (7, (22,))]), ([], [])])
 def test_replicas_and_rows_are_named(rows, replicas, steps, devices):

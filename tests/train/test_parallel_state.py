@@ -276,6 +276,7 @@ def test_a_state_of_one_leaf_is_refused_too(refused):
     close(DP.parallel(own(alone, pmean), axis_name="batch")(w, X), w - X.mean(0), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_one_replica_has_all_rows():
     """Nothing differs there, and nothing is refused; nor for a batch that only one replica has rows of."""
     step = own(sgd, unreduced)

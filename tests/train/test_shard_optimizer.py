@@ -529,6 +529,7 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for(shard):
     assert [(kind, size) for kind, size in reduced if kind != "bf16"] == [("f32", 4)]
 
 
+@pytest.mark.full
 def test_what_travels_in_bfloat16_gives_nearly_the_same_parameters():
     step = step_of(8, TRANSFORMATIONS["momentum"], shard_optimizer=True, reduce_dtype=jnp.bfloat16)
     state = train(step, step.init({"params": single(PARAMS)}), [batch(64), batch(61)])

@@ -436,6 +436,7 @@ def test_linen_mlp():
     close(dp.value_and_grad(functools.partial(loss, dp.apply), accumulate_steps=2)(params, x, labels), want)
 
 
+@pytest.mark.full
 def test_linen_cnn_with_batch_norm_through_aux():
     """Each replica norms its own chunk; the statistics, 4 features for a chunk of 4 rows, are the mean over rows."""
     net, n, size = CNN(), 2, 7
@@ -615,6 +616,7 @@ def test_nnx_diff_state_chooses_the_variables():
     close(dp.value_and_grad(nnx_loss, argnums=wrt)(Net(nnx.Rngs(0), norm=False), x, y), want)
 
 
+@pytest.mark.full
 def test_nnx_optimizer_takes_the_wrappers_gradients():
     """Three steps, uneven, are three steps of the bare model, for the wrapper as for its parameters."""
     x, y, _ = batch(10)
