@@ -200,6 +200,7 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.budget(10)
 @pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as below
 @pytest.mark.parametrize("kind", KINDS)
