@@ -82,6 +82,7 @@ def test_every_row_is_in_its_section_once():
     }
 
 
+@pytest.mark.budget(8)  # it reads all tests
 def test_every_line_says_what_became_of_it_and_names_tests_that_exist():
     names = {}
     for path in (ROOT / "tests").rglob("test_*.py"):

@@ -412,6 +412,7 @@ def penalised(apply, x):
     return loss
 
 
+@pytest.mark.budget(6)  # models and their gradients without jit
 @pytest.mark.one_case("8-7")
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_sown_losses_are_the_mean_over_rows(n, size):

@@ -55,6 +55,7 @@ def on_one_device(variables, rows, lr=0.1):
     return {"params": params, **updates}, value, out
 
 
+@pytest.mark.budget(16)  # a convolution, in float64, by every option
 @pytest.mark.one_case("3-sizes1-data")
 @pytest.mark.parametrize("count, sizes, axis", [(1, (17,), None), (3, (17, 4), "data"), (8, (16, 5), None)])
 def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
@@ -129,6 +130,7 @@ def test_accumulation_synchronises_each_microbatch():
         close((state.state["batch_stats"], metrics["loss"]), (stats, total), 1e-12, 1e-12)
 
 
+@pytest.mark.budget(8)  # a convolution, in float64
 def test_uneven_microbatches_are_refused():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
     step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
@@ -163,6 +165,7 @@ class Model(nnx.Module):
         return self.norms[1](self.out(nnx.relu(self.norms[0](self.dense(x)))))
 
 
+@pytest.mark.budget(8)  # a convolution, in float64
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 17, 5])
 def test_nnx(rows):

@@ -425,7 +425,6 @@ NO_BATCH = {
 }
 
 
-@pytest.mark.budget(10)  # it imports torch and datasets
 @pytest.mark.parametrize("kind", ["function", "nnx"])
 @pytest.mark.parametrize(("make", "match"), NO_BATCH.values(), ids=NO_BATCH.keys())
 def test_what_is_no_batch(make, match, kind, refused):
