@@ -129,7 +129,7 @@ def module_of(apply_fn: Any) -> linen.Module | None:
     return apply_fn if isinstance(apply_fn, linen.Module) else None
 
 
-def call_options(variables: Any, kwargs: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The keyword arguments of a call in one form, and whether the call returns updated collections.
 
     Raises:
