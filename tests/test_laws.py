@@ -11,25 +11,24 @@ takes 33 rows and the weight of each, nought for rows that are not in the batch.
 
 Each of these breaks, made by hand, one at a time, fails a law here:
 
-* `_chunk.unpad` keeps one row of a chunk's padding: `law_1_any_tree`;
-* `_operands.fold_key` leaves the key as it is: `law_1_each_replica_draws_from_its_own_key`;
-* `_gradients.local`: a short chunk weighs as much as a long one: `law_2_value_and_grad`;
-* `_outputs._summed`: gradients are not summed over the replicas: `law_2_value_and_grad`;
-* `_outputs._summed`: a `Mean` is divided by one replica's count times the replicas: `law_2_value_and_grad`;
-* `_outputs._one_for_all`: the mean of the replicas' state is not weighted by rows, or the primary's state is the last
+* `layout.unpad` keeps one row of a chunk's padding: `law_1_any_tree`;
+* `scattered.fold_key` leaves the key as it is: `law_1_each_replica_draws_from_its_own_key`;
+* `gradients.local`: a short chunk weighs as much as a long one: `law_2_value_and_grad`;
+* `outputs._summed`: gradients are not summed over the replicas: `law_2_value_and_grad`;
+* `outputs._summed`: a `Mean` is divided by one replica's count times the replicas: `law_2_value_and_grad`;
+* `outputs._one_for_all`: the mean of the replicas' state is not weighted by rows, or the primary's state is the last
   replica's: `law_2_batch_norm_is_a_loop_over_the_chunks`;
-* `_run_chunks._switch`: all replicas take the first size's branch: `law_2_value_and_grad`;
-* `_accumulate._scan`: each microbatch begins at row 0, or is put in reverse order: `law_2_value_and_grad`; it does not
+* `uneven._switch`: all replicas take the first size's branch: `law_2_value_and_grad`;
+* `gradients._scan`: each microbatch begins at row 0, or is put in reverse order: `law_2_value_and_grad`; it does not
   hand its state on: `law_2_state_goes_through_the_microbatches`;
-* `_microbatch.rows_of`: microbatches share a key; `_train_program.step_key`: steps do:
+* `gradients.rows_of`: microbatches share a key; `program.step_key`: steps do:
   `law_2_a_key_for_each_step_microbatch_and_replica`;
-* `_terms.Followed.axis`: an axis as long as the rows is one of rows: `law_2_what_follows_the_rows`;
-* `_prepare.prepare`: the layouts are kept without the tree; `_layout.Static`: 1 equals True:
+* `terms.Followed.axis`: an axis as long as the rows is one of rows: `law_2_what_follows_the_rows`;
+* `scatter.prepare`: the layouts are kept without the tree; `layout.Static`: 1 equals True:
   `law_3_equal_arrays_in_other_trees_and_beside_other_values`;
-* `_apply.apply` does not look where a known call's parameters are, or `_recall.look` finds all in place:
-  `law_3_calls`;
-* `_prepare._specs`: in_axes None is cut: `law_1_axes`;
-* `_nnx.nnx_function`: a replica works on the model's own variables: `law_4_calls`.
+* `calls.run_known` does not look where a known call's parameters are: `law_3_calls`;
+* `scatter._specs`: in_axes None is cut: `law_1_axes`;
+* `nnx.nnx_function`: a replica works on the model's own variables: `law_4_calls`.
 """
 
 import dataclasses

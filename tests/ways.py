@@ -1,10 +1,11 @@
-"""How many files of jdp a call goes through, and how often it changes from one to another; for `test_layers.py`.
+"""How many files of jdp a call goes through, and how often it changes from one to another; for `test_ways.py`.
 
     python tests/ways.py            prints the ways of a first, an uneven and a known call
     python tests/ways.py apply      and of one door the files in the order in which they are entered
 """
 
 import collections
+import json
 import pathlib
 import sys
 from collections.abc import Callable
@@ -84,6 +85,9 @@ def ways() -> dict[str, dict[str, Way]]:
 if __name__ == "__main__":
     jdp.virtual_cpu_devices(8)
     found = ways()
+    if sys.argv[1:] == ["--json"]:
+        print(json.dumps({door: {kind: way[:2] for kind, way in kinds.items()} for door, kinds in found.items()}))
+        sys.exit()
     for door, kinds in found.items():
         print(f"{door:15}", *(f"{kind}: {way.files} files, {way.changes} changes   " for kind, way in kinds.items()))
     for door in sys.argv[1:]:

@@ -93,7 +93,7 @@ class Config:
         self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
-        self.calls: Recent[Any, Any] = Recent()  # that recall knows
+        self.calls: Recent[Any, Any] = Recent()  # that ran, and may go straight to their programs
 
     def mesh_of(self, devices: Devices) -> Mesh:
         """The mesh of other devices than the wrapper's own, which a subclass chose for a step."""

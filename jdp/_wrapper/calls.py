@@ -24,14 +24,12 @@ from .._model.config import Config, Wrapper
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-STEPS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 class Known(NamedTuple):
     """A call that ran: what it takes to run its program again."""
 
     module: Any
-    steps: tuple[Any, ...]  # of the wrapper's class
     where: Sharding  # of every parameter
     program: Any  # of the parameters and the arrays of the batch, one after the other
     layouts: Layouts
@@ -45,7 +43,7 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> Scattere
         return None
     key, batch = known_by(args, kwargs)
     known: Known | None = config.calls.used(key)
-    if known is None or known.module is not dp.module or known.steps != steps_of(dp):
+    if known is None or known.module is not dp.module:
         return None
     if not is_plain() or is_intercepted() or not jax.sharding.get_abstract_mesh().empty:
         return None
@@ -59,8 +57,7 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> Scattere
 def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
-    steps = steps_of(dp)
-    if config.state_axes or spans_processes(config.mesh) or steps is None:
+    if config.state_axes or spans_processes(config.mesh):
         return  # (with state_axes some of the variables may have to be cut, another time)
     key, leaves = known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
@@ -73,13 +70,7 @@ def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scat
     program, layouts = config.program(dp.module).of_arrays(inputs._layout, kw._layout)
     if is_plain():
         places = None if len(at) == len(leaves) else at
-        config.calls[key] = Known(dp.module, steps, where, program, layouts, places)
-
-
-def steps_of(dp: Any) -> tuple[Any, ...] | None:
-    """The four steps of the wrapper's class; None where the wrapper itself has one of its own."""
-    own = vars(dp)
-    return None if any(name in own for name in STEPS) else tuple(getattr(type(dp), name) for name in STEPS)
+        config.calls[key] = Known(dp.module, where, program, layouts, places)
 
 
 _STATICS = (bool, int, str)

@@ -173,7 +173,8 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        outputs = None if of_objects else run_known(self, variables, args, kwargs)
+        known = self._takes_own_steps and not of_objects
+        outputs = run_known(self, variables, args, kwargs) if known else None
         if outputs is not None:
             return self._gather(outputs, True, stateful)
         if in_replica():
@@ -365,13 +366,20 @@ class DataParallel(nnx.Module, Generic[M]):
         replicas = self.replicate(params, self.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
         in_place, beside = replicas is params, type(params) is _nnx.Beside
-        if in_place and not cut and not beside and self._config.kind != "nnx":
+        if in_place and not cut and not beside and self._config.kind != "nnx" and self._takes_own_steps:
             remember(self, params, args, kwargs, inputs, kw)
         stay = self._stays(params if home is None else home, in_place, stateful)
         if not beside:
             return self._gather(outputs, stay, stateful)
         outputs, updates = parts(outputs)
         return self._gather(outputs, stay, stateful), join(updates, "sharded" if stay else None)
+
+    @property
+    def _takes_own_steps(self) -> bool:
+        """Whether the four steps are these, and no subclass's."""
+        kind = type(self)
+        steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
+        return steps == _STEPS and _NAMES.isdisjoint(vars(self))
 
     def _stays(self, params: Tree, in_place: bool, stateful: bool) -> bool:
         """Whether results stay over the replicas, for they come back where the parameters live."""
@@ -422,6 +430,9 @@ class DataParallel(nnx.Module, Generic[M]):
 
     __str__ = __repr__
 
+
+_STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather
+_NAMES = {step.__name__ for step in _STEPS}
 
 _MOVE = (
     "arrays lie on devices, and the wrapper's are fixed when it is made",

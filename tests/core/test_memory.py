@@ -62,7 +62,7 @@ def test_programs_of_the_sizes_used_last_are_kept(few):
             np.testing.assert_allclose(call(x), expected, rtol=1e-5, err_msg=name)
             np.testing.assert_allclose(call(x), expected, rtol=1e-5, err_msg=name)  # a known one
     config = dp._config
-    kept = (config.layouts, config.batch_layouts, config.calls, program._programs, step._program.compiled, step._known)
+    kept = (config.layouts, config.batch_layouts, config.calls, program.programs, step._program.compiled)
     assert [len(x) for x in kept] == [3] * len(kept)
 
 
@@ -81,7 +81,7 @@ def test_a_dropped_program_is_freed(few):
     for call in calls.values():
         call(np.ones((2, 2), np.float32))
     programs = [
-        next(iter(dp._config.program(dp.module)._programs.values()))[0],
+        next(iter(dp._config.program(dp.module).programs.values()))[0],
         next(iter(step._program.compiled.values())),
     ]
     refs = [weakref.ref(program) for program in programs]

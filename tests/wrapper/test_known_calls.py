@@ -1,4 +1,4 @@
-"""A call like one before it goes straight to its program, and gives what it would have given: recall(call) == call."""
+"""A call like one before it goes straight to its program, and gives what it would have given with all steps."""
 
 import contextlib
 import threading
@@ -367,30 +367,6 @@ def test_output_device_is_kept(monkeypatch):
             same(dp.apply(w, X), first)
 
 
-def test_programs_with_collectives_are_known_to_have_them():
-    """Of those only a few may be in flight on CPU."""
-    w = jdp.replicate(np.float32(3))
-    found = []
-    for f in (lambda w, x: x * w, lambda w, x: jax.lax.pmean(x * w, "data"), lambda w, x: jax.lax.cumsum(x * w)):
-        dp = jdp.DataParallel(f)
-        dp.apply(w, X)
-        (known,) = dp._config.calls.values()
-        found.append(known.seen.communicates)
-    assert found == [False, True, False]
-
-
-def test_collectives_that_another_wrapper_has_seen():
-    def f(w, x):
-        return jax.lax.pmean(x, "data") if w["w"].ndim else x * w["w"]
-
-    one, row = (jdp.replicate({"w": x}) for x in (np.float32(3), np.ones(2, np.float32)))
-    wrappers = jdp.DataParallel(f), jdp.DataParallel(f)
-    for w in (one, one, row):
-        for dp in wrappers:
-            dp.apply(w, X)
-    assert [known.seen.communicates for dp in wrappers for known in dp._config.calls.values()] == [True, True]
-
-
 def elsewhere(params):
     """The first leaf in its place, another on the host."""
     return params | {"b": np.asarray(params["b"])}
@@ -436,40 +412,15 @@ def test_where_jax_keeps_nothing_parameters_are_looked_at(between, monkeypatch):
             dp.apply(params, X)
 
 
-def grown(dp, params):
-    """JAX has seen more calls of the program than apply has looked at: one by hand, of other parameters."""
-    (known,) = dp._config.calls.values()
-    dp.parallel_apply(jax.tree.map(lambda x: x.astype(np.float16), params), *dp.scatter((X,), {}, dp.devices))
-    assert known.program._cache_size() > known.seen.checked
-
-
 def test_tracers_among_the_parameters_do_not_count_as_misplaced(monkeypatch):
     dp, params = wrapper(), jdp.replicate(host_params())
     for _ in range(3):
         dp.apply(params, X)
-    grown(dp, params)
+    dp.parallel_apply(jax.tree.map(lambda x: x.astype(np.float16), params), *dp.scatter((X,), {}, dp.devices))
     grad = jax.grad(lambda b: dp.apply(params | {"b": b}, X).sum())(params["b"])
     np.testing.assert_allclose(grad, [16, 16, 16])
     with straight(monkeypatch):
         np.testing.assert_allclose(dp.apply(params, X), EXPECTED)
-
-
-def test_parameters_that_apply_was_interrupted_at_are_looked_at(monkeypatch):
-    """JAX knows them then, so its number of calls does not grow again."""
-    dp, params = wrapper(), jdp.replicate({"a": np.ones((2, 16), np.float32), "b": np.ones(16, np.float32)})
-    for _ in range(3):
-        dp.apply(params, X)
-    cut = params | {"b": jax.device_put(params["b"], NamedSharding(params["a"].sharding.mesh, PartitionSpec("data")))}
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jdp._wrapper.data_parallel, "look", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            dp.apply(cut, X)
-    with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
-        dp.apply(cut, X)
 
 
 def test_without_jit_the_module_runs_no_oftener_for_a_call_that_is_known():
@@ -549,28 +500,6 @@ def test_threads_that_call_at_once():
         for out in found:
             same(out, expected)
         assert len(found) == 3
-
-
-def test_only_one_thread_at_a_time_goes_straight(monkeypatch):
-    dp, params = wrapper(), jdp.replicate(host_params())
-    dp.apply(params, X)
-    (known,) = dp._config.calls.values()
-    turn = known.seen.turns.pop()  # as a thread does that is in the program now
-    with pytest.raises(AssertionError, match="four steps"), straight(monkeypatch):
-        dp.apply(params, X)
-    known.seen.turns.append(turn)
-    for _ in range(2):  # who was there gives it back
-        with straight(monkeypatch):
-            dp.apply(params, X)
-
-
-def test_collectives_that_depend_on_the_parameters_are_found_when_they_come():
-    dp = jdp.DataParallel(lambda w, x: jax.lax.pmean(x, "data") if w["w"].ndim else x * w["w"])
-    dp.apply(jdp.replicate({"w": np.float32(3)}), X)
-    (known,) = dp._config.calls.values()
-    assert not known.seen.communicates
-    dp.apply(jdp.replicate({"w": np.ones(2, np.float32)}), X)
-    assert known.seen.communicates
 
 
 def test_nothing_is_compiled_for_a_call_that_is_known(compilations):

@@ -1,4 +1,4 @@
-"""A step like the one before it goes straight to its program, and gives what a step without a memory gives."""
+"""A step on the state that it gave last looks at less, and gives what a step without a memory gives."""
 
 import contextlib
 
@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import jdp
-from jdp._train.step import TrainStep
 
 X = np.arange(32, dtype=np.float32).reshape(16, 2) / 32
 
@@ -34,24 +33,12 @@ def wrapper():
     return dp, dp.init(jax.random.key(0), X)
 
 
-@contextlib.contextmanager
-def straight(monkeypatch):
-    """In here not all of a step may be looked at."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("all of it was looked at")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "_ready", refuse)
-        yield
-
-
 def forgetful(dp, **options):
-    """A step that never recalls one."""
+    """A step that looks at every state as at one that it has never seen."""
     step = dp.train_step(loss_fn, optax.adam(0.1), **options)
 
     def call(state, batch):
-        step._known.clear()
+        step._given = type(step._given)(options.get("donate", True))
         return step(state, batch)
 
     return step.init, call
@@ -79,7 +66,7 @@ OPTIONS = [
 @pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
 @pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key, prefetched):
+def test_steps_equal_those_of_one_without_a_memory(options, key, prefetched):
     dp, variables = wrapper()
     key = None if key is None else jax.random.key(key)
     init, expected = forgetful(dp, **options)
@@ -87,10 +74,8 @@ def test_steps_equal_those_of_one_without_a_memory(monkeypatch, options, key, pr
     a, b = step.init(variables, key), init(variables, key)
     batches = [X, X + 1, X[:5], X[:5], X + 2, X]
     batches = list(dp.prefetch(batches)) if prefetched else batches
-    known = [False, True, False, True, True, True]
-    for batch, recalled in zip(batches, known, strict=True):
-        with straight(monkeypatch) if recalled else contextlib.nullcontext():
-            found = step(a, batch)
+    for batch in batches:
+        found = step(a, batch)
         wanted = expected(b, batch)
         same(found, wanted)
         a, b = found[0], wanted[0]
@@ -104,7 +89,6 @@ def after_two_steps(key=None, **options):
     (batch,) = dp.prefetch([X])
     for _ in range(2):
         state, _ = step(state, batch)
-    assert step._known
     return dp, step, state, batch
 
 
@@ -206,7 +190,7 @@ def test_none_is_refused_when_the_last_state_is_gone():
 
 
 @pytest.mark.full
-def test_traces_and_settings_are_looked_at(monkeypatch):
+def test_traces_and_settings_are_looked_at():
     dp, step, state, batch = after_two_steps(donate=False)
     _, expected = forgetful(dp, donate=False)
     wanted = expected(state, batch)
@@ -260,7 +244,7 @@ def test_replicas_are_compared_all_the_same():
     (batch,) = dp.prefetch([X])
     for _ in range(4):
         state, _ = step(state, batch)
-    assert not step._known and step._program.steps == 4
+    assert step._program.steps == 4
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -1,0 +1,28 @@
+"""A call goes through few files, and seldom changes from one to another: a reader can follow it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).with_name("ways.py")
+MOST = {  # files, and changes from one to another
+    "apply": {"first": (15, 75), "uneven": (16, 100)},
+    "value_and_grad": {"first": (19, 110), "uneven": (19, 135)},
+    "train_step": {"first": (18, 80), "uneven": (18, 110)},
+}
+
+
+@pytest.mark.budget(15)
+def test_the_ways_of_calls():
+    """In a process of its own, in which nothing was called before."""
+    run = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    for door, kinds in MOST.items():
+        for kind, (files, changes) in kinds.items():
+            way = found[door][kind]
+            what = f"{kind} {door}: python tests/ways.py {door} shows the way"
+            assert way[0] <= files and way[1] <= changes, f"{what}; {way} files and changes, {(files, changes)} at most"
