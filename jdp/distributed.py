@@ -1,7 +1,7 @@
 """More than one process: `initialize` before anything else, and the rest of jdp is as it is with one."""
 
 from ._core.programs import wait_for_all as _wait_for_all
-from ._jax.coordination import DesyncError as DesyncError
+from ._processes.coordination import DesyncError as DesyncError
 from ._processes.initialize import initialize as initialize
 from ._processes.last_words import before_leaving as _before_leaving
 

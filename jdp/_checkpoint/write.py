@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .._jax.coordination import client
+from .._processes.coordination import client
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
 from .read import ARRAYS, MANIFEST, absent, array_handler, intact

@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._jax.coordination import DesyncError
 from .._processes.agree import CONTAINERS, Described
-from .devices import own_replicas, processes_of
+from .._processes.coordination import DesyncError
+from .devices import cut_along, own_replicas, processes_of
 from .global_arrays import own_part
 from .inputs import name_of
 from .layout import Cut, Layout, Stack, Static, Tree, Whole, cut_along

@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
-from jax._src.core import trace_state_clean
 
-from .._jax.coordination import DesyncError
+from .._jax.private import trace_state_clean
+from .coordination import DesyncError
 from .exchange import Exchange, Ticket, by_value, exchange_of, limits
 
 Described = tuple[tuple[str, str], ...]

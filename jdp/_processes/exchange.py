@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from .._jax.coordination import DesyncError, client, coordinator_host, get, has_left
+from .coordination import DesyncError, client, coordinator_host, get, has_left
 
 
 class Limits:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from .._jax.coordination import own_process, process_count
+from .._jax.private import absent_are_named, found_by_cluster
+from .coordination import own_process, process_count
 from .exchange import limits
 from .last_words import install
 
@@ -112,7 +110,7 @@ def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shut
     if job["process_id"] == 0:
         bind = job.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
         _refuse_taken_port(bind or job["coordinator_address"])
-    with _absent_are_named(start_timeout):
+    with absent_are_named(start_timeout):
         jax.distributed.initialize(
             **job,
             initialization_timeout=start_timeout + _LATER,
@@ -141,8 +139,6 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
 
     None for a job of one process.
     """
-    from jax._src import clusters
-
     address, launched = address or os.environ.get("JAX_COORDINATOR_ADDRESS"), {}
     if None in (address, count, here):
         address, count, here, launched = _launched(address, count, here)
@@ -155,8 +151,7 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
     if None in (address, count, here) and method != "deactivate":
         # JAX's own detection, before JAX's initialize, which raises where there is no cluster, and in a job of one
         # where JAX has started.
-        find = clusters.ClusterEnv.auto_detect_unset_distributed_params
-        address, count, here, _ = find(address, count, here, ids, method, timeout)
+        address, count, here = found_by_cluster(address, count, here, ids, method, timeout)
     if not several and (count == 1 or (address, count, here) == (None, None, None)):
         return None
     if count == 1 or None in (address, count, here):
@@ -221,21 +216,6 @@ def _refuse_other_job(count: int | None, here: int | None) -> None:
 
 
 _LATER = 3  # seconds by which the coordination service gives up before those who wait for its answer
-
-
-@contextlib.contextmanager
-def _absent_are_named(seconds: int) -> Iterator[None]:
-    """The coordination service, which knows who has come, tells those that have; JAX would let it wait for an hour."""
-    from jax._src.lib import _jax as module  # pyright: ignore[reportPrivateImportUsage]
-
-    name = "get_distributed_runtime_service"
-    before = getattr(module, name)
-    # No argument of jax.distributed.initialize leads there.
-    setattr(module, name, functools.partial(before, cluster_register_timeout=seconds))
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _refuse_taken_port(bind: str) -> None:

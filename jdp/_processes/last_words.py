@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .._jax.coordination import DesyncError, client, left_key, now, own_process, process_count
 from .._launch.protocol import FOR_ANOTHER
+from .coordination import DesyncError, client, left_key, now, own_process, process_count
 from .exchange import Exchange
 
 _FAILED = "jdp/failed"

@@ -21,9 +21,11 @@ from .._core.programs import Recent
 from .._core.scatter import Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._jax.coordination import DesyncError
+from .._model.batch import BatchAxes, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.nnx import put_nodes
 from .._processes.agree import Pending, begin, described_by_others, finish
+from .._processes.coordination import DesyncError
 
 
 def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Iterator[Tree]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from .._jax.private import job
+
 
 class DesyncError(RuntimeError):
     """The processes of a job do not do the same: a call, a shape, a program or a value differs, or one is absent."""
@@ -15,29 +17,22 @@ class DesyncError(RuntimeError):
 
 def client() -> Any:
     """The client of JAX's coordination service; None where JAX runs as one process."""
-    return _state().client
+    return job().client
 
 
 def own_process() -> int:
     """`jax.process_index()`, without starting JAX's backend, which would wait for that of every other process."""
-    return _state().process_id
+    return job().process_id
 
 
 def process_count() -> int:
     """`jax.process_count()`, likewise."""
-    return _state().num_processes
+    return job().num_processes
 
 
 def coordinator_host() -> str:
     """Where process 0 is, as the others were told."""
-    return _state().coordinator_address.rsplit(":", 1)[0].strip("[]")
-
-
-def _state() -> Any:
-    # Not public, and what jax.experimental.multihost_utils uses as well.
-    from jax._src import distributed
-
-    return distributed.global_state
+    return job().coordinator_address.rsplit(":", 1)[0].strip("[]")
 
 
 def get(key: str, seconds: float) -> str | None:

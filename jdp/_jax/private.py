@@ -1,0 +1,212 @@
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: ten names, each behind a function or constant.
+
+Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
+changes. `tests/jax/test_private.py` has a test for each name, which fails where a new version changes it.
+
+1. `jax._src.core.trace_state_clean`: `trace_state_clean`
+2. `to_concrete_value` of a tracer: `concrete_value`
+3. `_cache_size` of a jitted function: `compilations`
+4. `runtime_type` of a device's client: `is_described`
+5. `jaxlib._jax.Device`: `Device`
+6. `jax._src.distributed.global_state`, and the coordination service's client there: `job`
+7. `jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params`: `found_by_cluster`
+8. `jax._src.lib._jax.get_distributed_runtime_service`: `absent_are_named`
+9. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
+10. `__captures__` of an NNX object: `CAPTURES`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.extend
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device as Device
+else:
+    Device = jax.Device
+"""`jax.Device` as a type. Nothing is lost without it but the check of types.
+
+Tried: `jax.Device`, and `Device` of `jax.experimental.topologies`, are variables to a type checker.
+"""
+
+CAPTURES = "__captures__"
+"""Where `nnx.capture` keeps what the parts of a module have sown. Without it `nnx.capture` around a wrapped model that
+has an `nnx.List` fails in Flax, if Flax cannot sort its own name among the list's numbers by then.
+
+Tried: nothing public says where it is kept; `nnx.capture` itself sets it, and reads it at its end.
+"""
+
+
+@functools.cache
+def _found(module: str, name: str) -> Any:
+    """What a module has by this name, dots in it allowed; None where this version has it not."""
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def _missing(name: str, what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"jdp: JAX {jax.__version__} has no {name}, {what}. {instead}")
+
+
+def trace_state_clean() -> bool:
+    """Whether no transformation of JAX is tracing this thread. Without JAX's own function each call is slower.
+
+    Tried: `jax.extend.core.get_opaque_trace_state`, compared with that of a thread in which nothing is traced. It
+    gives the same answers and takes ten times as long (27 us against 2.5 on a busy machine), so it is the second
+    choice. The arguments of a call do not tell: a function may close over tracers.
+    """
+    is_clean = _found("jax._src.core", "trace_state_clean")
+    return jax.extend.core.get_opaque_trace_state() == _clean_state() if is_clean is None else is_clean()
+
+
+@functools.cache
+def _clean_state() -> Any:
+    states: list[Any] = []
+    thread = threading.Thread(target=lambda: states.append(jax.extend.core.get_opaque_trace_state()))
+    thread.start()
+    thread.join()
+    return states[0]
+
+
+def concrete_value(tracer: Any) -> Any:
+    """The array that a tracer of an eager transformation wraps; None under `jit` or `vmap`.
+
+    Without JAX's own method the first call of each program is slower.
+
+    Tried: `jax.extend.core.concrete_or_error`. Under `jit` it writes an error for each tracer, which takes 1.5 ms (a
+    model of 100 arrays: 0.15 s), so it is the second choice.
+    """
+    value = getattr(tracer, "to_concrete_value", None)
+    if value is not None:
+        return value()
+    try:
+        return jax.extend.core.concrete_or_error(None, tracer)
+    except jax.errors.ConcretizationTypeError:
+        return None
+
+
+def compilations(jitted: Iterable[Any]) -> int | None:
+    """How many programs these jitted functions have compiled; None where this version of JAX does not say.
+
+    Without it `jdp.explain` reports no number of compilations.
+
+    Tried: `jax.monitoring` says that something was compiled, and not what; a count in the function's body counts how
+    often it was traced, as part of other programs too.
+    """
+    sizes = [getattr(run, "_cache_size", None) for run in jitted]
+    return None if None in sizes else sum(size() for size in sizes if size is not None)
+
+
+def is_described(device: Device) -> bool:
+    """Whether the device is one of a topology, for which programs are compiled and on which nothing runs.
+
+    Without it `jdp.topology` raises, and with it `jdp plan` for machines that are not there.
+
+    Tried: `device in jax.devices(device.platform)`. It starts JAX's backends, and knows a real device for a described
+    one where a plugin's name is not that of its platform.
+    """
+    return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
+
+
+class Job(NamedTuple):
+    """What JAX knows of a job of one process."""
+
+    client: Any = None
+    process_id: int = 0
+    num_processes: int = 1
+    coordinator_address: str | None = None
+
+
+def job() -> Any:
+    """JAX's own record of a job of several processes, as a `Job`. Without it jdp runs in one process only.
+
+    Tried: `jax.process_index()` and `jax.process_count()` start the backend, which waits for that of every other
+    process. For the keys and values of the coordination service there is nothing public;
+    `jax.experimental.multihost_utils` takes its client from here as well.
+
+    Raises:
+        NotImplementedError: there are several processes, and this version of JAX has no such record.
+    """
+    state = _found("jax._src.distributed", "global_state")
+    if state is not None:
+        return state
+    if jax.distributed.is_initialized():
+        raise _missing(
+            "jax._src.distributed.global_state", "through which the processes of a job tell each other what they do",
+            "Install a version that has it, or run one process."
+        )
+    return Job()
+
+
+def found_by_cluster(
+    address: str | None, count: int | None, here: int | None, ids: Sequence[int] | None, method: str | None,
+    seconds: int,
+) -> tuple[str | None, int | None, int | None]:
+    """Where the processes meet, how many they are and which this is, completed by JAX's detection of clusters.
+
+    Without it, `jdp.distributed.initialize` must be told the three, but for what it knows itself (`jdp launch`, JAX's
+    variables, torchrun).
+
+    Tried: `jax.distributed.initialize` detects as well, and raises where there is no cluster, and in a job of one
+    where JAX has started; jdp's is to do nothing there.
+
+    Raises:
+        NotImplementedError: this version of JAX has no such detection. A guess that there is one process would make
+            several jobs out of one.
+    """
+    find = _found("jax._src.clusters", "ClusterEnv.auto_detect_unset_distributed_params")
+    if find is None:
+        raise _missing(
+            "jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params",
+            "by which jdp.distributed.initialize knows whether a cluster has started other processes",
+            "Pass coordinator_address, num_processes and process_id, or num_processes=1 to run alone."
+        )
+    address, count, here, _ = find(address, count, here, ids, method, seconds)
+    return address, count, here
+
+
+@contextlib.contextmanager
+def absent_are_named(seconds: int) -> Iterator[None]:
+    """JAX's coordination service, if it starts in here, waits so long for all processes, and then says who is absent.
+
+    JAX lets it wait for an hour. Without this the processes that have come end all the same, when their own time is
+    over, and only the names of the absent are lost.
+
+    Tried: no argument of `jax.distributed.initialize` leads there.
+    """
+    module = _found("jax._src.lib", "_jax")
+    start = getattr(module, "get_distributed_runtime_service", None)
+    if start is None:
+        yield
+        return
+
+    def start_in_time(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return start(*args, cluster_register_timeout=seconds, **kwargs)
+        except TypeError:  # it does not take this argument any more
+            return start(*args, **kwargs)
+
+    module.get_distributed_runtime_service = start_in_time
+    try:
+        yield
+    finally:
+        module.get_distributed_runtime_service = start
+
+
+def is_tabulated(wrapper: Any) -> bool:
+    """Whether `nnx.tabulate` calls this NNX object; it has then replaced every method by one that describes arguments.
+
+    Without it `nnx.tabulate(dp, ...)` fails in Flax.
+
+    Tried: nothing public tells the method that runs who has called it.
+    """
+    return hasattr(wrapper, "_nnx_tabulate_id")
