@@ -16,6 +16,7 @@ from .._core.devices import are_described, make_mesh, own_mesh
 from .._core.layout import Cut, Layout, Stack, Tree, replicated
 from .._core.programs import Compiled, intercept
 from .._core.scattered import Scattered, is_scattered
+from .._jax.private import compilations
 from .._train.program import Program, jit_of_state
 from .._train.state import TrainState
 
@@ -25,7 +26,7 @@ class Call(abc.ABC):
 
     def __init__(self, label: str, mesh: Mesh, roles: dict[str, Tree], batch: tuple[Scattered, ...]) -> None:
         self.label, self.mesh, self.roles, self.batch = label, mesh, roles, batch
-        self.compilations = 0
+        self.compilations: int | None = 0
         self.compiler_options: dict[str, Any] = {}
 
     def compile(self, traced: Any) -> Any:
@@ -141,7 +142,7 @@ class ReplicasCall(Call):
         self._inputs = tuple(None if s is None else shapes_of_scattered(s) for s in (inputs, kwargs))
         batch = tuple(s for s in self._inputs if s is not None)
         super().__init__(program.label, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
-        self.compilations = sum(run._cache_size() for run in _jitted_of(program.programs))
+        self.compilations = compilations(_jitted_of(program.programs))
 
     @property
     def differentiated(self) -> Tree:
@@ -162,10 +163,9 @@ class ReplicasCall(Call):
 
 
 def _jitted_of(programs: Any) -> list[Any]:
-    """Those of the programs that count themselves how often they were compiled."""
-    return [
-        run for x in programs.values() for run in (x if isinstance(x, tuple) else (x,)) if hasattr(run, "_cache_size")
-    ]
+    """The jitted functions among what is kept by layout: with what they return, or compared between processes."""
+    runs = [x[0] if isinstance(x, tuple) else x for x in programs.values()]
+    return [run.__wrapped__ if hasattr(run, "make_ready") else run for run in runs]
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ class StepCall(Call):
         }
         super().__init__(f"train_step of {program.label}", program.config.mesh, roles, (scattered,))
         self.compiler_options = program.compiler_options(state)
-        self.compilations = sum(run._cache_size() for run in program.compiled.values() if hasattr(run, "_cache_size"))
+        self.compilations = compilations(_jitted_of(program.compiled))
 
     def trace(self) -> Any:
         (batch,) = self.batch

@@ -57,8 +57,8 @@ class Report:
     """Arrays with as many rows as the batch that every replica gets whole."""
     unused_donations: tuple[str, ...]
     """Donated arrays whose memory no result could take."""
-    compilations: int
-    """Programs that were compiled for this function before, by calls."""
+    compilations: int | None
+    """Programs that were compiled for this function before, by calls; None where this version of JAX does not say."""
     compile_seconds: float
     hlo: str = dataclasses.field(repr=False)
     """The optimized program."""
@@ -152,7 +152,8 @@ def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
     yield "given to collectives", _bytes(r.collective_bytes), "", "compiled"
     if r.in_flight is not None and r.collective_bytes:
         yield "  in flight while it computes", f"{r.in_flight:.1%}", "", "compiled"
-    yield "programs compiled by calls", f"{r.compilations}", "", "counted"
+    if r.compilations is not None:
+        yield "programs compiled by calls", f"{r.compilations}", "", "counted"
     yield "time to compile this", f"{r.compile_seconds:.1f} s", "", "measured"
 
 

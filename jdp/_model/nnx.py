@@ -14,6 +14,7 @@ from .._core.inputs import ARRAYS, refuse_deep
 from .._core.layout import Tree, is_key
 from .._core.outputs import Reduce
 from .._core.scattered import Scattered, fold_key
+from .._jax.private import CAPTURES
 from .linen import mark_outputs, mark_sown, mark_state
 
 Filter = Callable[[Any, Any], bool]
@@ -98,11 +99,6 @@ def with_nodes(function: Callable[..., Tree], reduce_state: Reduce, axis_name: s
     return call
 
 
-def is_tabulated(wrapper: Any) -> bool:
-    """Whether `nnx.tabulate` calls this; it has then replaced every method by one that describes its arguments."""
-    return hasattr(wrapper, "_nnx_tabulate_id")
-
-
 @contextlib.contextmanager
 def sorted_captures(module: Any) -> Iterator[None]:
     """Takes from each `nnx.List` of the module what `nnx.capture` keeps there, as long as this runs.
@@ -110,14 +106,14 @@ def sorted_captures(module: Any) -> Iterator[None]:
     It is empty, for a list sows nothing, and Flax's own split and merge cannot sort its name among the numbers.
     """
     taken = []
-    if hasattr(module, "__captures__"):
+    if hasattr(module, CAPTURES):
         lists = [m for _, m in nnx.iter_modules(module) if isinstance(m, nnx.List)]
-        taken = [(m, vars(m).pop("__captures__")) for m in lists if "__captures__" in vars(m)]
+        taken = [(m, vars(m).pop(CAPTURES)) for m in lists if CAPTURES in vars(m)]
     try:
         yield
     finally:
         for m, captures in taken:
-            vars(m)["__captures__"] = captures
+            vars(m)[CAPTURES] = captures
 
 
 def copies(tree: Tree) -> Tree:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from .._core.devices import Device
+from .._core.devices import Device, are_described, make_mesh
 from .chips import CHIPS, TARGETS, Chip, target_config
 
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind == "gpu")
@@ -43,6 +43,7 @@ def topology(
     Raises:
         ValueError: an unknown name; a shape that such TPUs do not come in; no whole positive number of hosts.
         ImportError: the compiler for them is not installed; names the extra that brings it.
+        NotImplementedError: this version of JAX does not tell such devices from real ones.
 
     Example:
         >>> import jdp
@@ -62,7 +63,7 @@ def topology(
             f"{', '.join(TPUS)}. Pass one of them."
         )
     if chip.kind == "tpu":
-        return _tpus(name, _checked_shape(chip, shape, hosts, per_host))
+        return _known(_tpus(name, _checked_shape(chip, shape, hosts, per_host)))
     if shape is not None:
         raise ValueError(
             f"jdp.topology: shape is {shape!r}, and {name} is a GPU; shapes are those of TPU slices. Pass hosts=...."
@@ -73,7 +74,17 @@ def topology(
         raise ValueError(
             f"jdp.topology: per_host is {per_host}; NVLink connects {chip.domain[0]} {name}s. Pass more hosts."
         )
-    return _gpus(name, hosts, per_host)
+    return _known(_gpus(name, hosts, per_host))
+
+
+def _known(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The devices, if jdp can tell them from those that are here; else it would run programs on them."""
+    if not are_described(make_mesh(devices[:1])):
+        raise NotImplementedError(
+            f"jdp.topology: JAX {jax.__version__} does not tell described devices from real ones; nothing runs on "
+            f"described ones. Install a JAX whose devices' clients have a runtime_type (0.10 to 0.12)."
+        )
+    return devices
 
 
 def _checked_count(what: str, count: Any) -> int:
