@@ -8,16 +8,15 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-if TYPE_CHECKING:
-    from jaxlib._jax import Device  # jax.Device, which a type checker takes for a variable
-else:
-    Device = jax.Device
+from .._jax.private import Device as Device
+from .._jax.private import is_described
+
 DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
 Devices: TypeAlias = Sequence[DeviceLike] | None
@@ -108,7 +107,7 @@ def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
 @functools.cache
 def are_described(mesh: Mesh) -> bool:
     """Whether the devices are those of a topology, for which programs are compiled and on which nothing runs."""
-    return getattr(mesh.devices.flat[0].client, "runtime_type", "") == "compile_only_runtime"
+    return is_described(mesh.devices.flat[0])
 
 
 def mesh_of(verb: str, devices: Devices) -> Mesh:

@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax._src.core import trace_state_clean
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from .._jax.private import trace_state_clean
 from .._processes.agree import same_program
 from .devices import spans_processes
 from .layout import Layout, Tree

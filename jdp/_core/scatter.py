@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src.core import trace_state_clean
 from jax.sharding import Mesh
 
+from .._jax.private import trace_state_clean
 from .._processes.agree import Described, begin, fail, finish
 from .agreement import alike, describe, own_rows, own_sizes, rows_of_all
 from .devices import (

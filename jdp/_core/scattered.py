@@ -13,7 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import Device, own_replicas, spans_processes
+from .._jax.private import concrete_value
+from .devices import Device, own_replicas, replicated, spans_processes
 from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline, replicated, unpad
 
 
@@ -188,7 +189,7 @@ def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
 
 def concrete(x: Any) -> Any:
     """The array that `x` is, or that a tracer of an eager transformation wraps; None under `jit` or `vmap`."""
-    return x.to_concrete_value() if isinstance(x, Tracer) else x
+    return concrete_value(x) if isinstance(x, Tracer) else x
 
 
 def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:

@@ -17,6 +17,7 @@ from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import split
 from .._core.scattered import Scattered, holds_scattered, map_scattered, on_mesh, parts
+from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
 from .._model.config import Config, kind_of
@@ -139,7 +140,7 @@ class DataParallel(nnx.Module, Generic[M]):
         """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
-        if in_replica() or _nnx.is_tabulated(self):
+        if in_replica() or is_tabulated(self):
             return cast(Any, self.module)(*args, **kwargs)
         with _nnx.sorted_captures(self.module):
             return self._run_nnx(args, kwargs)
