@@ -17,6 +17,7 @@ from .._core.devices import memory_bytes
 from .._core.layout import Tree, Whole
 from .._core.outputs import path_name
 from .._core.outputs import path_name as _name
+from .._jax.jaxprs import constants
 from .._topology.chips import CHIPS
 from . import collectives as _collectives
 from . import cost as _hlo_cost
@@ -212,17 +213,7 @@ def unscattered(call: Call, jaxpr: Any) -> list[str]:
         for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=False):
             if isinstance(leaf, Whole) and rows in x.shape[:1]:
                 found.append(f"argument {name or '0'}: {x.dtype}{list(x.shape)}")
-    for x in _constants(jaxpr):
+    for x in constants(jaxpr):
         if getattr(x, "ndim", 0) and x.shape[0] == rows:
             found.append(f"a constant that the function closes over: {x.dtype}{list(x.shape)}")
     return list(dict.fromkeys(found))
-
-
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a traced function has closed over, nested ones too."""
-    yield from getattr(jaxpr, "consts", ())
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield from (x.val for x in eqn.invars if hasattr(x, "val"))
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                yield from _constants(value)

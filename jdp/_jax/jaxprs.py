@@ -1,15 +1,175 @@
-"""Which values of a replica's program differ between replicas, and which a collective has made one."""
+"""Jaxprs: walks and rewrites them, runs them in parts, and tells which values differ between replicas.
+
+What is assumed here of equations and their parameters JAX does not promise. Where an assumption fails, what needs it
+raises an error, or is left out; `tests/jax/test_private.py` has a test for each.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import flax
 import jax
+import jax.experimental
 import jax.numpy as jnp
+
+
+def inside(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            yield value
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, closed or open, nested ones too."""
+    for eqn in _opened(jaxpr).eqns:
+        yield eqn
+        for inner in inside(eqn):
+            yield from equations(inner)
+
+
+def _opened(jaxpr: Any) -> Any:
+    # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> Iterator[Any]:
+    """The arrays that a traced function has closed over, nested ones too."""
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in _opened(jaxpr).eqns:
+        yield from (v.val for v in eqn.invars if is_literal(v))
+        for inner in inside(eqn):
+            yield from constants(inner)
+
+
+def is_literal(v: Any) -> bool:
+    """Whether an equation's operand is a value that stands there itself, and no variable."""
+    return hasattr(v, "val")
+
+
+def axes(eqn: Any) -> tuple[Any, ...]:
+    """The axes that an equation communicates over, or asks its place on; none for all that is no collective."""
+    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    if names is None:
+        if eqn.primitive.name in _COLLECTIVES:  # else one that is not seen would run where it must not
+            raise _changed(eqn, "axes")
+        return ()
+    return tuple(names) if isinstance(names, tuple | list) else (names,)
+
+
+def _changed(eqn: Any, parameter: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {parameter!r}, by which jdp knows what "
+        f"differs between replicas. Install a version that has it (0.10 to 0.12)."
+    )
+
+
+def _parameter(eqn: Any, name: str) -> Any:
+    if name not in eqn.params:
+        raise _changed(eqn, name)
+    return eqn.params[name]
+
+
+def ordered(jaxpr: Any) -> Any:
+    """The first equation that prints or calls in order, which JAX does on one device only; None where there is none."""
+    jaxpr = _opened(jaxpr)
+    for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
+        if any(map(_is_ordered, eqn.effects)):
+            return next((found for inner in inside(eqn) if (found := ordered(inner)) is not None), eqn)
+    return None
+
+
+def _is_ordered(effect: Any) -> bool:
+    return isinstance(effect, _ordered_effects())
+
+
+@functools.cache
+def _ordered_effects() -> tuple[type, ...]:
+    # JAX has no public name for them, so they are those of what is printed and called in order.
+    traced = [
+        jax.make_jaxpr(lambda: jax.debug.print("", ordered=True))(),
+        jax.make_jaxpr(lambda: jax.experimental.io_callback(lambda: None, None, ordered=True))(),
+    ]
+    return tuple({type(effect) for jaxpr in traced for effect in jaxpr.effects})
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """What an equation makes of these values."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]
+
+
+Env = dict[Any, Any]
+"""The values of a jaxpr's variables."""
+
+
+def env_of(jaxpr: Any, operands: Sequence[Any]) -> Env:
+    """The values of what a jaxpr has closed over, and of what comes in."""
+    inner, consts = _opened(jaxpr), getattr(jaxpr, "consts", ())
+    return dict(zip([*getattr(inner, "constvars", ()), *inner.invars], [*consts, *operands], strict=True))
+
+
+def read(env: Env, v: Any) -> Any:
+    return v.val if is_literal(v) else env[v]
+
+
+def evaluate(eqn: Any, env: Env) -> None:
+    """Adds what an equation makes to the values."""
+    env.update(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
+
+
+# Calls whose body may be put in their place.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception]) -> Any:
+    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one."""
+
+    def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        env = env_of(jaxpr, operands)
+        for eqn in _opened(jaxpr).eqns:
+            bodies = [*inside(eqn)]
+            if not any(wanted(e) for body in bodies for e in equations(body)):
+                evaluate(eqn, env)
+            elif eqn.primitive.name in _CALLS:
+                body = inline(bodies[0], [read(env, v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, body, strict=True))
+            else:
+                raise refuse(eqn)
+        return [read(env, v) for v in _opened(jaxpr).outvars]
+
+    return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
+
+
+class Segmented(NamedTuple):
+    """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
+
+    jaxpr: Any
+    segments: list[list[Any]]
+    cuts: list[Any]
+
+    def keeps(self, j: int) -> list[Any]:
+        """The variables that segment j makes and a later segment reads."""
+        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars]
+        wanted = {v for v in [*later, *self.jaxpr.jaxpr.outvars] if not is_literal(v)}
+        return [v for eqn in self.segments[j] for v in eqn.outvars if v in wanted]
+
+
+def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
+    segments: list[list[Any]] = [[]]
+    cuts = []
+    for eqn in jaxpr.jaxpr.eqns:
+        if at(eqn):
+            cuts.append(eqn)
+            segments.append([])
+        else:
+            segments[-1].append(eqn)
+    return Segmented(jaxpr, segments, cuts)
+
 
 Rule = Callable[[Any], Callable[..., Any] | None]
 """For an equation the function to put in its place, or None where it stays."""
@@ -17,8 +177,7 @@ Rule = Callable[[Any], Callable[..., Any] | None]
 
 def rewrite(jaxpr: Any, rule: Rule) -> Any:
     """The jaxpr, closed or open, with the rule's functions in place of equations; itself where there are none."""
-    # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = _opened(jaxpr)
     if inner is not jaxpr:
         new = rewrite(inner, rule)
         return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
@@ -51,9 +210,13 @@ def canonical(jaxpr: Any) -> Any:
     XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
     entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
     a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So it is
-    done here. Transposes that are not needed cost nothing: the compiler takes them out.
+    done here. Transposes that are not needed cost nothing: the compiler takes them out. Where JAX has changed what
+    this needs, the jaxpr stays as it is, and slow.
     """
-    return rewrite(jaxpr, _rule)
+    try:
+        return rewrite(jaxpr, _rule)
+    except (AttributeError, TypeError):
+        return jaxpr
 
 
 def _rule(eqn: Any) -> Callable[..., Any] | None:
@@ -78,6 +241,7 @@ def _convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) 
 
 # What these give is the same on every replica.
 _REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_COLLECTIVES = {*_REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 # What these give has the parts of all their operands, as a sum that goes round a ring of replicas does; but not of
 # the indices, which stand there.
 _COLLECTORS = {
@@ -102,21 +266,31 @@ class Value(NamedTuple):
 SAME, VARYING = Value(False), Value(True)
 
 
-def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str) -> list[Value]:
-    """What is known of the outputs of a jaxpr, from what is known of its inputs.
+def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[Any] | None = None) -> list[Value]:
+    """What is known of the outputs of a jaxpr (or `of` other variables in it), from what is known of its inputs.
 
     JAX's own types (`check_vma=True`) would tell, but real models do not pass that check.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = _opened(jaxpr)
     known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(v: Any) -> Value:
-        return SAME if hasattr(v, "val") else known.get(v, SAME)
+        return SAME if is_literal(v) else known.get(v, SAME)
 
     for eqn in jaxpr.eqns:
         outputs = _equation(eqn, [read(v) for v in eqn.invars], axis_name)
         known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return [read(v) for v in (jaxpr.outvars if of is None else of)]
+
+
+def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
+    """The variables that output `new` adds to input `old` of a closed jaxpr; None where it is no such sum."""
+    jaxpr = _opened(jaxpr)
+    before, after = jaxpr.invars[old], jaxpr.outvars[new]
+    made = next((eqn for eqn in jaxpr.eqns if any(v is after for v in eqn.outvars)), None)
+    if made is None or made.primitive.name != "add" or not any(v is before for v in made.invars):
+        return None
+    return [v for v in made.invars if v is not before]
 
 
 def is_exchanged(value: Value) -> bool:
@@ -126,17 +300,17 @@ def is_exchanged(value: Value) -> bool:
 
 def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
-    if axis_name in _axes(params):
+    if axis_name in axes(eqn):
         # A collective of several arrays is one of each.
         return [_collective(eqn, v) for v in (inputs if len(inputs) == n else [_join(inputs)] * n)]
     if name == "scan":
-        return _scan(params, inputs, axis_name)
+        return _scan(eqn, inputs, axis_name)
     if name == "while":
-        return _while(params, inputs, axis_name)
+        return _while(eqn, inputs, axis_name)
     if name == "cond":
-        branches = [varying(branch, inputs[1:], axis_name) for branch in params["branches"]]
+        branches = [varying(branch, inputs[1:], axis_name) for branch in _parameter(eqn, "branches")]
         return [_join([inputs[0], *outputs]) for outputs in zip(*branches, strict=True)]
-    inner = [getattr(p, "jaxpr", p) for p in params.values() if hasattr(p, "eqns")]
+    inner = [_opened(p) for p in params.values() if hasattr(p, "eqns")]
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
     joined = _join(inputs)
@@ -182,26 +356,30 @@ def _join(values: Sequence[Value]) -> Value:
     return Value(bool(apart), found[-1].reduced if found else None, sources)
 
 
-def _scan(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
-    if "ft_in" in params:  # JAX 0.12
-        consts, carry, xs = (list(part) for part in params["ft_in"].update(inputs).unpack())
+def _scan(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+    body, length = _parameter(eqn, "jaxpr"), _parameter(eqn, "length")
+    if "ft_in" in eqn.params:  # JAX 0.12
+        consts, carry, xs = (list(part) for part in eqn.params["ft_in"].update(inputs).unpack())
     else:
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first = _parameter(eqn, "num_consts")
+        last = first + _parameter(eqn, "num_carry")
         consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
     while True:  # each round more is known to differ, or to depend on something, or it is the last
-        outputs = varying(params["jaxpr"], [*consts, *carry, *xs], axis_name)
+        outputs = varying(body, [*consts, *carry, *xs], axis_name)
         after = [_join([a, b]) for a, b in zip(carry, outputs, strict=False)]
         if _alike(after, carry):
-            return outputs if params["length"] else [*after, *outputs[len(carry) :]]
+            return outputs if length else [*after, *outputs[len(carry) :]]
         carry = after
 
 
-def _while(params: Any, inputs: list[Value], axis_name: str) -> list[Value]:
-    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+    condition, step = _parameter(eqn, "cond_jaxpr"), _parameter(eqn, "body_jaxpr")
+    first = _parameter(eqn, "cond_nconsts")
+    last = first + _parameter(eqn, "body_nconsts")
     cond, body, carry = inputs[:first], inputs[first:last], inputs[last:]
     while True:
-        (goes_on,) = varying(params["cond_jaxpr"], [*cond, *carry], axis_name)
-        outputs = varying(params["body_jaxpr"], [*body, *carry], axis_name)
+        (goes_on,) = varying(condition, [*cond, *carry], axis_name)
+        outputs = varying(step, [*body, *carry], axis_name)
         # Replicas that take different numbers of rounds end with different values.
         rounds = goes_on if goes_on.varying else Value(False, None, goes_on.sources)
         after = [_join([a, b, rounds]) for a, b in zip(carry, outputs, strict=True)]
@@ -215,27 +393,22 @@ def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
     return known[0] == known[1]
 
 
-def _axes(params: Any) -> tuple[Any, ...]:
-    names = params.get("axes", params.get("axis_name", ()))
-    return tuple(names) if isinstance(names, tuple | list) else (names,)
-
-
 def _mentions(x: Any, axis_name: str) -> bool:
     """Whether something inside communicates over the axis, or asks for the replica's index."""
     if isinstance(x, tuple | list):
         return any(_mentions(y, axis_name) for y in x)
     return hasattr(x, "eqns") and any(
-        axis_name in _axes(eqn.params) or any(_mentions(p, axis_name) for p in eqn.params.values()) for eqn in x.eqns
+        axis_name in axes(eqn) or any(_mentions(p, axis_name) for p in eqn.params.values()) for eqn in x.eqns
     )
 
 
 def source_line(eqn: Any) -> str:
     """The user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    libraries = [os.path.dirname(os.path.abspath(str(module.__file__))) for module in (jax, flax)]
-    libraries.append(os.path.dirname(os.path.abspath(__file__)))
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    loaded = [sys.modules[name] for name in ("jax", "flax", __name__.partition(".")[0]) if name in sys.modules]
+    libraries = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)
     for frame in getattr(traceback, "frames", ()):
         path = os.path.abspath(frame.file_name)
-        if not any(path.startswith(library + os.sep) for library in libraries) and "importlib" not in path:
+        if not path.startswith(libraries) and "importlib" not in path:
             return f"{os.path.basename(path)}:{frame.line_num}"
     return ""

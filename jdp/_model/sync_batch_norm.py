@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from .._core.uneven import SyncedAxis, is_synced
-from .._jax.jaxprs import rewrite
+from .._jax.jaxprs import bind, rewrite
 
 
 def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
@@ -66,6 +66,6 @@ def weighted(jaxpr: Any, weight: float) -> Any:
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if not is_synced(eqn):
             return None
-        return lambda *values: eqn.primitive.bind(*[x * jnp.asarray(weight, x.dtype) for x in values], **eqn.params)
+        return lambda *values: bind(eqn, [x * jnp.asarray(weight, x.dtype) for x in values])
 
     return rewrite(jaxpr, rule)

@@ -12,7 +12,7 @@ from flax import nnx
 from .._core.inputs import STACKED, axes_of
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
-from .._jax.jaxprs import Value, is_exchanged, varying
+from .._jax.jaxprs import Value, added, is_exchanged, varying
 from .._model import nnx as _nnx
 
 VERB = "parallel"
@@ -211,14 +211,12 @@ def _trained(apart: Sequence[Kept], found: Sequence[Value], others: Sequence[int
 
 def _sums(jaxpr: Any, apart: Sequence[Kept], axis_name: str) -> list[Kept]:
     """Those of the leaves that are what they were and something that does not depend on it: a count, a total."""
-    made: dict[Any, Any] = {v: eqn for eqn in jaxpr.jaxpr.eqns for v in eqn.outvars}
     found = []
     for k in apart:
-        old, eqn = jaxpr.jaxpr.invars[k.old], made.get(jaxpr.jaxpr.outvars[k.new])
-        if eqn is not None and eqn.primitive.name == "add" and old in eqn.invars:
-            added = [v for v in eqn.invars if v is not old]
-            marked = [Value(False, None, int(v is old)) for v in jaxpr.jaxpr.invars]
-            if not any(v.sources for v in varying(jaxpr.jaxpr.replace(outvars=added), marked, axis_name)):
+        to_it = added(jaxpr, k.old, k.new)
+        if to_it is not None:
+            marked = [Value(False, None, int(i == k.old)) for i in range(len(jaxpr.in_avals))]
+            if not any(v.sources for v in varying(jaxpr, marked, axis_name, to_it)):
                 found.append(k)
     return found
 
