@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,20 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.jaxprs import canonical, source_line
+from .._jax.jaxprs import (
+    Segmented,
+    axes,
+    bind,
+    canonical,
+    env_of,
+    equations,
+    evaluate,
+    inlined,
+    ordered,
+    read,
+    segmented,
+    source_line,
+)
 from .layout import Cut, Layout, Tree, is_key
 from .outputs import Outputs, Returned, Rule, output_path
 from .scattered import Signature
@@ -202,119 +215,20 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
 
 def _refuse_ordered(jaxpr: Any, n: int) -> None:
     """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
-    for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
-        if any(map(_is_ordered, eqn.effects)):
-            for inner in _inner(eqn):
-                _refuse_ordered(inner, n)
-            where = source_line(eqn)
-            raise ValueError(
-                f"jdp.parallel_apply: {eqn.primitive.name}{where and f' ({where})'} has ordered=True and runs on {n} "
-                f"devices at once; JAX keeps an order on one device only. Pass ordered=False."
-            )
-
-
-def _is_ordered(effect: Any) -> bool:
-    return type(effect).__name__.startswith("Ordered")  # JAX has no public name for them
-
-
-def _inner(eqn: Any) -> Iterable[Any]:
-    """The jaxprs that an equation holds."""
-    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-            yield getattr(value, "jaxpr", value)
+    eqn = ordered(jaxpr)
+    if eqn is not None:
+        where = source_line(eqn)
+        raise ValueError(
+            f"jdp.parallel_apply: {eqn.primitive.name}{where and f' ({where})'} has ordered=True and runs on {n} "
+            f"devices at once; JAX keeps an order on one device only. Pass ordered=False."
+        )
 
 
 def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
     """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
-    for eqn in _equations(jaxpr):
-        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = names if isinstance(names, tuple | list) else (names,)
-        if axis_name in names and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
+    for eqn in equations(jaxpr):
+        if axis_name in axes(eqn) and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
             yield eqn.primitive.name
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, nested ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _inner(eqn):
-            yield from _equations(inner)
-
-
-# Calls whose body may be put in their place.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-
-
-def _communicates(x: Any) -> bool:
-    """Whether an equation, a jaxpr or what is among an equation's parameters has a collective in it."""
-    if isinstance(x, tuple | list):
-        return any(map(_communicates, x))
-    if hasattr(x, "primitive"):
-        return is_synced(x) or any(map(_communicates, x.params.values()))
-    return hasattr(x, "eqns") and any(map(_communicates, x.eqns))
-
-
-def inlined(jaxpr: Any, layout: Layout) -> Any:
-    """The closed jaxpr, with its collectives at the top.
-
-    Raises:
-        ValueError: one stands in a loop or a branch.
-    """
-
-    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip([*getattr(jaxpr, "constvars", ()), *jaxpr.invars], [*consts, *args], strict=True))
-        for eqn in jaxpr.eqns:
-            values = [v.val if hasattr(v, "val") else env[v] for v in eqn.invars]
-            inner = [p for p in eqn.params.values() if hasattr(p, "eqns")]
-            if not inner or not _communicates(eqn):
-                out = _results(eqn, values)
-            elif eqn.primitive.name in _CALLS:
-                out = evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), values)
-            else:
-                raise ValueError(
-                    f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, the chunks are {layout.rows}; "
-                    f"unequal replicas meet at each BatchNorm, which a loop hides. Pass a batch that divides by "
-                    f"{len(layout.devices)}, or leave the loop out (of the model; accumulate_steps=1)."
-                )
-            env.update(zip(eqn.outvars, out, strict=True))
-        return [v.val if hasattr(v, "val") else env[v] for v in jaxpr.outvars]
-
-    avals = [v.aval for v in jaxpr.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: evaluate(jaxpr.jaxpr, jaxpr.consts, args))(*avals)
-
-
-def _results(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """What an equation makes of these values."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return out if eqn.primitive.multiple_results else [out]
-
-
-class Segmented(NamedTuple):
-    """A jaxpr cut at its collectives: `segments[j]` comes before `collectives[j]`, the last after them all."""
-
-    jaxpr: Any
-    segments: list[list[Any]]
-    collectives: list[Any]
-
-    def keeps(self, j: int) -> list[Any]:
-        """The variables that segment j makes and a later segment reads."""
-        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars] + list(
-            self.jaxpr.jaxpr.outvars
-        )
-        wanted = {v for v in later if not hasattr(v, "val")}
-        return [v for eqn in self.segments[j] for v in eqn.outvars if v in wanted]
-
-
-def segmented(jaxpr: Any) -> Segmented:
-    segments: list[list[Any]] = [[]]
-    collectives = []
-    for eqn in jaxpr.jaxpr.eqns:
-        if is_synced(eqn):
-            collectives.append(eqn)
-            segments.append([])
-        else:
-            segments[-1].append(eqn)
-    return Segmented(jaxpr, segments, collectives)
 
 
 def run_segments(
@@ -330,11 +244,19 @@ def run_segments(
     An index beyond the jaxprs is an idle replica: it gives zeros to the collectives, and `idle` in the end.
     `finish` pads the outputs to one shape.
     """
-    parts = [segmented(inlined(jaxpr, layout)) for jaxpr in jaxprs]
+
+    def in_a_loop(eqn: Any) -> ValueError:
+        return ValueError(
+            f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, the chunks are {layout.rows}; "
+            f"unequal replicas meet at each BatchNorm, which a loop hides. Pass a batch that divides by "
+            f"{len(layout.devices)}, or leave the loop out (of the model; accumulate_steps=1)."
+        )
+
+    parts = [segmented(inlined(jaxpr, is_synced, in_a_loop), is_synced) for jaxpr in jaxprs]
     bags: list[list[Any]] = []
     results: list[list[Any]] = []
-    count = len(parts[0].collectives)
-    if any(len(part.collectives) != count for part in parts):
+    count = len(parts[0].cuts)
+    if any(len(part.cuts) != count for part in parts):
         raise ValueError(
             f"jdp.sync_batch_norm: chunks are {layout.rows}, the number of BatchNorms depends on the rows; replicas "
             f"meet at each. Leave that out of the model, or pass a batch that divides by {len(layout.devices)}."
@@ -348,8 +270,8 @@ def run_segments(
         sent, bag = jax.lax.switch(which, branches, operands, bags, results)
         if j == count:
             return sent
-        eqn = parts[0].collectives[j]
-        results.append(_results(eqn, sent))
+        eqn = parts[0].cuts[j]
+        results.append(bind(eqn, sent))
         bags.append(bag)
     raise AssertionError
 
@@ -364,20 +286,16 @@ def _segment(
     results: Sequence[Sequence[Any]],
 ) -> tuple[list[Any], list[Any]]:
     """One branch of one switch: what goes to the collective (the outputs, after the last), and what is kept."""
-    inner = part.jaxpr.jaxpr
-    env = dict(zip([*getattr(inner, "constvars", ()), *inner.invars], [*part.jaxpr.consts, *operands], strict=False))
+    env = env_of(part.jaxpr, operands)
     for i, bag in enumerate(bags):
         env.update(_unpacked(part.keeps(i), bag))
-        env.update(zip(part.collectives[i].outvars, results[i], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if hasattr(v, "val") else env[v]
-
+        env.update(zip(part.cuts[i].outvars, results[i], strict=True))
     for eqn in part.segments[j]:
-        env.update(zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars]), strict=True))
-    if j == len(part.collectives):
-        return finish([read(v) for v in inner.outvars]), []
-    return [jnp.asarray(read(v)) for v in part.collectives[j].invars], _packed([env[v] for v in part.keeps(j)], lengths)
+        evaluate(eqn, env)
+    if j == len(part.cuts):
+        return finish([read(env, v) for v in part.jaxpr.jaxpr.outvars]), []
+    sent = [jnp.asarray(read(env, v)) for v in part.cuts[j].invars]
+    return sent, _packed([env[v] for v in part.keeps(j)], lengths)
 
 
 # What is kept has other shapes in other branches, and a switch wants one: so it goes as one vector for each dtype,
@@ -428,4 +346,4 @@ class SyncedAxis(str):
 
 def is_synced(eqn: Any) -> bool:
     """Whether an equation is a collective of such a BatchNorm."""
-    return any(isinstance(axis, SyncedAxis) for axis in eqn.params.get("axes", ()))
+    return any(isinstance(axis, SyncedAxis) for axis in axes(eqn))
