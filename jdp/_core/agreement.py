@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .._processes.agree import CONTAINERS, Described
 from .._processes.coordination import DesyncError
-from .devices import cut_along, own_replicas, processes_of
+from .devices import own_replicas, processes_of
 from .global_arrays import own_part
 from .inputs import name_of
 from .layout import Cut, Layout, Stack, Static, Tree, Whole, cut_along

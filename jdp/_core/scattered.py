@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
-from .devices import Device, own_replicas, replicated, spans_processes
+from .devices import Device, own_replicas, spans_processes
 from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline, replicated, unpad
 
 

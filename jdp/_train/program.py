@@ -21,7 +21,7 @@ from .._core.global_arrays import put
 from .._core.layout import Layout, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
-from .._core.scattered import Scattered, is_scattered, placed, put, trim
+from .._core.scattered import Scattered, is_scattered, placed, trim
 from .._jax.private import trace_state_clean
 from .._model.config import Config, WithNodes, nodes_of
 from .._model.nnx import with_updates

@@ -20,8 +20,6 @@ from .._core.layout import Layout, Static, Tree
 from .._core.programs import Recent
 from .._core.scatter import Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
-from .._jax.coordination import DesyncError
-from .._model.batch import BatchAxes, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.nnx import put_nodes
 from .._processes.agree import Pending, begin, described_by_others, finish
