@@ -48,7 +48,7 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
         return Check(mesh, paths, None, None)
     program = _program(mesh)
     if spans_processes(mesh):
-        program = functools.partial(program, label=verb, names=paths)
+        program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     extremes, own = dispatch(program, mesh, copies)
     return Check(mesh, paths, extremes, own)
 

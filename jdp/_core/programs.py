@@ -77,7 +77,7 @@ class Compiled:
     """
 
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
-        self.label = run.__name__
+        self.__name__ = run.__name__
         self._run, self._donates = run, donates
         # By the layouts; of one process with the layouts of what it returns.
         self.programs: Recent[Any, Any] = Recent()
@@ -214,14 +214,14 @@ S = TypeVar("S")
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
 STEPS_IN_FLIGHT = 12
 WAITED_FOR_AT_ONCE = 4  # what one wait costs is mostly to come to it: the code is in no cache any more
-_running: collections.deque[jax.Array] = collections.deque()
+_running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
 
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, where too many are in flight, the oldest are waited for."""
     out = program(*args)
     if may_deadlock(mesh) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
-        _wait_for_earlier(arrays[0] if len(arrays) == 1 else min(arrays, key=_size))
+        _wait_for_earlier(program, arrays[0] if len(arrays) == 1 else min(arrays, key=_size))
     return out
 
 
@@ -231,7 +231,7 @@ def dispatch_step(
     """`dispatch` of a training step, held by its loss: the state that it gives is donated to the next."""
     found = run_and_keep(program, args, keep)
     if may_deadlock(mesh):
-        _wait_for_earlier(found[1]["loss"])
+        _wait_for_earlier(program, found[1]["loss"])
     return found
 
 
@@ -275,12 +275,12 @@ def may_deadlock(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def _wait_for_earlier(output: Any) -> None:
+def _wait_for_earlier(program: Any, output: Any) -> None:
     """Keeps one output of a call that was just dispatched, and waits for the oldest of too many."""
     value = concrete(output) if isinstance(output, Tracer) else output
     if value is None:
         return
-    _running.append(value)
+    _running.append((program.__name__, value))
     if len(_running) >= STEPS_IN_FLIGHT:
         _wait(STEPS_IN_FLIGHT - WAITED_FOR_AT_ONCE)
 
@@ -294,11 +294,19 @@ def _wait(most: int) -> None:
     """Waits for the oldest, until there are no more than that."""
     while len(_running) > most:
         try:
-            oldest = _running.popleft()
+            name, oldest = _running.popleft()
         except IndexError:  # another thread has taken the last one
             return
-        if not oldest.is_deleted():  # the user may have donated it
+        if oldest.is_deleted():  # the user may have donated it
+            continue
+        try:
             oldest.block_until_ready()
+        except Exception as error:  # not kept back: nobody else may ever look at what that call gave
+            error.add_note(
+                f"jdp: this is the error of an earlier call, of {name!r}; the call that raises it only waited for that "
+                f"one, and has not failed itself."
+            )
+            raise
 
 
 def _size(x: Any) -> int:

@@ -141,7 +141,7 @@ class ReplicasCall(Call):
         )
         self._inputs = tuple(None if s is None else shapes_of_scattered(s) for s in (inputs, kwargs))
         batch = tuple(s for s in self._inputs if s is not None)
-        super().__init__(program.label, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
+        super().__init__(program.__name__, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
         self.compilations = compilations(_jitted_of(program.programs))
 
     @property

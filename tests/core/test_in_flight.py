@@ -137,9 +137,42 @@ def test_two_threads_wait_for_the_last(monkeypatch):
             return seen
 
     running = Shared()
-    running.append(None)
+    running.append(("scale", None))
     monkeypatch.setattr(_dispatch, "_running", running)
     _dispatch.wait_for_all()
+
+
+def test_the_error_of_an_earlier_call_names_it():
+    """It is raised once, where the queue waits, in whatever call that is."""
+    import numpy as np
+
+    import jdp
+
+    class Failed:
+        def is_deleted(self):
+            return False
+
+        def block_until_ready(self):
+            raise RuntimeError("the sensor is gone")
+
+    def scale(w, x):
+        return w * x
+
+    def sensor():
+        raise AssertionError("it has run")
+
+    x, dp = np.ones(8, np.float32), jdp.DataParallel(scale)
+    _dispatch.wait_for_all()
+    assert dp(2.0, x).tolist() == [2.0] * 8
+    assert [name for name, _ in _dispatch._running] == ["scale"]
+    _dispatch._wait_for_earlier(sensor, Failed())
+    with pytest.raises(RuntimeError, match="the sensor is gone") as caught:
+        for _ in range(12):
+            dp(2.0, x)
+    (note,) = caught.value.__notes__
+    assert note.startswith("jdp: this is the error of an earlier call, of 'sensor'; the call that raises it only waited")
+    for _ in range(24):
+        assert dp(2.0, x).tolist() == [2.0] * 8
 
 
 def test_virtual_cpu_devices_says_so_when_jax_has_started():

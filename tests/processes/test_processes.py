@@ -694,12 +694,12 @@ LEAVES = """
 import jdp, numpy as np
 jdp.distributed.initialize(timeout=45, quiet=True)
 import jax, jax.numpy as jnp
-from jdp._core import dispatch as _dispatch
+from jdp._core import programs
 if jax.process_index() == 1:
     class Failed:
         def is_deleted(self): return False
         def block_until_ready(self): raise RuntimeError("a program has failed on the device")
-    _dispatch._wait_for_earlier(Failed())
+    programs._wait_for_earlier(jdp.gather, Failed())
 else:
     jdp.DataParallel(lambda w, x: w * x)(2.0, np.ones(4))
 """
