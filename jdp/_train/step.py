@@ -158,6 +158,8 @@ class TrainStep:
 
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
+        self._first = _first_state(tx)
+        self._compiled_first: Any = None  # for those shapes
         self._given = Given(options.donate)
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
@@ -190,14 +192,13 @@ class TrainStep:
             check_replicas((variables, key), mesh, VERB)
         opt_shapes(self._tx, variables["params"])
 
-        def make(variables: dict[str, Tree], key: Any) -> TrainState:
-            params, *rest = jax.tree.map(jnp.copy, (variables.pop("params"), variables, key))
-            return TrainState(jnp.zeros((), jnp.int32), params, self._tx.init(params), *rest)
-
-        shapes = jax.eval_shape(make, dict(variables), key)
-        if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
+        shapes = jax.eval_shape(self._first, variables, key)
+        new = self._shapes is None or first_difference(shapes, self._shapes) is not None
+        if new and self._shapes is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
-        state = jax.jit(make, out_shardings=self._program.shardings(shapes))(variables, key)
+        if new or self._compiled_first is None:
+            self._compiled_first = jax.jit(self._first, out_shardings=self._program.shardings(shapes))
+        state = self._compiled_first(variables, key)
         self._shapes = shapes
         self._given.keep(state, jax.tree.leaves(state))
         return state
@@ -314,6 +315,17 @@ class TrainStep:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
         return self._program.placed(state, own)
+
+
+def _first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
+    """The state before the first step, as a function of the variables and the key, which it copies."""
+
+    def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
+        others = dict(variables)
+        params, others, key = jax.tree.map(jnp.copy, (others.pop("params"), others, key))
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), others, key)
+
+    return first_state
 
 
 def checked_key(key: Any) -> Any:

@@ -1248,6 +1248,19 @@ def test_a_state_of_another_optimizer_is_refused_by_a_step_without_init(refused)
     still_right(wrapper(2).train_step(scalar, SGD), good)
 
 
+def test_init_compiles_once_for_each_shapes(compilations):
+    step = step_of(2)
+    first = step.init({"params": single(PARAMS)})
+    compilations()
+    again = step.init({"params": jax.tree.map(lambda x: 2 * x, single(PARAMS))})
+    assert compilations() == 0
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), first.params, again.params)
+    doubled = step.init({"params": jax.tree.map(lambda x: np.concatenate([x, x], -1), single(PARAMS))})
+    assert compilations() > 0
+    assert jax.tree.map(np.shape, doubled.opt_state[0].trace) == jax.tree.map(np.shape, doubled.params)
+    still_right(step, step.init({"params": single(PARAMS)}))
+
+
 @pytest.mark.parametrize("state", [{"params": PARAMS}, PARAMS, None, (PARAMS, None), "flax"])
 def test_a_state_that_is_none(refused, state):
     if state == "flax":
