@@ -47,8 +47,7 @@ def begin(
     digest = None
     if described is not None:
         digest = _digest(described)
-        if _is_new((exchange, digest)):
-            exchange.publish(f"batch/{exchange.here}/{digest}", json.dumps(described))
+        exchange.publish_once(f"batch/{exchange.here}/{digest}", json.dumps(described))
     ticket = exchange.post(verb, [list(sizes), digest, _text(failure)])
     return Pending(processes, verb, described, ticket, _is_new((exchange, verb, "call")))
 

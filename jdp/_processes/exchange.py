@@ -33,6 +33,7 @@ class Limits:
 limits = Limits()
 _SLICE = 1.0  # seconds after which a waiting process looks whether the one it waits for has ended
 _MANY = 64  # calls that have gone on without what came for them, before that is dropped
+_PUBLISHED = 1024  # texts that a process leaves for others to read, before it deletes the oldest
 
 
 class Exchange:
@@ -47,6 +48,7 @@ class Exchange:
         self._number, self._thread = 0, threading.get_ident()
         self._came: dict[int, dict[int, str]] = {}  # for each call, from each process
         self._unread: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+        self._published: dict[str, None] = {}  # the keys of `publish_once`, the one used last at the end
 
     def post(self, what: str, entry: Any) -> Ticket:
         """Posts this process's entry for the next call, `what`; the ticket's `result` waits for the others'."""
@@ -98,6 +100,17 @@ class Exchange:
     def publish(self, key: str, text: str) -> None:
         """Leaves a text that any process of the group can `read`."""
         client().key_value_set(f"{self._group}/{key}", text, allow_overwrite=True)
+
+    def publish_once(self, key: str, text: str) -> None:
+        """The same, where the text of a key never changes; of very many those used longest ago are deleted."""
+        if key not in self._published:
+            self.publish(key, text)
+        self._published.pop(key, None)
+        self._published[key] = None
+        if len(self._published) > _PUBLISHED:
+            oldest = next(iter(self._published))
+            del self._published[oldest]
+            client().key_value_delete(f"{self._group}/{oldest}")
 
     def read(self, key: str, seconds: float) -> str:
         return client().blocking_key_value_get(f"{self._group}/{key}", int(seconds * 1000))
