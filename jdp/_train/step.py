@@ -159,7 +159,7 @@ class TrainStep:
         self._program = Program(config, loss, tx, options, label)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._first = _first_state(tx)
-        self._compiled_first: Any = None  # for those shapes
+        self._making: tuple[TrainState, Any] | None = None  # shapes, and `_first` compiled for them
         self._given = Given(options.donate)
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
@@ -193,12 +193,11 @@ class TrainStep:
         opt_shapes(self._tx, variables["params"])
 
         shapes = jax.eval_shape(self._first, variables, key)
-        new = self._shapes is None or first_difference(shapes, self._shapes) is not None
-        if new and self._shapes is not None:
+        if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
-        if new or self._compiled_first is None:
-            self._compiled_first = jax.jit(self._first, out_shardings=self._program.shardings(shapes))
-        state = self._compiled_first(variables, key)
+        if self._making is None or first_difference(shapes, self._making[0]) is not None:
+            self._making = shapes, jax.jit(self._first, out_shardings=self._program.shardings(shapes))
+        state = self._making[1](variables, key)
         self._shapes = shapes
         self._given.keep(state, jax.tree.leaves(state))
         return state

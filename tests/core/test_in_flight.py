@@ -170,7 +170,7 @@ def test_the_error_of_an_earlier_call_names_it():
         for _ in range(12):
             dp(2.0, x)
     (note,) = caught.value.__notes__
-    assert note.startswith("jdp: this is the error of an earlier call, of 'sensor'; the call that raises it only waited")
+    assert note.startswith("jdp: this is the error of an earlier call, of 'sensor'; the call that raises it only")
     for _ in range(24):
         assert dp(2.0, x).tolist() == [2.0] * 8
 
