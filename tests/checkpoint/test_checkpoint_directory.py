@@ -6,6 +6,7 @@ import fcntl
 import gc
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -733,6 +734,28 @@ def test_the_hook_comes_back_after_a_failed_save(monkeypatch):
     while sys.unraisablehook is not before and time.monotonic() < end:
         time.sleep(0.01)
     assert sys.unraisablehook is before
+
+
+def test_a_run_that_a_failed_save_ends_puts_everything_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_of, "_LATE", 0.2)
+
+    def patched():
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        filters = logging.getLogger("absl").filters
+        return [sys.unraisablehook, sys.excepthook, sys.exit, threading.excepthook, *handlers, *filters]
+
+    before = patched()
+    with pytest.raises(RuntimeError, match="step 2 was not saved"), jdp.Checkpointer(tmp_path / "run") as checkpointer:
+        assert patched() != before
+        checkpointer.save(1, np.ones(2))
+        checkpointer.wait()
+        shutil.move(tmp_path / "run", tmp_path / "away")
+        (tmp_path / "run").write_text("no directory any more")
+        checkpointer.save(2, np.ones(2))
+    end = time.monotonic() + 10
+    while patched() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert patched() == before
 
 
 def test_paths_of_cloud_storage_are_left_as_they_are(monkeypatch):
