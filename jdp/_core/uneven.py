@@ -215,7 +215,7 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
 
 def _refuse_ordered(jaxpr: Any, n: int) -> None:
     """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
-    eqn = ordered(jaxpr)
+    eqn = ordered(jaxpr) if jaxpr.effects else None
     if eqn is not None:
         where = source_line(eqn)
         raise ValueError(

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -57,15 +57,18 @@ def _missing(name: str, what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"jdp: JAX {jax.__version__} has no {name}, {what}. {instead}")
 
 
-def trace_state_clean() -> bool:
-    """Whether no transformation of JAX is tracing this thread. Without JAX's own function each call is slower.
+def is_clean() -> bool:
+    """`trace_state_clean` by public names."""
+    return jax.extend.core.get_opaque_trace_state() == _clean_state()
 
-    Tried: `jax.extend.core.get_opaque_trace_state`, compared with that of a thread in which nothing is traced. It
-    gives the same answers and takes ten times as long (27 us against 2.5 on a busy machine), so it is the second
-    choice. The arguments of a call do not tell: a function may close over tracers.
-    """
-    is_clean = _found("jax._src.core", "trace_state_clean")
-    return jax.extend.core.get_opaque_trace_state() == _clean_state() if is_clean is None else is_clean()
+
+trace_state_clean: Callable[[], bool] = _found("jax._src.core", "trace_state_clean") or is_clean
+"""Whether no transformation of JAX is tracing this thread. Without JAX's own function each call is slower.
+
+Tried: `jax.extend.core.get_opaque_trace_state`, compared with that of a thread in which nothing is traced. It gives
+the same answers and takes ten times as long (27 us against 2.5 on a busy machine), so it is the second choice. The
+arguments of a call do not tell: a function may close over tracers.
+"""
 
 
 @functools.cache
