@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import re
+import sys
 
 import pytest
 
@@ -37,15 +39,32 @@ FOREIGN = {
     "flax": FLAX,
     "optax": {"_train"},
     "orbax": {"_checkpoint"},
-    "rich": {"_tables", "_plan", "_doctor", "_explain"},
-    "jax": {package for package in ORDER if package != "_launch"} | {"__init__", "__main__", "distributed"},
-    "numpy": {package for package in ORDER if package != "_launch"},
+    "etils": {"_checkpoint"},  # Orbax's paths
+    "tensorstore": {"_checkpoint"},  # Orbax's files
+    "rich": {"_tables", "_plan"},
+    "matplotlib": {"_plan"},
+    "jaxlib": {"_jax"},
+    "jax": {*ORDER} - {"_launch", "_tables", "_version"},
+    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_version"},
 }
 
 
-def imports(path):
-    """`(line, package or foreign module, dotted name)` of everything that a file imports."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+# What no version promises, by the only file that may have it.
+NOT_PROMISED = {
+    pathlib.Path("_jax/private.py"): re.compile(
+        r"jax\._src|\bjaxlib\.\w|\b(from|import) jaxlib|\b(jax|flax|nnx|linen|optax|ocp)(\.\w+)*\._[a-z]|_nnx_|__captures__"
+        r"|\._cache_size\b|\._sharding\b|to_concrete_value|runtime_type|global_state|ClusterEnv|get_distributed_runtime"
+    ),
+    pathlib.Path("_jax/jaxprs.py"): re.compile(
+        r"\.eqns\b|\"eqns\"|\.constvars\b|\.val\b|get_bind_params|primitive\.bind|eqn\.(params|source_info|effects)\b"
+        r"|jaxpr\.(effects|replace)\b|\bordered_effects"
+    ),
+}
+
+
+def imports(path, source=None):
+    """`(line, whether it is inside of jdp, dotted name)` of everything that a file imports."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text() if source is None else source)):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield node.lineno, False, name.name
@@ -72,3 +91,76 @@ def test_imports_go_down(path):
         where = f"jdp/{path}:{line}: {package} may not import {name}"
         assert top in ORDER[package].split(), where
         assert name.startswith(ONLY.get((package, top), "") + "." * ((package, top) in ONLY)), where
+
+
+def foreign(path, source=None):
+    """What a file imports and its package may not, of other projects."""
+    package = package_of(path)
+    for line, inside, name in imports(path, source):
+        top = name.split(".")[0]
+        if not inside and top not in sys.stdlib_module_names and package not in FOREIGN.get(top, ()):
+            yield f"jdp/{path}:{line}: {package} may not import {name}"
+
+
+def not_promised(path, source=None):
+    """The lines of a file that use what stands in one other file."""
+    source = (ROOT / path).read_text() if source is None else source
+    for home, pattern in NOT_PROMISED.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            if path != home and (found := pattern.search(line)):
+                yield f"jdp/{path}:{number}: {found[0]!r} is not promised, and belongs into jdp/{home}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_foreign_imports(path):
+    """`_launch` has the standard library alone, `_core` jax and numpy, and Flax is seen from the model upwards."""
+    assert [*foreign(path)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_what_jax_does_not_promise_is_in_one_file(path):
+    assert [*not_promised(path)] == []
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("_launch/cli.py", "import jax"),
+        ("_launch/cli.py", "def f():\n    from numpy import zeros"),
+        ("_jax/jaxprs.py", "import flax"),
+        ("_core/scatter.py", "from flax import nnx"),
+        ("_core/scatter.py", "import optax"),
+        ("_core/scatter.py", "import orbax.checkpoint as ocp"),
+        ("_model/nnx.py", "import orbax.checkpoint"),
+        ("_processes/agree.py", "import flax"),
+        ("_train/step.py", "import torch"),
+        ("_tables.py", "import jax"),
+    ],
+)
+def test_a_foreign_import_in_the_wrong_package_is_seen(path, source):
+    assert len([*foreign(pathlib.Path(path), source)]) == 1
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("_core/scatter.py", "from jax._src.core import trace_state_clean"),
+        ("_core/scatter.py", "import jaxlib"),
+        ("_core/devices.py", "    from jaxlib._jax import Device"),
+        ("_core/devices.py", "device.client.runtime_type"),
+        ("_explain/calls.py", "sum(run._cache_size() for run in programs)"),
+        ("_core/replicate.py", "x._sharding == to"),
+        ("_core/scattered.py", "x.to_concrete_value()"),
+        ("_processes/exchange.py", "distributed.global_state.client"),
+        ("_processes/initialize.py", "clusters.ClusterEnv"),
+        ("_model/nnx.py", 'hasattr(x, "_nnx_tabulate_id")'),
+        ("_model/nnx.py", "nnx.graph._node(x)"),
+        ("_core/uneven.py", "for eqn in jaxpr.eqns:"),
+        ("_core/uneven.py", "eqn.primitive.bind(*values)"),
+        ("_model/sync_batch_norm.py", "eqn.params['axes']"),
+        ("_jax/private.py", "jaxpr.replace(eqns=[])"),
+        ("_jax/jaxprs.py", "from jax._src import core"),
+    ],
+)
+def test_what_is_not_promised_is_seen_in_another_file(path, source):
+    assert len([*not_promised(pathlib.Path(path), source)]) == 1

@@ -82,7 +82,7 @@ def _known(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     if not are_described(make_mesh(devices[:1])):
         raise NotImplementedError(
             f"jdp.topology: JAX {jax.__version__} does not tell described devices from real ones; nothing runs on "
-            f"described ones. Install a JAX whose devices' clients have a runtime_type (0.10 to 0.12)."
+            f"described ones. Install a version that does (0.10 to 0.12)."
         )
     return devices
 
