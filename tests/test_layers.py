@@ -52,8 +52,9 @@ FOREIGN = {
 # What no version promises, by the only file that may have it.
 NOT_PROMISED = {
     pathlib.Path("_jax/private.py"): re.compile(
-        r"jax\._src|\bjaxlib\.\w|\b(from|import) jaxlib|\b(jax|flax|nnx|linen|optax|ocp)(\.\w+)*\._[a-z]|_nnx_|__captures__"
-        r"|\._cache_size\b|\._sharding\b|to_concrete_value|runtime_type|global_state|ClusterEnv|get_distributed_runtime"
+        r"jax\._src|\bjaxlib\.\w|\b(from|import) jaxlib|\b(jax|flax|nnx|linen|optax|ocp)(\.\w+)*\._[a-z]|_nnx_"
+        r"|__captures__|\._cache_size\b|\._sharding\b|to_concrete_value|runtime_type|global_state|ClusterEnv"
+        r"|get_distributed_runtime"
     ),
     pathlib.Path("_jax/jaxprs.py"): re.compile(
         r"\.eqns\b|\"eqns\"|\.constvars\b|\.val\b|get_bind_params|primitive\.bind|eqn\.(params|source_info|effects)\b"
