@@ -158,17 +158,25 @@ def mark_updates(
     return nnx.from_flat_state(updates)
 
 
-def enter(state: Tree, axis_name: str) -> Tree:
-    """`(what else, graph, state of the NNX objects)` as a replica's own; `graph` is None where there are no objects."""
-    other, graph, rest = state
-    return other, graph, rest if graph is None else fold_state(rest, axis_name)
+class Held(NamedTuple):
+    """What every replica of a loss has whole beside what is differentiated."""
+
+    others: Tree  # arguments, or the collections of a state
+    graph: Any  # of the NNX objects; None where there are none
+    variables: Tree  # of these objects, but for the differentiated ones
 
 
-def leave(after: Tree, before: Tree, reduce: Reduce) -> Tree:
+def enter(held: Held, axis_name: str) -> Held:
+    """What is held, as a replica's own."""
+    return held if held.graph is None else held._replace(variables=fold_state(held.variables, axis_name))
+
+
+def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
     """What of the NNX objects' state has changed, each leaf with its rule."""
-    if before[1] is None:
+    if before.graph is None:
         return ()
-    return mark_updates(after[2], [(path, v, None) for path, v in nnx.to_flat_state(before[2])], reduce)
+    known = [(path, v, None) for path, v in nnx.to_flat_state(before.variables)]
+    return mark_updates(after.variables, known, reduce)
 
 
 def own_values(updates: Tree) -> Tree:

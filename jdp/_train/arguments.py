@@ -51,10 +51,10 @@ class Plan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call, divided: `replicas` is `(diff, state)`, `inputs` and `kwargs` are still to be cut."""
+    """One call, divided: `replicas` is `(diff, held)`, `inputs` and `kwargs` are still to be cut."""
 
     plan: Plan
-    replicas: Tree
+    replicas: tuple[Tree, _nnx.Held]
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
     nodes: list[Any]
@@ -63,8 +63,8 @@ class Call(NamedTuple):
     @property
     def first(self) -> Tree:
         """The first argument's arrays: results go where these live."""
-        (_, diff), (_, _, rest) = self.replicas
-        states = [state for state in (diff, rest) if state is not None]
+        (_, diff), held = self.replicas
+        states = [state for state in (diff, held.variables) if state is not None]
         return self.args[0], [state[i] for state in states for i in _nnx.stand_ins(self.args[0]) if i in state]
 
 
@@ -87,9 +87,9 @@ def divide(
         graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
         _refuse_shared(nodes, argnums, within, verb)
     diff = (tuple(taken[p] for p in plan.plain), diff_state)
-    held = tuple(taken[p] for p in whole if p not in plan.plain)
+    held = _nnx.Held(tuple(taken[p] for p in whole if p not in plan.plain), graph, rest)
     inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
-    return Call(plan, (diff, (held, graph, rest)), inputs, keywords, nodes, taken)
+    return Call(plan, (diff, held), inputs, keywords, nodes, taken)
 
 
 def _refuse_shared(
@@ -114,27 +114,30 @@ def loss_of(
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
-    def compute(diff: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
-        (plain, diff_state), (held, graph, rest) = diff, state
+    def compute(
+        diff: Tree, held: _nnx.Held, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Tree, _nnx.Held]:
+        plain, diff_state = diff
         known = dict(zip(plan.plain, unbox(plain), strict=True))
-        known |= zip([p for p in plan.whole if p not in plan.plain], held, strict=True)
+        known |= zip([p for p in plan.whole if p not in plan.plain], held.others, strict=True)
         cut = iter(args)
         call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)
         nodes: list[Any] = []
-        if graph is not None:
-            nodes = own_nodes(graph, (diff_state, rest), axis_name if sync else None)
+        if held.graph is not None:
+            nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
             call = _nnx.put_nodes(call, nodes)
         positional, keywords = call
         out = loss_fn(*positional, **keywords)
         loss, aux = _two(out, verb) if plan.has_aux else (out, ())
-        if graph is not None:
-            rest = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
-        return loss, aux, (held, graph, rest)
+        if nodes:
+            after = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
+            held = held._replace(variables=after)
+        return loss, aux, held
 
-    def leave(after: Tree, before: Tree) -> Tree:
+    def leave(after: _nnx.Held, before: _nnx.Held) -> Tree:
         return _nnx.leave(after, before, reduce_state)
 
-    return Loss(compute, verb, plan.rows, lambda state: _nnx.enter(state, axis_name), leave, sync)
+    return Loss(compute, verb, plan.rows, lambda held: _nnx.enter(held, axis_name), leave, sync)
 
 
 def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> list[Any]:

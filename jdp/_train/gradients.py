@@ -14,6 +14,7 @@ from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Signature
 from .._jax.jaxprs import SAME, VARYING, canonical, source_line, varying
+from .._model.nnx import Held
 from .._model.sync_batch_norm import apart, weighted
 from .state import first_difference
 from .terms import Terms, loss_value, terms
@@ -32,7 +33,7 @@ class Gradients(NamedTuple):
 def gradients(
     loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None
 ) -> CallOf:
-    """What a replica runs: `((diff, state), *args)` to `Gradients`, in `steps` microbatches.
+    """What a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a
     leaf the axis that its sum is cut along.
@@ -108,16 +109,16 @@ def _mark_rows(row_grads: tuple[Tree, ...], signature: Signature, loss: Loss, ov
 class Loss(NamedTuple):
     """A user's loss function, of whatever kind its model is.
 
-    `compute(diff, state, args, kwargs)` is `(loss, aux, state)`. The gradient is taken of the tree `diff`,
-    whole on every replica, and of the cut arguments at the positions `rows`. `enter` makes the state a
+    `compute(diff, held, args, kwargs)` is `(loss, aux, held)`. The gradient is taken of the tree `diff`,
+    whole on every replica, and of the cut arguments at the positions `rows`. `enter` makes what is held a
     replica's own, `leave(after, before)` says how it is one again.
     """
 
-    compute: Callable[[Tree, Tree, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Tree]]
+    compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
     verb: str
     rows: tuple[int, ...] = ()
-    enter: Callable[[Tree], Tree] = lambda state: state
-    leave: Callable[[Tree, Tree], Tree] = lambda after, before: ()
+    enter: Callable[[Held], Held] = lambda held: held
+    leave: Callable[[Held, Held], Tree] = lambda after, before: ()
     sync: bool = False  # whether its BatchNorms are synchronised
 
 

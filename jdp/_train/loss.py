@@ -107,29 +107,31 @@ def variables_loss(
 ) -> Loss:
     """The loss of `loss_fn(variables, batch[, key])`: `diff` is the parameters.
 
-    `state` is the other collections, then the graph and the state of the NNX objects in the batch.
+    What is held is the other collections, and the NNX objects in the batch.
     """
     sync_over = axis_name if sync else None
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
-    def compute(params: Tree, state: Tree, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Tree]:
-        collections, graph, rest = state
-        nodes = None if graph is None else own_nodes(graph, (rest,), sync_over)
+    def compute(
+        params: Tree, held: _nnx.Held, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Tree, _nnx.Held]:
+        collections = held.others
+        nodes = None if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
         if nodes is not None:
             args = _nnx.put_nodes(args, nodes)
         with rows_explained(*args):
             out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = returned(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
-        return loss, metrics, (after, graph, rest if nodes is None else nnx.state(nodes))
+        return loss, metrics, _nnx.Held(after, held.graph, None if nodes is None else nnx.state(nodes))
 
-    def leave(after: Tree, before: Tree) -> Tree:
-        new, old = after[0], before[0]
+    def leave(after: _nnx.Held, before: _nnx.Held) -> Tree:
+        new, old = after.others, before.others
         marked = {name: mark_state(new[name], old[name], name, reduce_state, None) for name in old}
         return marked, _nnx.leave(after, before, reduce_state)
 
-    return Loss(compute, VERB, enter=lambda state: _nnx.enter(state, axis_name), leave=leave, sync=sync)
+    return Loss(compute, VERB, enter=lambda held: _nnx.enter(held, axis_name), leave=leave, sync=sync)
 
 
 def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:

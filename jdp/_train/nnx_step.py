@@ -151,12 +151,11 @@ class NNXTrainStep:
             label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
             program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
             self._programs[call.plan] = program
-        params, rest = call.replicas
+        params, held = call.replicas
         if nodes:  # whose state is not donated, and so no part of the step's own
-            held, graph, every = rest
-            mine, given = of_model(every)
-            scattered, rest = with_objects(scattered, None, given, VERB), (held, graph, mine)
-        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), rest)
+            mine, given = of_model(held.variables)
+            scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
+        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
         leaves = jax.tree.leaves(state)
         refuse_deleted(state, leaves, "model")
         return program, state if self._given.has(leaves) else program.placed(state, own), scattered, nodes
@@ -187,8 +186,7 @@ class NNXTrainStep:
 
     def _put(self, state: TrainState) -> None:
         _, params = state.params
-        _, _, rest = state.state
-        nnx.update([self._dp.module], nnx.merge_state(params, rest))
+        nnx.update([self._dp.module], nnx.merge_state(params, state.state.variables))
         self._put_optimizer(state.opt_state, state.step)
 
     def _put_optimizer(self, opt_state: Tree, step: Any) -> None:

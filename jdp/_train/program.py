@@ -24,7 +24,7 @@ from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispat
 from .._core.scattered import Scattered, is_scattered, placed, trim
 from .._jax.private import trace_state_clean
 from .._model.config import Config, WithNodes, nodes_of
-from .._model.nnx import with_updates
+from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, flags, report
@@ -258,28 +258,26 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
 
 
-def entered(state: Tree, given: WithNodes | None) -> Tree:
+def entered(state: Tree, given: WithNodes | None) -> Held:
     """The state, with that of the NNX objects in the batch."""
     if isinstance(state, Mapping):
-        return (state, None, None) if given is None else (state, given.graph, given.state)
-    held, graph, rest = state
-    return held, graph, rest if given is None else with_updates(rest, given.state)
+        return Held(state, None, None) if given is None else Held(state, given.graph, given.state)
+    return state if given is None else state._replace(variables=with_updates(state.variables, given.state))
 
 
 def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
     """The state with what the step has changed of it, and what has changed of the objects in the batch."""
     if isinstance(state, Mapping):
         return found
-    held, graph, rest = state
-    own, others = of_model(found)
-    return (held, graph, with_updates(rest, own)), others
+    of_first, of_others = of_model(found)
+    return state._replace(variables=with_updates(state.variables, of_first)), of_others
 
 
 def of_model(state: Tree) -> tuple[Tree, Tree]:
     """What of the state of several NNX objects is the first one's, the model's, and that of the others."""
     flat = nnx.to_flat_state(state)
-    own, others = ([(path, v) for path, v in flat if (path[0] == 0) is mine] for mine in (True, False))
-    return nnx.from_flat_state(own), nnx.from_flat_state(others)
+    first, others = ([(path, v) for path, v in flat if (path[0] == 0) is mine] for mine in (True, False))
+    return nnx.from_flat_state(first), nnx.from_flat_state(others)
 
 
 def _before(updates: Tree, batch: Scattered) -> Tree:

@@ -19,6 +19,7 @@ from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scattered import Scattered, parts
 from .._model.config import Config, Wrapper
+from .._model.nnx import Held
 from .arguments import Call, Plan, Position, assemble, cut, divide, loss_of
 from .gradients import Gradients, gradients
 from .state import check_rows
@@ -156,10 +157,10 @@ def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options
                 f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
                 f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
             )
-        (plain, state), (held, graph, rest) = call.replicas
-        plain, held = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held))
-        state, rest = (broadcast(x, config.mesh, VERB) for x in (state, rest))
-        replicas = ((plain, state), (held, graph, rest))
+        (plain, state), held = call.replicas
+        plain, others = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held.others))
+        state, variables = (broadcast(x, config.mesh, VERB) for x in (state, held.variables))
+        replicas = ((plain, state), Held(others, held.graph, variables))
         outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
         home = "sharded" if lives_replicated(call.first, config.mesh) else None
         found: Gradients = join(outputs, home)
