@@ -41,6 +41,11 @@ class Part(NamedTuple):
         return sum(file.lines for file in self.files)
 
 
+def rounded(lines: int) -> str:
+    """Up to the next hundred, so that the page stays as it is when a line is added."""
+    return f"{-(-lines // 100) * 100:,}"
+
+
 class Layers(NamedTuple):
     level: dict[str, int]
     """How many others stand below each part, on the longest way down."""
@@ -185,7 +190,7 @@ def picture(parts: dict[str, Part]) -> str:
             f"<g><title>{escape(part.about)}</title>",
             f'<rect x="{x - BOX / 2:.0f}" y="{above}" width="{BOX}" height="{HEIGHT}" rx="6"/>',
             f'<text class="name" x="{x:.0f}" y="{above + 19}">{escape(name)}</text>',
-            f'<text x="{x:.0f}" y="{above + 36}">{size}{part.lines:,} lines</text></g>',
+            f'<text x="{x:.0f}" y="{above + 36}">{size}{rounded(part.lines)} lines</text></g>',
         ]
 
     width, height = round(max(at.values()) + BOX / 2 + GAP), y(0) + HEIGHT + GAP
@@ -228,14 +233,14 @@ def page(parts: dict[str, Part]) -> str:
     for name in order:
         imports = " ".join(f"`{other}`" for other in order if other in parts[name].imports)
         part = parts[name]
-        overview.append([f"`{name}`", part.about, imports, str(len(part.files)), f"{part.lines:,}"])
+        overview.append([f"`{name}`", part.about, imports, str(len(part.files)), rounded(part.lines)])
     files, total = sum(len(part.files) for part in parts.values()), sum(part.lines for part in parts.values())
-    overview.append(["all", "", "", str(files), f"{total:,}"])
-    lines += table(["part", "what it is for", "imports", "files", "lines"], overview)
+    overview.append(["all", "", "", str(files), rounded(total)])
+    lines += table(["part", "what it is for", "imports", "files", "lines, about"], overview)
     for name in order:
         if name.endswith("/"):
-            rows = [[f"`{file.name}`", file.about, f"{file.lines:,}"] for file in parts[name].files]
-            lines += [f"## {name}", "", *table(["file", "what it is for", "lines"], rows)]
+            rows = [[f"`{file.name}`", file.about, rounded(file.lines)] for file in parts[name].files]
+            lines += [f"## {name}", "", *table(["file", "what it is for", "lines, about"], rows)]
     return "\n".join(lines[:-1]) + "\n"
 
 

@@ -27,6 +27,8 @@ def architecture():
     spec = importlib.util.spec_from_file_location("docs_architecture", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    assert [module.rounded(n) for n in (0, 1, 100, 101, 14_000)] == ["0", "100", "100", "200", "14,000"]
+    module.rounded = str  # the exact numbers, to be counted
     return module
 
 
