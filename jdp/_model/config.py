@@ -277,8 +277,10 @@ def scatter_batch(config: Config, batch: Tree, verb: str, own: BatchAxes | None 
         return batch
     layouts = config.batch_layouts if own is None else own.layouts
     inputs, nodes = take_objects(config, batch) if holds_nodes(batch, verb) else (batch, {})
-    if not isinstance(batch, ARRAYS) and not nodes and jax.tree_util.all_leaves([batch]):
-        refuse_loader(batch, verb)
+    if not isinstance(batch, (*ARRAYS, dict, list, tuple)) and not nodes:
+        leaves = jax.tree.leaves(batch, is_leaf=no_further)
+        if len(leaves) == 1 and leaves[0] is batch:
+            refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, own)
     rows = split(inputs, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
     return Taken(rows, nodes) if nodes else rows
