@@ -37,7 +37,7 @@ from jdp._explain import collectives as _collectives
 from jdp._explain import hlo as _hlo
 from jdp._plan import estimate as _schedule
 from jdp._plan.estimate import Network
-from jdp._topology.topology import quiet
+from jdp._topology.quiet import quiet
 
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8
 COLUMNS = (

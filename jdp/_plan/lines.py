@@ -14,7 +14,7 @@ from .._explain import hlo as _hlo
 from .._explain.explain import explain
 from .._explain.report import Report
 from .._topology.chips import Chip
-from .._topology.topology import quiet
+from .._topology.quiet import quiet
 from .estimate import Network, simulate, wire_bytes
 from .script import Step
 

@@ -10,8 +10,6 @@ import importlib.util
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from .._core.devices import Device, are_described, make_mesh
 from .chips import CHIPS, TARGETS, Chip, target_config
+from .quiet import quiet
 
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind == "gpu")
 TPUS = tuple(name for name, chip in CHIPS.items() if chip.kind == "tpu")
@@ -193,44 +192,3 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-# Lines of XLA's and libtpu's loggers, written before they can be told not to: of drivers and hosts that are absent.
-_LOGGED = re.compile(
-    rb"[IWE]\d{4} |WARNING: (All log messages|Logging) before |Failed to find host bounds"
-    rb"|=== Source Location Trace|\S+/\S+\.cc:\d+\s*$"
-)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drops such lines; what else is written to stderr meanwhile comes out, as it is written."""
-    sys.stderr.flush()
-    try:
-        before = os.dup(2)  # of C++, which does not ask sys.stderr
-    except OSError:  # there is no stderr
-        yield
-        return
-    # A process of its own: a compiler that aborts takes this one with it, and its last words tell why.
-    # In a session of its own, so that a Ctrl-C in the terminal spares it.
-    command = [sys.executable, "-I", "-S", __file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as filter_:
-        assert filter_.stdin is not None
-        os.dup2(filter_.stdin.fileno(), 2)
-        filter_.stdin.close()
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-
-
-def _filter() -> None:
-    for line in sys.stdin.buffer:
-        if not _LOGGED.match(line):
-            os.write(2, line)
-
-
-if __name__ == "__main__":
-    _filter()

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, PartitionSpec
 import jdp
 from jdp._topology import topology as _topology
 from jdp._topology.chips import CHIPS, TARGETS, target_config
-from jdp._topology.topology import GPUS, TPUS, quiet, topology
+from jdp._topology.quiet import quiet
+from jdp._topology.topology import GPUS, TPUS, topology
 
 
 def installed(module):
@@ -195,7 +196,7 @@ def test_quiet_drops_the_loggers_lines_alone(capfd):
 def test_quiet_does_not_keep_the_last_words_of_a_compiler_that_aborts():
     code = """
 import os
-from jdp._topology.topology import quiet
+from jdp._topology.quiet import quiet
 with quiet():
     os.write(2, b"I0000 00:00:1795306221.128085 1 a.cc:1] starting\\nF0000 a.cc:2] Check failed: size > 0\\nno newline")
     os.abort()
