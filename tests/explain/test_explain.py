@@ -13,7 +13,9 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp._explain.calls import unused_donations
+from jdp._explain.calls import _jitted_of, unused_donations
+from jdp._jax.private import compilations
+from jdp._processes.agree import same_program
 
 S = jax.ShapeDtypeStruct
 ROWS, WIDTH = 64, 32
@@ -152,6 +154,14 @@ def test_nothing_runs_and_nothing_changes(dp):
     counts.append(jdp.explain(step, state, batch).compilations)
     counts.append(jdp.explain(step, state, batch).compilations)
     assert counts == [0, 1, 1]
+
+
+def test_programs_that_processes_have_compared_are_counted_too():
+    jitted = jax.jit(lambda x: x + 1)
+    compared = same_program(jitted, jax.devices()[:1], ("x",))
+    for x in (1.0, 2):
+        jitted(x)
+    assert compilations(_jitted_of({"of arrays": (jitted, None), "compared": compared})) == 4
 
 
 def test_arrays_and_shapes_give_one_report(dp):
