@@ -60,6 +60,8 @@ def without(monkeypatch):
         def get(x, asked, *default):
             return default[0] if asked == name else real_getattr(x, asked, *default)
 
+        if name == "trace_state_clean":
+            monkeypatch.setattr(private, "_is_clean", None)
         monkeypatch.setattr(private, "_found", lambda module, n: None if n == name else found(module, n))
         monkeypatch.setattr(private, "getattr", get, raising=False)
         monkeypatch.setattr(private, "hasattr", lambda x, n: n != name and real_hasattr(x, n), raising=False)
