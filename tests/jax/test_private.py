@@ -475,7 +475,9 @@ def test_canary_literals_constants_and_operands():
     feature = lost("Literal.val or ClosedJaxpr.consts", "uneven chunks with sync_batch_norm fail; jdp.explain misses "
                                                         "what a function closes over")
     assert [jaxprs.is_literal(v) for v in add.invars] == [False, True] and add.invars[1].val == 2, feature
-    assert any(getattr(x, "shape", None) == X.shape for x in jaxprs.constants(jaxpr)), feature
+    for traced in (jaxpr, jax.make_jaxpr(jax.jit(lambda x: jax.lax.map(lambda row: row @ closed, x)))(X.T)):
+        assert any(getattr(x, "shape", None) == X.shape for x in jaxprs.constants(traced)), feature
+    assert 2.0 in [*jaxprs.constants(jaxpr)][1:], feature
     env = jaxprs.env_of(jaxpr, [X.T])
     for eqn in jaxpr.eqns:
         jaxprs.evaluate(eqn, env)
