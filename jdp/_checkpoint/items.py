@@ -161,7 +161,7 @@ def check_data(data: Any) -> None:
     )
 
 
-def first_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, list[Any]]) -> str | None:
+def manifest_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, list[Any]]) -> str | None:
     """The first leaf that the checkpoint and the state have in different forms, or that one of them has not."""
     for path in [*expected, *(p for p in stored if p not in expected)]:
         if path not in stored:

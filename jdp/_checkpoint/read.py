@@ -23,7 +23,7 @@ from .items import (
     digest,
     encode,
     fingerprints,
-    first_difference,
+    manifest_difference,
     misformed,
     target_of,
 )
@@ -193,7 +193,7 @@ def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | 
     if content["format"] > FORMAT:
         version = content["versions"].get("jdp")
         return f"it was written by jdp {version!s:.50}, in a form that this version does not know"
-    return first_difference(content["leaves"], describe(leaves))
+    return manifest_difference(content["leaves"], describe(leaves))
 
 
 def _not_saved(found: Mapping[str, str], expected: Mapping[str, Any]) -> str:

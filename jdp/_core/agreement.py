@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._processes.agree import CONTAINERS, Described
+from .._processes.agree import CONTAINERS, Outline
 from .._processes.coordination import DesyncError
 from .devices import own_replicas, processes_of
 from .global_arrays import own_part
@@ -23,7 +23,7 @@ from .layout import Cut, Layout, Stack, Static, Tree, Whole, cut_along
 from .programs import capturing
 
 
-def describe(leaves: Sequence[Any], specs: Sequence[Any], treedef: Any, root: str | tuple[str, ...]) -> Described:
+def outline_of(leaves: Sequence[Any], specs: Sequence[Any], treedef: Any, root: str | tuple[str, ...]) -> Outline:
     """The containers, and for each leaf its path, dtype and shape with `*` for its rows (of a Python value: itself)."""
     containers, paths = _containers(treedef, root)
     return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
@@ -90,9 +90,9 @@ def skeleton(tree: Tree) -> Any:
     return "leaf" if jax.tree_util.all_leaves([tree]) else type(tree).__name__
 
 
-def without_rows(described: Described, verb: str) -> Tree:
-    """A batch of no rows like the one described."""
-    (_, containers), *leaves = described
+def without_rows(outline: Outline, verb: str) -> Tree:
+    """A batch of no rows with this outline."""
+    (_, containers), *leaves = outline
     shapes = iter(what for _, what in leaves)
 
     def build(part: Any) -> Tree:

@@ -71,7 +71,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
-        return _join_own(own_part(values, layout), layout.own, device)
+        return _join_own(own_part(values, layout), layout.here, device)
     if any(value is None for value in values):
         return layout.fill(_trim(outputs))
     if device == "sharded":

@@ -17,7 +17,7 @@ from .layout import Cut, Layout, Whole, is_key, replicated
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
     """The layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
-    own = layout.own
+    own = layout.here
     # What is global already came out of an earlier scatter, or is whole on all processes.
     arrays = [
         put(x, to) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
@@ -39,13 +39,13 @@ def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
     leaf, shape = layout.arrays[i], list(x.shape)
     if not isinstance(leaf, Whole):
         axis = leaf.axis if isinstance(leaf, Cut) else 0
-        shape[axis] = shape[axis] // layout.own.mesh.size * layout.mesh.size
+        shape[axis] = shape[axis] // layout.here.mesh.size * layout.mesh.size
     return tuple(shape)
 
 
 def own_part(arrays: Sequence[Any], layout: Layout) -> list[Any]:
     """This process's part of the layout's global arrays: what is cut over its own devices, what is whole as it is."""
-    n, own = layout.mesh.size, layout.own
+    n, own = layout.mesh.size, layout.here
     parts = []
     for x, leaf, sharding in zip(arrays, own.arrays, own.shardings, strict=True):
         if isinstance(leaf, Whole):

@@ -195,7 +195,7 @@ class Layout:
         return tuple(Layout(_LEAF, (leaf,), self.sizes, self.mesh, self.dim) for leaf in self.arrays)
 
     @functools.cached_property
-    def own(self) -> Layout:
+    def here(self) -> Layout:
         """The layout of this process's own chunks."""
         mesh, own = own_mesh(self.mesh), own_replicas(self.mesh)
         leaves = tuple(
@@ -205,7 +205,7 @@ class Layout:
         return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim)
 
     @functools.cached_property
-    def parts(self) -> tuple[Layout, ...]:
+    def children(self) -> tuple[Layout, ...]:
         """The layouts of the tree's children."""
         found, start = [], 0
         for child in self.treedef.children():

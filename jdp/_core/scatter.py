@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
-from .._processes.agree import Described, begin, fail, finish
-from .agreement import alike, describe, own_rows, own_sizes, rows_of_all
+from .._processes.agree import Outline, begin, fail, finish
+from .agreement import alike, outline_of, own_rows, own_sizes, rows_of_all
 from .devices import (
     Devices,
     mesh_of,
@@ -45,11 +45,11 @@ class Prepared(NamedTuple):
     leaves: list[Any]
     specs: list[Any]
     treedef: Any
-    sizes: tuple[int, ...]  # of this process's own replicas, where it is described
+    sizes: tuple[int, ...]  # of this process's own replicas, where it has an outline
     mesh: Mesh
     dim: int
     key: Any  # under which the layout is kept; None where it is not
-    described: Described | None  # for the other processes; None where there are none, or they know it
+    outline: Outline | None  # for the other processes; None where there are none, or they know it
     nodes: Mapping[int, Any] = {}  # the NNX objects that were taken out of it
 
 
@@ -93,18 +93,18 @@ def prepare(
     mixed = several and any(type(x) is Ready for x in leaves) and not all(type(x) is Ready for x in leaves)
     if mixed or any(x is not y for x, y in zip(leaves, given, strict=True)):
         key = None  # the layout does not hold for the next batch as it is: something was converted, or all must agree
-    described = None
+    outline = None
     if several:
         leaves = own_rows(leaves, specs, mesh, verb, name)
         if not _agreed(leaves, specs):
-            described = describe([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
+            outline = outline_of([x.array if type(x) is Ready else x for x in leaves], specs, treedef, root)
     chunks = _chunks(leaves, specs, mesh, verb, name, sizes)
     if verb != "scatter":
-        known = several and described is None  # by all processes, the rows of them all
+        known = several and outline is None  # by all processes, the rows of them all
         own = own_sizes(mesh, (*chunks, *[0] * (mesh.size - len(chunks)))) if known else chunks
-        cut = described is not None or any(isinstance(s, int | Cut | Stack) for s in specs)
+        cut = outline is not None or any(isinstance(s, int | Cut | Stack) for s in specs)
         refuse_rows_of_numbers(inputs, sum(own) if cut else None, verb, root)
-    return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, described)
+    return Prepared(leaves, specs, treedef, chunks, mesh, dim, key, outline)
 
 
 def flat(
@@ -314,16 +314,16 @@ def split(
         raise
     if isinstance(batch, Prepared):
         chunks = batch.sizes
-        if batch.described is not None:
-            chunks = alike(mesh, chunks) if capturing() else _agreed_on(mesh, verb, chunks, batch.described)
+        if batch.outline is not None:
+            chunks = alike(mesh, chunks) if capturing() else _agreed_on(mesh, verb, chunks, batch.outline)
         return filled(batch, chunks, layouts, place)
     leaves, layout = batch
     return _fill(leaves, layout, place)
 
 
-def _agreed_on(mesh: Mesh, verb: str, sizes: tuple[int, ...], described: Described) -> tuple[int, ...]:
+def _agreed_on(mesh: Mesh, verb: str, sizes: tuple[int, ...], outline: Outline) -> tuple[int, ...]:
     """The rows of every replica, when all processes have told theirs."""
-    return rows_of_all(mesh, finish(begin(processes_of(mesh), verb, sizes, described)).rows)
+    return rows_of_all(mesh, finish(begin(processes_of(mesh), verb, sizes, outline)).rows)
 
 
 def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:
@@ -332,7 +332,7 @@ def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout
     layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
     if layouts is not None and batch.key is not None:
         # With several processes the rows of the others are no part of the key; one object for each all the same.
-        key = batch.key if batch.described is None else (chunks, batch.key)
+        key = batch.key if batch.outline is None else (chunks, batch.key)
         layout = layouts.setdefault(key, layout)
     return _fill(batch.leaves, layout, place)
 
@@ -340,7 +340,7 @@ def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout
 def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
     """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
     several = spans_processes(layout.mesh)
-    own = layout.own if several else layout
+    own = layout.here if several else layout
     n, even = len(own.devices), own.is_even
     arrays = []
     for x, leaf in zip(leaves, own.leaves, strict=True):

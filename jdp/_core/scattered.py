@@ -104,10 +104,10 @@ class Scattered(Sequence[Tree]):
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
 
 
-def parts(s: Scattered) -> tuple[Scattered, ...]:
-    """One `Scattered` for each child of the tree: `parts(scatter((a, b)))` is `scatter(a), scatter(b)`."""
+def children(s: Scattered) -> tuple[Scattered, ...]:
+    """One `Scattered` for each child of the tree: `children(scatter((a, b)))` is `scatter(a), scatter(b)`."""
     found, start = [], 0
-    for layout in s._layout.parts:
+    for layout in s._layout.children:
         stop = start + len(layout.arrays)
         found.append(Scattered(s._arrays[start:stop], layout))
         start = stop
@@ -198,7 +198,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
         device = layout.devices[i]
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
-            return own(local, leaf, i)
+            return of_replica(local, leaf, i)
         if spans_processes(layout.mesh):
             raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
@@ -210,7 +210,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
     return x[i] if isinstance(leaf, Stack) else x
 
 
-def own(local: Any, leaf: Leaf, i: int) -> Any:
+def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
     """A replica's value, out of what lies on its device: without the padding."""
     if isinstance(leaf, Stack):
         return local[0]
@@ -240,11 +240,11 @@ class Signature(NamedTuple):
 
     def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
         """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
-        return self.fill(self.own(operands, replica))
+        return self.fill(self.of_replica(operands, replica))
 
-    def own(self, operands: Sequence[Any], replica: int) -> list[Any]:
+    def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
         """What lies on the replica's device, without the padding."""
-        return [own(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
+        return [of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
 
     def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
         """`(replicas, args, kwargs)` with these values for the operands."""

@@ -27,7 +27,7 @@ from .._core.parallel_apply import spmd
 from .._core.programs import Compiled, Recent, capturing, kept
 from .._core.replicate import broadcast
 from .._core.scatter import split
-from .._core.scattered import Scattered, leaf_by_leaf, parts, placed
+from .._core.scattered import Scattered, children, leaf_by_leaf, placed
 from .linen import linen_function, mark_outputs
 from .nnx import filters_of, holds_nodes, is_node, nnx_function, put_nodes, take_nodes, with_nodes
 
@@ -331,4 +331,4 @@ def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scatter
 def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
     """The rows of a training step's batch, and what it is with NNX objects."""
     tree = batch._layout.fill(batch._arrays)
-    return (parts(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)
+    return (children(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)

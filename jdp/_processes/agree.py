@@ -18,7 +18,7 @@ from .._jax.private import trace_state_clean
 from .coordination import DesyncError
 from .exchange import Exchange, Ticket, by_value, exchange_of, limits
 
-Described = tuple[tuple[str, str], ...]
+Outline = tuple[tuple[str, str], ...]
 """For each leaf its path, and its dtype and shape without the rows."""
 
 
@@ -27,7 +27,7 @@ class Pending(NamedTuple):
 
     processes: tuple[int, ...]
     verb: str
-    described: Described | None
+    outline: Outline | None
     ticket: Ticket
     first: bool
 
@@ -36,20 +36,20 @@ def begin(
     processes: tuple[int, ...],
     verb: str,
     sizes: Sequence[int],
-    described: Described | None,
+    outline: Outline | None,
     failure: Exception | None = None,
 ) -> Pending:
-    """Tells the others the rows of this process's own replicas; `described` is None when it has run out of data.
+    """Tells the others the rows of this process's own replicas; `outline` is None when it has run out of data.
 
     `failure` is what came instead of a batch: the others are not to wait for one.
     """
     exchange = exchange_of(processes)
     digest = None
-    if described is not None:
-        digest = _digest(described)
-        exchange.publish_once(f"batch/{exchange.here}/{digest}", json.dumps(described))
+    if outline is not None:
+        digest = _digest(outline)
+        exchange.publish_once(f"batch/{exchange.here}/{digest}", json.dumps(outline))
     ticket = exchange.post(verb, [list(sizes), digest, _text(failure)])
-    return Pending(processes, verb, described, ticket, _is_new((exchange, verb, "call")))
+    return Pending(processes, verb, outline, ticket, _is_new((exchange, verb, "call")))
 
 
 class Agreed(NamedTuple):
@@ -96,13 +96,13 @@ def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"[:500]
 
 
-def described_by_others(processes: tuple[int, ...], agreed: Agreed) -> Described:
+def outline_of_others(processes: tuple[int, ...], agreed: Agreed) -> Outline:
     """The batch of those that have one, for a process that never had any."""
     process, digest = next(iter(agreed.digests.items()))
     return _read(processes, process, digest)
 
 
-def _read(processes: tuple[int, ...], process: int, digest: str) -> Described:
+def _read(processes: tuple[int, ...], process: int, digest: str) -> Outline:
     text = exchange_of(processes).read(f"batch/{process}/{digest}", limits.step)
     return tuple((path, shape) for path, shape in json.loads(text))
 
@@ -131,8 +131,8 @@ CONTAINERS = "containers"
 
 
 @functools.lru_cache(maxsize=256)
-def _digest(described: Described) -> str:
-    return hashlib.sha256(repr(described).encode()).hexdigest()[:12]
+def _digest(outline: Outline) -> str:
+    return hashlib.sha256(repr(outline).encode()).hexdigest()[:12]
 
 
 _seen: set[Any] = set()

@@ -20,7 +20,7 @@ Position = tuple[int, Any]
 """The position of an argument to differentiate, and for NNX the filter of the variables that are."""
 
 
-class Plan(NamedTuple):
+class Division(NamedTuple):
     """The static part: hashable, so that each has one program."""
 
     argnums: tuple[Position, ...]
@@ -50,10 +50,10 @@ class Plan(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class Divided(NamedTuple):
     """One call, divided: `replicas` is `(diff, held)`, `inputs` and `kwargs` are still to be cut."""
 
-    plan: Plan
+    division: Division
     replicas: tuple[Tree, _nnx.Held]
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -75,21 +75,21 @@ def divide(
     has_aux: bool,
     in_axes: Sequence[Any],
     verb: str,
-) -> Call:
+) -> Divided:
     """Divides a call's arguments; `in_axes` has an axis, or None, for each positional argument."""
     (taken, keywords), nodes = _nnx.take_nodes((tuple(args), dict(kwargs)))
     within = tuple(_nnx.stand_ins(taken[p]) for p, _ in argnums)
     differentiated = {p for p, _ in argnums}
     whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
-    plan = Plan(argnums, has_aux, whole, len(args), within)
+    division = Division(argnums, has_aux, whole, len(args), within)
     diff_state, rest, graph = None, None, None
     if nodes:
-        graph, diff_state, rest = nnx.split(nodes, plan.is_diff, ...)
+        graph, diff_state, rest = nnx.split(nodes, division.is_diff, ...)
         _refuse_shared(nodes, argnums, within, verb)
-    diff = (tuple(taken[p] for p in plan.plain), diff_state)
-    held = _nnx.Held(tuple(taken[p] for p in whole if p not in plan.plain), graph, rest)
+    diff = (tuple(taken[p] for p in division.plain), diff_state)
+    held = _nnx.Held(tuple(taken[p] for p in whole if p not in division.plain), graph, rest)
     inputs = tuple(x for p, x in enumerate(taken) if p not in whole)
-    return Call(plan, (diff, held), inputs, keywords, nodes, taken)
+    return Divided(division, (diff, held), inputs, keywords, nodes, taken)
 
 
 def _refuse_shared(
@@ -108,9 +108,9 @@ def _refuse_shared(
 
 
 def loss_of(
-    loss_fn: Callable[..., Any], plan: Plan, verb: str, axis_name: str, reduce_state: Reduce, sync: bool
+    loss_fn: Callable[..., Any], division: Division, verb: str, axis_name: str, reduce_state: Reduce, sync: bool
 ) -> Loss:
-    """The loss of a call that was divided by this plan; `sync` synchronises its BatchNorms."""
+    """The loss of a call that was divided so; `sync` synchronises its BatchNorms."""
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
@@ -118,26 +118,26 @@ def loss_of(
         diff: Tree, held: _nnx.Held, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Tree, _nnx.Held]:
         plain, diff_state = diff
-        known = dict(zip(plan.plain, unbox(plain), strict=True))
-        known |= zip([p for p in plan.whole if p not in plan.plain], held.others, strict=True)
+        known = dict(zip(division.plain, unbox(plain), strict=True))
+        known |= zip([p for p in division.whole if p not in division.plain], held.others, strict=True)
         cut = iter(args)
-        call: Tree = ([known[p] if p in known else next(cut) for p in range(plan.arity)], kwargs)
+        call: Tree = ([known[p] if p in known else next(cut) for p in range(division.arity)], kwargs)
         nodes: list[Any] = []
         if held.graph is not None:
             nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
             call = _nnx.put_nodes(call, nodes)
         positional, keywords = call
         out = loss_fn(*positional, **keywords)
-        loss, aux = _two(out, verb) if plan.has_aux else (out, ())
+        loss, aux = _two(out, verb) if division.has_aux else (out, ())
         if nodes:
-            after = nnx.state(nodes, lambda path, variable: not plan.is_diff(path, variable))
+            after = nnx.state(nodes, lambda path, variable: not division.is_diff(path, variable))
             held = held._replace(variables=after)
         return loss, aux, held
 
     def leave(after: _nnx.Held, before: _nnx.Held) -> Tree:
         return _nnx.leave(after, before, reduce_state)
 
-    return Loss(compute, verb, plan.rows, lambda held: _nnx.enter(held, axis_name), leave, sync)
+    return Loss(compute, verb, division.rows, lambda held: _nnx.enter(held, axis_name), leave, sync)
 
 
 def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> list[Any]:
@@ -158,13 +158,13 @@ def _two(out: Any, verb: str) -> tuple[Any, Any]:
     )
 
 
-def assemble(plan: Plan, grads: Tree, row_grads: Sequence[Tree], args: Sequence[Any]) -> tuple[Tree, ...]:
+def assemble(division: Division, grads: Tree, row_grads: Sequence[Tree], args: Sequence[Any]) -> tuple[Tree, ...]:
     """One tree of gradients for each of argnums."""
     plain, state = grads
-    known = dict(zip(plan.plain, plain, strict=True))
+    known = dict(zip(division.plain, plain, strict=True))
     rows = iter(row_grads)
     found = []
-    for (position, _), nodes in zip(plan.argnums, plan.nodes, strict=True):
+    for (position, _), nodes in zip(division.argnums, division.nodes, strict=True):
         if nodes:
             found.append(_nnx.put_nodes(args[position], {i: state[i] if i in state else nnx.State({}) for i in nodes}))
         else:

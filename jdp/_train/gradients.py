@@ -41,7 +41,7 @@ def gradients(
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
-            values = signature.own(operands, replica)
+            values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             (sums, stacked, after), seen, weight = local(loss, steps, signature, replica, values, diff, before)
             out, counts = Terms(sums[0], stacked, seen.treedef, seen.forms).marked(weight)

@@ -58,7 +58,7 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
     raise TypeError(f"jdp.{VERB}: loss_fn {name} {what}; a step calls loss_fn({first}, batch{last}). {way}.")
 
 
-def returned(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
+def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
     """`(loss, metrics, updates)` of what a loss function returned.
 
     Raises:
@@ -122,7 +122,7 @@ def variables_loss(
             args = _nnx.put_nodes(args, nodes)
         with rows_explained(*args):
             out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
-        loss, metrics, updates = returned(out, reserved)
+        loss, metrics, updates = results_of(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
         return loss, metrics, _nnx.Held(after, held.graph, None if nodes is None else nnx.state(nodes))
 

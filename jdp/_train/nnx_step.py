@@ -17,7 +17,7 @@ from .._core.scattered import Scattered
 from .._model.config import BatchAxes, Config, scatter_batch, taken, with_objects
 from .._model.nnx import own_values
 from .arguments import divide, loss_of
-from .loss import FORMS, VERB, check_signature, returned, rows_explained
+from .loss import FORMS, VERB, check_signature, results_of, rows_explained
 from .nonfinite import Nonfinite
 from .program import Program, StepOptions, of_model, own_metrics
 from .state import (
@@ -106,7 +106,7 @@ class NNXTrainStep:
         last = self._given.last
         try:
             refuse_more(more, "step((x, y))")
-            program, state, scattered, nodes = self._ready(batch, self._given.own())
+            program, state, scattered, nodes = self._ready(batch, self._given.owned())
             keep = functools.partial(self._keep, nodes)
             state, metrics = program(state, scattered, jax.tree.flatten(state), keep)
             if self._options.check_replicas:
@@ -137,7 +137,7 @@ class NNXTrainStep:
         return program.find_nonfinite(state, scattered)
 
     def _ready(
-        self, batch: Tree, own: Callable[[Any], Any] = lambda x: x
+        self, batch: Tree, owned: Callable[[Any], Any] = lambda x: x
     ) -> tuple[Program, TrainState, Scattered, list[Any]]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
@@ -145,12 +145,12 @@ class NNXTrainStep:
         check_rows(VERB, scattered)
         # The objects in the batch are divided with the model, for they may share variables with it.
         call = divide((self._dp.module, nodes), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0], VERB)
-        program = self._programs.get(call.plan)
+        program = self._programs.get(call.division)
         if program is None:
-            loss = functools.partial(loss_of, self._two, call.plan, VERB, config.axis_name, config.reduce_state)
+            loss = functools.partial(loss_of, self._two, call.division, VERB, config.axis_name, config.reduce_state)
             label = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
             program = Program(config, loss, self.optimizer.tx, self._options, label, self._params)
-            self._programs[call.plan] = program
+            self._programs[call.division] = program
         params, held = call.replicas
         if nodes:  # whose state is not donated, and so no part of the step's own
             mine, given = of_model(held.variables)
@@ -158,12 +158,12 @@ class NNXTrainStep:
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
         leaves = jax.tree.leaves(state)
         refuse_deleted(state, leaves, "model")
-        return program, state if self._given.has(leaves) else program.placed(state, own), scattered, nodes
+        return program, state if self._given.has(leaves) else program.placed(state, owned), scattered, nodes
 
     def _two(self, model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
         with rows_explained(batch):
             out = self._loss_fn(model, batch)
-        loss, metrics, _ = returned(out, self._options.reserved, FORMS[:2])
+        loss, metrics, _ = results_of(out, self._options.reserved, FORMS[:2])
         return loss, metrics
 
     def _params(self, diff: Tree) -> Tree:

@@ -42,7 +42,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
         rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1
 
         def call(*operands: Any) -> tuple[Marked, Marked]:
-            values = signature.own(operands, replica)
+            values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = loss.enter(before)
             added, _, _ = local(loss, steps, signature, replica, values, diff, before)

@@ -22,7 +22,7 @@ from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import Compiled, dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
 from .._core.scatter import split
-from .._core.scattered import Signature, parts
+from .._core.scattered import Signature, children
 from .._jax.jaxprs import SAME, VARYING, Value, varying
 from .._model import nnx as _nnx
 from .._model.config import Config, Wrapper
@@ -101,7 +101,7 @@ def parallel(
     return written_for_pmap(dp._config, step_fn, axis_name, chosen)
 
 
-class Options(NamedTuple):
+class ParallelOptions(NamedTuple):
     """What `jax.pmap` is told of the arguments and the results."""
 
     in_axes: Any
@@ -110,8 +110,10 @@ class Options(NamedTuple):
     donated: tuple[int, ...]
 
 
-def checked_options(in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any) -> Options:
-    return Options(
+def checked_options(
+    in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any
+) -> ParallelOptions:
+    return ParallelOptions(
         in_axes,
         out_axes,
         _positions("static_broadcasted_argnums", static_broadcasted_argnums),
@@ -129,7 +131,7 @@ def _positions(name: str, given: Any) -> tuple[int, ...]:
 
 
 def written_for_pmap(
-    config: Config, step_fn: Callable[..., Any], axis_name: str | None, options: Options
+    config: Config, step_fn: Callable[..., Any], axis_name: str | None, options: ParallelOptions
 ) -> Callable[..., Any]:
     """The function that `DataParallel.parallel` returns."""
     if not callable(step_fn):
@@ -155,7 +157,7 @@ def written_for_pmap(
         replicas = _replicas(args, whole, nodes, options.donated, mesh)
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         scattered = _cut(cut, kwargs, axes, mesh, dim, options)
-        outputs = dispatch(program, mesh, replicas, *parts(scattered))
+        outputs = dispatch(program, mesh, replicas, *children(scattered))
         out, updates = join(outputs, "sharded")
         if nodes:
             nnx.update(nodes, updates)
@@ -203,7 +205,7 @@ def _is_static(x: Any) -> bool:
     return isinstance(x, _Static)
 
 
-def _axes_of_arguments(options: Options, args: Sequence[Any], dim: int, has_nodes: bool) -> tuple[Any, ...]:
+def _axes_of_arguments(options: ParallelOptions, args: Sequence[Any], dim: int, has_nodes: bool) -> tuple[Any, ...]:
     """For each argument its axis, a tree of axes, or None for what is whole."""
     if not args:
         raise TypeError(
@@ -267,7 +269,7 @@ def _refuse_deleted(tree: Tree, name: str, mesh: Mesh) -> None:
             x.block_until_ready()
 
 
-def _cut(args: Sequence[Any], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, options: Options) -> Any:
+def _cut(args: Sequence[Any], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, options: ParallelOptions) -> Any:
     """The arguments that are cut, scattered; the others are None among them, so that each has its own position."""
     n = own_mesh(mesh).size
     for p, axis in enumerate(axes):
@@ -328,10 +330,10 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
 
-def _call_of(step_fn: Callable[..., Any], options: Options, reduce_state: Reduce, dim: int) -> CallOf:
+def _call_of(step_fn: Callable[..., Any], options: ParallelOptions, reduce_state: Reduce, dim: int) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
-            values = signature.own(operands, replica)
+            values = signature.of_replica(operands, replica)
             # Traced by hand, to see which of the results differ between replicas, and what they depend on.
             jaxpr, shapes = jax.make_jaxpr(_run_of(step_fn, signature), return_shape=True)(*values)
             arrays = [

@@ -98,13 +98,13 @@ class Program:
         key = None if state.key is None else everywhere
         return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
 
-    def placed(self, state: TrainState, own: Callable[[Any], Any] = lambda x: x) -> TrainState:
+    def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
         """The state's own arrays, where it belongs; what is there already stays the same array."""
         prefix = self.shardings(state)
         where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
 
         def place(x: Any, to: Any) -> Any:
-            x = own(x)  # before it is put anywhere, which may give another array of the same memory
+            x = owned(x)  # before it is put anywhere, which may give another array of the same memory
             return x if getattr(x, "sharding", None) == to else put(x, to)
 
         return jax.tree.map(place, state, where)
@@ -161,10 +161,10 @@ class Program:
         # Inside of another jit the options are that one's to choose, and JAX refuses any.
         return layout if not takes_options(self.config.mesh) or trace_state_clean() else (layout, "traced")
 
-    def _options(self, key: Any, state: TrainState) -> Options:
+    def _options(self, key: Any, state: TrainState) -> CompilerOptions:
         return self.compiler_options(state) if type(key) is Layout else {}
 
-    def compiler_options(self, state: TrainState) -> Options:
+    def compiler_options(self, state: TrainState) -> CompilerOptions:
         if not takes_options(self.config.mesh):
             return {}
         wire = self.options.reduce_dtype
@@ -293,7 +293,7 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
     return nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(updates)])
 
 
-def jit_of_state(program: Any, state: TrainState, layout: Layout, options: Options) -> Any:
+def jit_of_state(program: Any, state: TrainState, layout: Layout, options: CompilerOptions) -> Any:
     """The function of `(state, arrays of the batch)`: names in it are those of the state."""
 
     def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
@@ -302,7 +302,7 @@ def jit_of_state(program: Any, state: TrainState, layout: Layout, options: Optio
     return _jit(program, train_step, (0,), (None, layout.shardings), (program.shardings(state), None), options)
 
 
-def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout, options: Options) -> Any:
+def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout, options: CompilerOptions) -> Any:
     """The same of the state's leaves and the batch's arrays, one after the other; `of_leaves` reads what it gives.
 
     What calls it has looked at the leaves, and JAX need not flatten the state once more: it sorts the keys of every
@@ -341,7 +341,7 @@ def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any]]:
     return state, jax.tree.leaves(state), metrics
 
 
-def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, options: Options) -> Any:
+def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, options: CompilerOptions) -> Any:
     fn.__name__ = fn.__qualname__ = f"train_step_{program.label}"
     return jax.jit(
         fn,
@@ -352,13 +352,13 @@ def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, o
     )
 
 
-Options = dict[str, bool | int]
+CompilerOptions = dict[str, bool | int]
 # Bytes that travel together: a seventh of the gradients, so that the last of them, when nothing is left to compute, are
 # few, but neither so few that their start takes longer than they do, nor more than XLA takes by itself.
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
-def compiler_options(mesh: Mesh, sent: int) -> Options:
+def compiler_options(mesh: Mesh, sent: int) -> CompilerOptions:
     """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
 
     What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
@@ -375,7 +375,7 @@ def takes_options(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
 
 
-def wanted(n: int, sent: int) -> Options:
+def wanted(n: int, sent: int) -> CompilerOptions:
     """On n GPUs."""
     bucket = min(max(sent // 7, _LEAST), _MOST)
     return {

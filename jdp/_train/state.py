@@ -118,13 +118,13 @@ class Given:
         """Whether these are the leaves that it gave last. Each step asks it, so there is no Python for each leaf."""
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
-    def own(self) -> Callable[[Any], Any]:
+    def owned(self) -> Callable[[Any], Any]:
         """A function that gives what a step made as it is, once, and a copy of all else that a step would donate."""
         if not self._donates:
             return lambda x: x
         made = {id(x) for step in _steps for x in step.leaves} | _older.keys()
 
-        def own(x: Any) -> Any:
+        def owned(x: Any) -> Any:
             if id(x) in made:
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
@@ -132,7 +132,7 @@ class Given:
                 return x.copy()  # for JAX may use its memory as it is
             return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
 
-        return own
+        return owned
 
 
 _steps: weakref.WeakSet[Given] = weakref.WeakSet()

@@ -228,7 +228,7 @@ class TrainStep:
         last = self._given.last
         try:
             refuse_more(more, "step(state, (x, y))")
-            before, scattered, flat, nodes = self._ready(state, batch, self._given.own())
+            before, scattered, flat, nodes = self._ready(state, batch, self._given.owned())
             keep = functools.partial(self._keep, nodes=nodes) if nodes else self._keep
             state, metrics = self._program(before, scattered, flat, keep)
             if self._options.check_replicas:
@@ -269,9 +269,9 @@ class TrainStep:
         return self._program.find_nonfinite(state, scattered)
 
     def _ready(
-        self, state: TrainState, batch: Tree, own: Callable[[Any], Any] = lambda x: x
+        self, state: TrainState, batch: Tree, owned: Callable[[Any], Any] = lambda x: x
     ) -> tuple[TrainState, Scattered, Flat, list[Any]]:
-        """The state of `own` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
+        """The state of `owned` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
         self._program.config.refuse_other_mesh()
         scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
         check_rows(VERB, scattered)
@@ -279,17 +279,17 @@ class TrainStep:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
         if state is None or state is not self._given.last:
-            state = self._checked(state, own)
+            state = self._checked(state, owned)
             return state, scattered, jax.tree.flatten(state), nodes
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves)
         if not self._given.has(leaves):
-            leaves = list(map(own, leaves))
+            leaves = list(map(owned, leaves))
             state = treedef.unflatten(leaves)
         return state, scattered, (leaves, treedef), nodes
 
-    def _checked(self, state: TrainState, own: Callable[[Any], Any]) -> TrainState:
-        """A state that is not the last one: usable, of this model and optimizer, of `own` arrays in their places."""
+    def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
+        """A state that is not the last one: usable, of this model and optimizer, of `owned` arrays in their places."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
@@ -313,7 +313,7 @@ class TrainStep:
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
-        return self._program.placed(state, own)
+        return self._program.placed(state, owned)
 
 
 def _first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:

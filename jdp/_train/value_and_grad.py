@@ -17,10 +17,10 @@ from .._core.layout import Tree
 from .._core.parallel_apply import on_replicas
 from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
-from .._core.scattered import Scattered, parts
+from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
-from .arguments import Call, Plan, Position, assemble, cut, divide, loss_of
+from .arguments import Divided, Division, Position, assemble, cut, divide, loss_of
 from .gradients import Gradients, gradients
 from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
@@ -105,7 +105,7 @@ def grad(
     return grad
 
 
-class Options(NamedTuple):
+class GradOptions(NamedTuple):
     """The arguments of `value_and_grad`, checked."""
 
     argnums: tuple[Position, ...]
@@ -116,7 +116,7 @@ class Options(NamedTuple):
     sync_batch_norm: bool
 
 
-def checked_options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> Options:
+def checked_options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> GradOptions:
     single = not isinstance(argnums, tuple | list)
     positions = [
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
@@ -126,7 +126,7 @@ def checked_options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: b
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
     check_steps(VERB, steps)
     positions = [(int(p), hashable(wrt)) for p, wrt in positions]
-    return Options(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
+    return GradOptions(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
 
 
 def hashable(wrt: Any) -> Any:
@@ -134,7 +134,9 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options, in_axes: Any) -> Callable[..., Any]:
+def differentiated(
+    config: Config, loss_fn: Callable[..., Any], options: GradOptions, in_axes: Any
+) -> Callable[..., Any]:
     """The function that `DataParallel.value_and_grad` returns."""
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
@@ -149,10 +151,10 @@ def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options
         call = divide(args, kwargs, positions, options.has_aux, axes, VERB)
         _check(call, args)
         inputs = cut(
-            config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.plan.whole), VERB
+            config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.division.whole), VERB
         )
         check_rows(VERB, inputs)
-        if call.plan.rows and options.accumulate_steps > 1:
+        if call.division.rows and options.accumulate_steps > 1:
             raise ValueError(
                 f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
                 f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
@@ -161,12 +163,12 @@ def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options
         plain, others = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held.others))
         state, variables = (broadcast(x, config.mesh, VERB) for x in (state, held.variables))
         replicas = ((plain, state), Held(others, held.graph, variables))
-        outputs = dispatch(program_of(call.plan), config.mesh, replicas, *parts(inputs))
+        outputs = dispatch(program_of(call.division), config.mesh, replicas, *children(inputs))
         home = "sharded" if lives_replicated(call.first, config.mesh) else None
         found: Gradients = join(outputs, home)
         if call.nodes:
             nnx.update(call.nodes, found.state)
-        grads = assemble(call.plan, found.grads, found.row_grads, call.args)
+        grads = assemble(call.division, found.grads, found.row_grads, call.args)
         loss, aux = found.out
         return (loss, aux) if options.has_aux else loss, grads[0] if options.single else grads
 
@@ -175,21 +177,21 @@ def differentiated(config: Config, loss_fn: Callable[..., Any], options: Options
 
 
 def _programs(
-    loss_fn: Callable[..., Any], config: Config, options: Options
-) -> Callable[[Plan], Callable[..., Scattered]]:
+    loss_fn: Callable[..., Any], config: Config, options: GradOptions
+) -> Callable[[Division], Callable[..., Scattered]]:
     """One program for each way in which the arguments are divided."""
     label = getattr(loss_fn, "__name__", "loss")
     axis_name, reduce_state = config.axis_name, config.reduce_state  # not the config, which must not be kept alive
 
     @functools.cache
-    def program(plan: Plan) -> Callable[..., Scattered]:
-        loss = loss_of(loss_fn, plan, VERB, axis_name, reduce_state, options.sync_batch_norm)
+    def program(division: Division) -> Callable[..., Scattered]:
+        loss = loss_of(loss_fn, division, VERB, axis_name, reduce_state, options.sync_batch_norm)
         return Compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
 
     return program
 
 
-def _in_replica(loss_fn: Callable[..., Any], options: Options, kind: str) -> Callable[..., Any]:
+def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:
     """Inside another replica's program: the loss of what is there."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -233,14 +235,14 @@ def _position(p: int, count: int) -> int:
     return p % count
 
 
-def _check(call: Call, args: Sequence[Any]) -> None:
+def _check(call: Divided, args: Sequence[Any]) -> None:
     (plain, state), _ = call.replicas
-    for p, tree in zip(call.plan.plain, plain, strict=True):
+    for p, tree in zip(call.division.plain, plain, strict=True):
         check_differentiable(VERB, tree, f"args[{p}]")
     if state is not None:
         check_differentiable(VERB, state, "model")
-    positions = [p for p in range(call.plan.arity) if p not in call.plan.whole]
-    for i in call.plan.rows:
+    positions = [p for p in range(call.division.arity) if p not in call.division.whole]
+    for i in call.division.rows:
         tree = call.inputs[i]
         check_differentiable(VERB, tree, f"args[{positions[i]}]")
 

@@ -16,7 +16,7 @@ from .._core.layout import Tree
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import split
-from .._core.scattered import Scattered, holds_scattered, map_scattered, on_mesh, parts
+from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
@@ -231,7 +231,7 @@ class DataParallel(nnx.Module, Generic[M]):
             layouts=config.layouts if own else None,
             place=False,
         )
-        args, kw = parts(both)
+        args, kw = children(both)
         return args, kw
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
@@ -372,7 +372,7 @@ class DataParallel(nnx.Module, Generic[M]):
         stay = self._stays(params if home is None else home, in_place, stateful)
         if not beside:
             return self._gather(outputs, stay, stateful)
-        outputs, updates = parts(outputs)
+        outputs, updates = children(outputs)
         return self._gather(outputs, stay, stateful), join(updates, "sharded" if stay else None)
 
     @property
@@ -395,7 +395,7 @@ class DataParallel(nnx.Module, Generic[M]):
         device = home if self.output_device is None else self.output_device
         if not stateful:
             return self.gather(outputs, device)
-        out, state = parts(outputs)
+        out, state = children(outputs)
         return self.gather(out, device), join(state, home)
 
     def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:

@@ -8,7 +8,7 @@ from typing import Any
 from .._core.devices import DeviceLike, Devices, named_once, resolve_devices, resolve_output
 from .._core.layout import Tree
 from .._core.programs import kept
-from .._core.scattered import Scattered, parts
+from .._core.scattered import Scattered, children
 from .._model.config import kind_of
 from .._model.linen import module_of
 from .data_parallel import DataParallel
@@ -53,7 +53,7 @@ def data_parallel(
     """
     arguments: Sequence[Any] = batch if type(batch) is tuple else () if batch is None else (batch,)
     if isinstance(batch, Scattered) and type(batch._layout.fill(batch._arrays)) is tuple:
-        arguments = parts(batch)
+        arguments = children(batch)
     devices = named_once("data_parallel", devices, device_ids)
     kind_of(apply_fn, "data_parallel")
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)

@@ -22,7 +22,7 @@ from .._core.scatter import Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.nnx import put_nodes
-from .._processes.agree import Pending, begin, described_by_others, finish
+from .._processes.agree import Pending, begin, finish, outline_of_others
 from .._processes.coordination import DesyncError
 
 
@@ -200,7 +200,7 @@ def _together(
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
-            pending = begin(processes_of(mesh), "prefetch", rows, None if batch is None else batch.described, failed)
+            pending = begin(processes_of(mesh), "prefetch", rows, None if batch is None else batch.outline, failed)
             told.append((batch, pending, failed))
         batch, pending, mine = told.popleft()
         try:
@@ -213,7 +213,7 @@ def _together(
             return
         if batch is None:
             if last is None:
-                batch = prepare(without_rows(described_by_others(processes_of(mesh), agreed), "prefetch"))
+                batch = prepare(without_rows(outline_of_others(processes_of(mesh), agreed), "prefetch"))
             else:
                 batch = prepare(_no_rows(last))._replace(nodes=last.nodes)
         last = batch
