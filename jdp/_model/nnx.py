@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from .._core.inputs import ARRAYS, refuse_deep
+from .._core.inputs import ARRAYS, no_further, refuse_deep
 from .._core.layout import Tree, is_key
 from .._core.outputs import Reduce
 from .._core.scattered import Scattered, fold_key
@@ -202,7 +202,7 @@ def holds_nodes(batch: Tree, verb: str) -> bool:
     if isinstance(batch, ARRAYS):
         return False
     refuse_deep(batch, verb, "batch")
-    found = jax.tree.leaves(batch, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered))
+    found = jax.tree.leaves(batch, is_leaf=lambda x: is_node(x) or no_further(x))
     return any(map(is_node, found))
 
 
