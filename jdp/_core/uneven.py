@@ -44,7 +44,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
         return _switch(body_of, operands, signature, index)
     if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
-        _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands).jaxpr, n)
+        _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
     out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return out.values, Outputs(layout, out.treedef, out.rules, sizes)
@@ -74,7 +74,7 @@ def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
         jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
         if layout.mesh.size > 1:
-            _refuse_ordered(jaxpr.jaxpr, layout.mesh.size)
+            _refuse_ordered(jaxpr, layout.mesh.size)
         if layout.used:
             _refuse_collectives(jaxpr.jaxpr, layout)
         if layout.devices[0].platform == "cpu":
@@ -213,9 +213,9 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
         )
 
 
-def _refuse_ordered(jaxpr: Any, n: int) -> None:
+def _refuse_ordered(traced: Any, n: int) -> None:
     """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
-    eqn = ordered(jaxpr) if jaxpr.effects else None
+    eqn = ordered(traced.jaxpr) if traced.effects else None
     if eqn is not None:
         where = source_line(eqn)
         raise ValueError(

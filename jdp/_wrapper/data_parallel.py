@@ -369,7 +369,7 @@ class DataParallel(nnx.Module, Generic[M]):
         in_place, beside = replicas is params, type(params) is _nnx.Beside
         if in_place and not cut and not beside and self._config.kind != "nnx" and self._takes_own_steps:
             remember(self, params, args, kwargs, inputs, kw)
-        stay = self._stays(params if home is None else home, in_place, stateful)
+        stay = self._stays(params, params if home is None else home, in_place)
         if not beside:
             return self._gather(outputs, stay, stateful)
         outputs, updates = children(outputs)
@@ -382,12 +382,11 @@ class DataParallel(nnx.Module, Generic[M]):
         steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
         return steps == _STEPS and _NAMES.isdisjoint(vars(self))
 
-    def _stays(self, params: Tree, in_place: bool, stateful: bool) -> bool:
+    def _stays(self, params: Tree, home: Tree, in_place: bool) -> bool:
         """Whether results stay over the replicas, for they come back where the parameters live."""
-        leaves = jax.tree.leaves(params)
-        if not leaves:
-            return stateful or self.output_device is None
-        return in_place or lives_replicated(params, self._config.mesh)
+        if in_place:
+            return bool(jax.tree.leaves(params))
+        return not jax.tree.leaves(home) or lives_replicated(home, self._config.mesh)
 
     def _gather(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
         """The last step: the output where the user wants it, the state where the parameters live."""

@@ -141,7 +141,8 @@ PROCESS = """
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(address, 2, rank)
     from jdp._core.fingerprint import check_replicas
-    from jdp._core.devices import make_mesh, replicated
+    from jdp._core.devices import make_mesh
+    from jdp._core.layout import replicated
     from jdp._core.fingerprint import fingerprint
     mesh = make_mesh(tuple(jax.devices()))
     w = np.arange(6, dtype=np.float32)

@@ -15,16 +15,16 @@ import jax
 import numpy as np
 import pytest
 
-from jdp import _tables as _doctor_print
 from jdp._doctor import advice as _doctor_advice
 from jdp._doctor import cli as _doctor
 from jdp._doctor import examine as _doctor_examine
 from jdp._doctor import machine as _doctor_machine
+from jdp._doctor import report as _doctor_report
 from jdp._doctor import watch
 from jdp._doctor import worker as _doctor_links
 from jdp._doctor.worker import choose
 
-ROOT = pathlib.Path(_doctor.__file__).parent.parent
+ROOT = pathlib.Path(_doctor.__file__).parents[2]
 MEBIBYTES = ["--mebibytes", "1"]
 
 
@@ -134,7 +134,7 @@ def test_one_device_has_no_links_and_jax_is_not_started_here():
 
 FAULTS = """
     import signal, jax, numpy as np
-    from jdp._doctor import links
+    from jdp._doctor import worker as links
     from jdp._doctor import worker as _doctor_worker
 
     def flipped(result, device, index):
@@ -360,9 +360,8 @@ def test_a_failure_without_words_says_where(doctor, worker):
 def test_a_reader_that_has_seen_enough_is_no_error(fake):
     fake()
     command = watch.command(7, 1)[:2]
-    code = "import sys; from jdp._doctor import cli as _doctor, watch as w; from jdp import _tables as p; "
-    code += f"first = {command!r}; "
-    code += "w.command = lambda reply, seconds: [*first, str(reply)]; p.importlib.util.find_spec = lambda n: None; "
+    code = f"import sys; from jdp._doctor import cli as _doctor, watch as w; first = {command!r}; "
+    code += "w.command = lambda reply, seconds: [*first, str(reply)]; "
     code += "sys.exit(_doctor.main([]))"
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -384,7 +383,7 @@ def test_nothing_is_left_behind_also_what_the_worker_started(doctor, fake, tmp_p
 
 HANGS = """
     import ctypes
-    from jdp._doctor import links
+    from jdp._doctor import worker as links
     from jdp._doctor import worker as _doctor_worker
     def broadcast(x, mesh):
         print(os.getpid(), file=open(sys.argv[0] + ".pid", "w"), flush=True)
@@ -442,12 +441,7 @@ REPORTS = {
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", REPORTS)
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
-def test_the_report_fits_the_terminal_with_rich_and_without(doctor, fake, monkeypatch, kind, rich):
-    if rich:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setattr(_doctor_print.importlib.util, "find_spec", lambda name: None)
+def test_the_report_fits_the_terminal(doctor, fake, monkeypatch, kind):
     for name in [name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))]:
         monkeypatch.delenv(name)  # conftest's, which the report would tell of
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=[red] --xla_b=2")  # no markup
@@ -459,7 +453,7 @@ def test_the_report_fits_the_terminal_with_rich_and_without(doctor, fake, monkey
         out.isatty = lambda a_terminal=a_terminal: a_terminal
         monkeypatch.setenv("COLUMNS", "33" if not a_terminal else str(columns))  # of someone else's terminal
         monkeypatch.setenv("TERM", "dumb")
-        _doctor_print.show(report, out)
+        _doctor_report.show(report, out)
         text = out.getvalue()
         long = [line for line in text.splitlines() if len(line) > min(columns, 120)]
         assert [line for line in long if " " in line.strip()] == [], text  # only flags, which are there to be copied

@@ -405,7 +405,7 @@ def test_a_step_on_batches_that_were_seen_looks_at_none_anew(monkeypatch):
     for x, y in batches:
         state, _ = step(state, (x, y))
     before = len(traced)
-    monkeypatch.setattr(jdp._model.config, "split", lambda *args, **kwargs: pytest.fail("split again"))
+    monkeypatch.setattr(jdp._core.scatter, "filled", lambda *args, **kwargs: pytest.fail("split again"))
     state, _ = step(state, one)
     state, _ = step(state, other)
     assert before and len(traced) == before
@@ -513,10 +513,10 @@ def test_tensors_are_copied_where_their_loader_may_fill_them_anew():
     assert [float(jdp.gather(s)[0]) for s in DP.prefetch(loader, 3)] == [0, 1, 2, 3, 4, 5]
     rows = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
     tensor = next(iter(rows))[0]
-    assert np.shares_memory(jdp._wrapper.prefetch.on_host(rows)(tensor), tensor.numpy())
-    assert not np.shares_memory(jdp._wrapper.prefetch.on_host([tensor])(tensor), tensor.numpy())
+    assert np.shares_memory(jdp._wrapper.prefetch._on_host(rows)(tensor), tensor.numpy())
+    assert not np.shares_memory(jdp._wrapper.prefetch._on_host([tensor])(tensor), tensor.numpy())
     own = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, collate_fn=lambda rows: [buffer])
-    assert not np.shares_memory(jdp._wrapper.prefetch.on_host(own)(buffer), buffer.numpy())
+    assert not np.shares_memory(jdp._wrapper.prefetch._on_host(own)(buffer), buffer.numpy())
 
 
 def test_other_loaders():
