@@ -17,7 +17,7 @@ import rich.text
 def show_blocks(found: Sequence[Block], out: TextIO) -> None:
     """Prints titles, tables and text."""
     width = max(40, min(120, shutil.get_terminal_size((80, 24)).columns if out.isatty() else 80))
-    console = rich.console.Console(file=out, width=width, highlight=False)
+    console = _Console(file=out, width=width, highlight=False)
     for block in found:
         if isinstance(block, Title):
             console.print(rich.text.Text(f"\n{block.text}", style="bold"))
@@ -49,6 +49,11 @@ class Table(NamedTuple):
 
 
 Block = Title | Text | Table
+
+
+class _Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        raise  # a reader that has seen enough: the caller's to judge, where rich ends the process
 
 
 def _wrapped(text: str, width: int) -> list[str]:
