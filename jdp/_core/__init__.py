@@ -1,1 +1,22 @@
-""""""
+"""The algorithm: four verbs over a mesh of one axis, in the order in which a call goes through them.
+
+    devices.py         which devices, the mesh, which of them are this process's own
+    inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
+    layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
+    scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
+    global_arrays.py   arrays over several processes, out of each one's parts, and apart again
+    agreement.py       what a process tells the others of its batch
+    scatter.py         cuts a batch
+    replicate.py       puts parameters whole on every device
+    parallel_apply.py  runs the function on every replica, as one program
+    programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
+    uneven.py          within the program, where replicas have chunks of different sizes
+    outputs.py         what a replica returns: along which axis each output is gathered, or how it is reduced
+    gather.py          puts the chunks together
+    reduce_add.py      sums over the replicas
+    fingerprint.py     whether all replicas have one value, bit for bit
+
+To follow one call, read the functions `scatter`, `replicate`, `parallel_apply` and `gather`, each in the file of its
+name, and come back to the rest when it is named. The package imports `_jax` and `_processes`, and of other projects jax
+and numpy alone. Every package above it may import it; `_topology` has only `devices.py`.
+"""

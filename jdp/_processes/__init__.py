@@ -1,1 +1,12 @@
-""""""
+"""The processes of one job tell each other what each must know of the others. No meshes here, no replicas.
+
+In reading order:
+
+    coordination.py  JAX's coordination service, as a few functions; `DesyncError`
+    exchange.py      each process posts a value per call, and gets everybody's
+    agree.py         the agreements made of it: on a batch's rows, on its form, on the program
+    initialize.py    `jdp.distributed.initialize`: how a process joins the job
+    last_words.py    a process that fails says so, and the others end instead of waiting for it
+
+It imports `_jax`, and of `_launch` the protocol. `_core` and the packages above it may import it.
+"""

@@ -1,1 +1,25 @@
-""""""
+"""Losses, their gradients, and training steps. Three doors: `value_and_grad`, `train_step` and `parallel`.
+
+What they share comes first:
+
+    terms.py             a loss's value as terms that add up; `jdp.Mean` and `jdp.Sum`
+    gradients.py         the gradient on every replica, in microbatches, and its one sum over the replicas
+    arguments.py         which arguments are whole, cut, differentiated
+    value_and_grad.py    the first door, and `grad`
+
+The training step:
+
+    step.py              the second door: `TrainStep` for variables
+    nnx_step.py          the same for an NNX module
+    loss.py              the user's loss function, in the form that gradients.py takes
+    state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
+    program.py           the step as one compiled program
+    nonfinite.py         which replica and which rows made a gradient that is not finite
+
+A step that was written for `jax.pmap`:
+
+    parallel.py          the third door
+    parallel_results.py  the rule for each of its results
+
+It imports `_model` and what that may; `_wrapper`, `_explain` and `_plan` may import it.
+"""
