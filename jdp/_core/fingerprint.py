@@ -1,4 +1,4 @@
-"""fingerprint hashes the bits of leaves: `fingerprint(a) == fingerprint(b)` if, and only if, `a` and `b` are equal."""
+"""Whether all replicas have one value, bit for bit; and the fingerprint of a tree, by which they are compared."""
 
 from __future__ import annotations
 

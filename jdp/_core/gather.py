@@ -1,4 +1,4 @@
-"""scatter cuts a pytree into chunks, gather puts the chunks together: `gather(scatter(x)) == x`."""
+"""gather puts chunks together: `gather(scatter(x)) == x`. It also takes a list with one tree for each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what was made for a function while the function lives; of what was made for sizes, what was used last."""
+"""Programs: kept while their function lives, a few in flight at a time, and taken by `explain` before they run."""
 
 from __future__ import annotations
 

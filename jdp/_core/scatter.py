@@ -1,4 +1,4 @@
-"""prepare looks at a batch: its leaves, the axes that they are cut along, and the rows of each chunk."""
+"""scatter looks at a batch, cuts it and places the chunks: `gather(scatter(x)) == x`. The processes agree first."""
 
 from __future__ import annotations
 

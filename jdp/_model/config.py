@@ -1,4 +1,4 @@
-"""What a wrapper was constructed with: fixed, hashable by identity, and pickled by names of devices."""
+"""What a wrapper was constructed with, fixed and pickled by names of devices; and how it cuts a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes agree on a batch: each has rows of its own, and all must know how many every replica gets."""
+"""The processes agree on the rows of a batch, and on the program that all of them are about to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program of a training step: gradients, one sum for each, and the optimizer's update, as one pure function."""
+"""The program of a training step: gradients, one sum for each, and the optimizer's update, compiled as one."""
 
 from __future__ import annotations
 

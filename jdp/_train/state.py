@@ -1,4 +1,4 @@
-"""`TrainState`: all that a training run carries from one step to the next."""
+"""`TrainState`, all that a training run carries from one step to the next, and the optimizer's update of it."""
 
 from __future__ import annotations
 
