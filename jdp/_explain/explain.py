@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from .._core.devices import memory_bytes
 from .._core.layout import Tree, Whole
 from .._core.outputs import path_name
-from .._core.outputs import path_name as _name
 from .._jax.jaxprs import constants
 from .._topology.chips import CHIPS
-from . import collectives as _collectives
-from . import cost as _hlo_cost
-from . import hlo as _hlo
 from .calls import Call, capture, unused_donations
+from .collectives import Collective, carried, collectives
+from .cost import totals
+from .hlo import parse
 from .report import Report, Work
 
 VERB = "explain"
@@ -90,7 +89,7 @@ def _compiled(call: Call, traced: Any) -> Any:
 
 def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
-    module = _hlo.parse(hlo)
+    module = parse(hlo)
     sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
@@ -119,11 +118,11 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
     )
 
 
-def _collectives_of(call: Call, module: Any) -> tuple[_collectives.Collective, ...]:
-    leaves = {_name(path): (str(x.dtype), tuple(x.shape)) for path, x in _leaves(call.differentiated)}
+def _collectives_of(call: Call, module: Any) -> tuple[Collective, ...]:
+    leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in _leaves(call.differentiated)}
     return tuple(
-        dataclasses.replace(c, parameters=tuple(map(_short, _collectives.carried(c, leaves))))
-        for c in _collectives.collectives(module)
+        dataclasses.replace(c, parameters=tuple(map(_short, carried(c, leaves))))
+        for c in collectives(module)
     )
 
 
@@ -172,7 +171,7 @@ def _work(compiled: Any, module: Any) -> Work:
     if cost and cost.get("flops", 0) > 0:
         return Work(cost["flops"], cost.get("bytes accessed", 0.0), "compiled")
     # The compiler for GPUs counts nothing where there is none.
-    total = _hlo_cost.totals(module or _hlo.parse(compiled.as_text()))
+    total = totals(module or parse(compiled.as_text()))
     return Work(total.flops, total.bytes, "estimated")
 
 

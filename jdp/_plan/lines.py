@@ -10,8 +10,8 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from .._core.devices import Device, make_mesh
-from .._explain import hlo as _hlo
 from .._explain.explain import explain
+from .._explain.hlo import parse
 from .._explain.report import Report
 from .._topology.chips import Chip
 from .._topology.quiet import quiet
@@ -101,7 +101,7 @@ def estimate(report: Report, network: Network) -> tuple[float, float]:
         kind, size, group = (getattr(collective, name) for name in ("kind", "bytes", "group"))
         return network.seconds(kind, size, group)
 
-    schedule = simulate(_hlo.parse(report.hlo), network.chip, seconds)
+    schedule = simulate(parse(report.hlo), network.chip, seconds)
     return schedule.seconds, schedule.exposed_seconds
 
 
