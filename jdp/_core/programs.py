@@ -138,6 +138,7 @@ class Compiled:
 
 
 K = TypeVar("K")
+S = TypeVar("S")
 T = TypeVar("T")
 SIZES = 128
 """How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
@@ -207,8 +208,6 @@ def _hold(owner: Any) -> None:
         _kept.pop(id(_held.pop(0)), None)
 
 
-T = TypeVar("T")
-S = TypeVar("S")
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
