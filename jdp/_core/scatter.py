@@ -39,6 +39,124 @@ from .programs import SIZES, Recent, capturing
 from .scattered import Scattered, is_scattered, on_mesh, placed
 
 
+def scatter(
+    inputs: Tree, devices: Devices = None, dim: int = 0, *, chunk_sizes: Sequence[int] | None = None
+) -> Scattered:
+    """Cuts every array of a pytree along `dim`, one chunk per device: `gather(scatter(x)) == x`.
+
+    Arrays (jax or numpy) with `ndim >= 1` are cut by `torch.chunk`'s rule (`jdp.chunk_sizes`); any
+    number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects go
+    whole to every replica, and `None` stays `None`. Containers that JAX knows survive. With nothing
+    to cut there is one chunk, on the primary device. Differentiable. Of several processes each passes
+    its own rows, which go to its own devices.
+
+    Args:
+        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
+            (over these devices) stays so.
+        devices: the devices, the primary first; `None` is all of `jax.devices()`.
+        dim: the axis to cut along, negative allowed.
+        chunk_sizes: rows per device, for uneven devices; zeros allowed. Default: torch's rule.
+
+    Returns:
+        A `jdp.Scattered`: `s[i]` is the tree of replica i, on its device.
+
+    Raises:
+        ValueError: cut arrays disagree on their rows, or `chunk_sizes` does not fit.
+        IndexError: `dim` is out of range for an array.
+        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> s = jdp.scatter((np.zeros((10, 3)), "mean"), devices=[0])
+        >>> s.sizes, s[0][0].shape, s[0][1]
+        ((10,), (10, 3), 'mean')
+
+    Source: `scatter` in torch/nn/parallel/scatter_gather.py, where arrays that disagree drop rows
+    in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
+    """
+    check_dim("scatter", dim)
+    return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
+
+
+def split(
+    inputs: Tree,
+    mesh: Mesh,
+    dim: int,
+    *,
+    verb: str,
+    root: str | tuple[str, ...],
+    axes: Tree = None,
+    sizes: Sequence[int] | None = None,
+    layouts: Recent[Any, Layout] | None = None,
+    place: bool = True,
+    stacked: Callable[[Any], bool] | None = None,
+) -> Scattered:
+    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
+
+    `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
+    shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
+    to move. `stacked` tells which arrays hold one entry for each replica.
+    """
+    options: Any = {"root": root, "axes": axes, "sizes": sizes, "layouts": layouts, "stacked": stacked}
+    try:
+        batch = prepare(inputs, mesh, dim, verb=verb, **options)
+    except Exception as error:
+        if spans_processes(mesh):
+            fail(processes_of(mesh), verb, error)
+        raise
+    if isinstance(batch, Prepared):
+        chunks = batch.sizes
+        if batch.outline is not None:
+            chunks = alike(mesh, chunks) if capturing() else _agreed_on(mesh, verb, chunks, batch.outline)
+        return filled(batch, chunks, layouts, place)
+    leaves, layout = batch
+    return _fill(leaves, layout, place)
+
+
+def _agreed_on(mesh: Mesh, verb: str, sizes: tuple[int, ...], outline: Outline) -> tuple[int, ...]:
+    """The rows of every replica, when all processes have told theirs."""
+    return rows_of_all(mesh, finish(begin(processes_of(mesh), verb, sizes, outline)).rows)
+
+
+def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:
+    """The batch as a `Scattered`, with the rows of every replica."""
+    specs = tuple(Cut(s, chunks) if isinstance(s, int) else s for s in batch.specs)
+    layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
+    if layouts is not None and batch.key is not None:
+        # With several processes the rows of the others are no part of the key; one object for each all the same.
+        key = batch.key if batch.outline is None else (chunks, batch.key)
+        layout = layouts.setdefault(key, layout)
+    return _fill(batch.leaves, layout, place)
+
+
+def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
+    """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
+    several = spans_processes(layout.mesh)
+    own = layout.here if several else layout
+    n, even = len(own.devices), own.is_even
+    arrays = []
+    for x, leaf in zip(leaves, own.leaves, strict=True):
+        if type(x) is Ready:
+            arrays.append(x.array)
+        elif type(leaf) is not Static:
+            arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
+    if several:
+        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
+    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
+    as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
+    s = Scattered(arrays, layout)
+    return s if as_it_is else placed(s)
+
+
+def _pad(x: Any, leaf: Cut, n: int) -> Any:
+    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
+
+
+@functools.lru_cache(SIZES)
+def _padding(leaf: Cut, n: int) -> Any:
+    return jax.jit(lambda x: pad(x, leaf, n))
+
+
 class Prepared(NamedTuple):
     """A batch whose leaves are known, but not yet how many rows every replica has."""
 
@@ -245,121 +363,3 @@ def _expand(s: Scattered, mesh: Mesh, verb: str) -> Tree:
             f"({', '.join(map(str, mesh.devices.flat))}); one call runs on one set of devices. Scatter it over these."
         )
     return jax.tree.unflatten(layout.treedef, _ready(s))
-
-
-def scatter(
-    inputs: Tree, devices: Devices = None, dim: int = 0, *, chunk_sizes: Sequence[int] | None = None
-) -> Scattered:
-    """Cuts every array of a pytree along `dim`, one chunk per device: `gather(scatter(x)) == x`.
-
-    Arrays (jax or numpy) with `ndim >= 1` are cut by `torch.chunk`'s rule (`jdp.chunk_sizes`); any
-    number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects go
-    whole to every replica, and `None` stays `None`. Containers that JAX knows survive. With nothing
-    to cut there is one chunk, on the primary device. Differentiable. Of several processes each passes
-    its own rows, which go to its own devices.
-
-    Args:
-        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
-            (over these devices) stays so.
-        devices: the devices, the primary first; `None` is all of `jax.devices()`.
-        dim: the axis to cut along, negative allowed.
-        chunk_sizes: rows per device, for uneven devices; zeros allowed. Default: torch's rule.
-
-    Returns:
-        A `jdp.Scattered`: `s[i]` is the tree of replica i, on its device.
-
-    Raises:
-        ValueError: cut arrays disagree on their rows, or `chunk_sizes` does not fit.
-        IndexError: `dim` is out of range for an array.
-        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor.
-
-    Example:
-        >>> import jdp, numpy as np
-        >>> s = jdp.scatter((np.zeros((10, 3)), "mean"), devices=[0])
-        >>> s.sizes, s[0][0].shape, s[0][1]
-        ((10,), (10, 3), 'mean')
-
-    Source: `scatter` in torch/nn/parallel/scatter_gather.py, where arrays that disagree drop rows
-    in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
-    """
-    check_dim("scatter", dim)
-    return split(inputs, mesh_of("scatter", devices), dim, verb="scatter", root="inputs", sizes=chunk_sizes)
-
-
-def split(
-    inputs: Tree,
-    mesh: Mesh,
-    dim: int,
-    *,
-    verb: str,
-    root: str | tuple[str, ...],
-    axes: Tree = None,
-    sizes: Sequence[int] | None = None,
-    layouts: Recent[Any, Layout] | None = None,
-    place: bool = True,
-    stacked: Callable[[Any], bool] | None = None,
-) -> Scattered:
-    """`scatter`, with one axis (or None) for each leaf in `axes`; what is `Scattered` already stays so.
-
-    `layouts` keeps the layouts of a wrapper, whose mesh, dim and axes do not change: a batch of known
-    shapes is not looked at again. Without `place`, numpy arrays stay on the host, for the program's call
-    to move. `stacked` tells which arrays hold one entry for each replica.
-    """
-    options: Any = {"root": root, "axes": axes, "sizes": sizes, "layouts": layouts, "stacked": stacked}
-    try:
-        batch = prepare(inputs, mesh, dim, verb=verb, **options)
-    except Exception as error:
-        if spans_processes(mesh):
-            fail(processes_of(mesh), verb, error)
-        raise
-    if isinstance(batch, Prepared):
-        chunks = batch.sizes
-        if batch.outline is not None:
-            chunks = alike(mesh, chunks) if capturing() else _agreed_on(mesh, verb, chunks, batch.outline)
-        return filled(batch, chunks, layouts, place)
-    leaves, layout = batch
-    return _fill(leaves, layout, place)
-
-
-def _agreed_on(mesh: Mesh, verb: str, sizes: tuple[int, ...], outline: Outline) -> tuple[int, ...]:
-    """The rows of every replica, when all processes have told theirs."""
-    return rows_of_all(mesh, finish(begin(processes_of(mesh), verb, sizes, outline)).rows)
-
-
-def filled(batch: Prepared, chunks: tuple[int, ...], layouts: Recent[Any, Layout] | None, place: bool) -> Scattered:
-    """The batch as a `Scattered`, with the rows of every replica."""
-    specs = tuple(Cut(s, chunks) if isinstance(s, int) else s for s in batch.specs)
-    layout = Layout(batch.treedef, specs, chunks, batch.mesh, batch.dim)
-    if layouts is not None and batch.key is not None:
-        # With several processes the rows of the others are no part of the key; one object for each all the same.
-        key = batch.key if batch.outline is None else (chunks, batch.key)
-        layout = layouts.setdefault(key, layout)
-    return _fill(batch.leaves, layout, place)
-
-
-def _fill(leaves: Sequence[Any], layout: Layout, place: bool) -> Scattered:
-    """The leaves, padded, as a `Scattered`; on the devices, but for numpy arrays where not `place`."""
-    several = spans_processes(layout.mesh)
-    own = layout.here if several else layout
-    n, even = len(own.devices), own.is_even
-    arrays = []
-    for x, leaf in zip(leaves, own.leaves, strict=True):
-        if type(x) is Ready:
-            arrays.append(x.array)
-        elif type(leaf) is not Static:
-            arrays.append(x if even or type(leaf) is not Cut else _pad(x, leaf, n))
-    if several:
-        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
-    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
-    as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
-    s = Scattered(arrays, layout)
-    return s if as_it_is else placed(s)
-
-
-def _pad(x: Any, leaf: Cut, n: int) -> Any:
-    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
-
-
-@functools.lru_cache(SIZES)
-def _padding(leaf: Cut, n: int) -> Any:
-    return jax.jit(lambda x: pad(x, leaf, n))
