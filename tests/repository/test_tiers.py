@@ -55,6 +55,7 @@ def test_a_tier_has_its_cases_and_the_fast_one_judges_them(tmp_path, tier, passe
     (tmp_path / "test_it.py").write_text(TESTS)
     root = pathlib.Path(__file__).parents[2]
     environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    environ["JDP_TESTS_ARE_JUDGED"] = "1"
     environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
     command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path)]
     command += ["-p", "conftest", "-p", "no:cacheprovider", "-m", tier, "-rpf", "test_it.py"]
