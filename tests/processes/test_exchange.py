@@ -9,7 +9,7 @@ PUBLISHES = """
 import sys
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
-from jdp._jax.coordination import client
+from jdp._processes.coordination import client
 from jdp._processes import exchange
 exchange._PUBLISHED = 3
 group = exchange.exchange_of((0,))
