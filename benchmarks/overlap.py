@@ -33,9 +33,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp._explain import collectives as _collectives
-from jdp._explain import hlo as _hlo
-from jdp._plan import estimate as _schedule
+from jdp._explain import collectives, hlo
+from jdp._plan import estimate
 from jdp._plan.estimate import Network
 from jdp._topology.quiet import quiet
 
@@ -131,17 +130,17 @@ class Contenders:
             return jdp.explain(step, state, self.tokens).hlo
 
 
-def under_backward(module: _hlo.Module, collective: _collectives.Collective) -> bool:
+def under_backward(module: hlo.Module, collective: collectives.Collective) -> bool:
     """Whether some of the backward pass, by the names that JAX gives, runs while it is under way."""
     instructions = module.computations[collective.computation].by_name
     return any("transpose(jvp" in instructions[name].op_name for name in collective.overlapped)
 
 
 def figures(text: str, network: Network) -> list[str]:
-    module = _hlo.parse(text)
-    found = _collectives.collectives(module)
+    module = hlo.parse(text)
+    found = collectives.collectives(module)
     total = sum(c.bytes for c in found)
-    schedule = _schedule.simulate(module, network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
+    schedule = estimate.simulate(module, network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
     return [
         str(len(found)),
         f"{total / 1e6:.1f}",

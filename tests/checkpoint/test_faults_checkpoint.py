@@ -284,11 +284,11 @@ JOB = """
     elif fault == "removal" :
         if rank == 0:
             import pathlib
-            from jdp._checkpoint import steps as _checkpoint_steps
+            from jdp._checkpoint import steps
             pathlib.Path(directory, "7.orbax-checkpoint-tmp").mkdir(parents=True)
             def fails(directory):
                 raise OSError("jdp.Checkpointer: it sticks; so it is. Wait.")
-            _checkpoint_steps.remove_unfinished = fails
+            steps.remove_unfinished = fails
         print("SAID", text_of(lambda: checkpointer.save(5, state)), flush=True)
     else:
         checkpointer.save(1, state, data=1)

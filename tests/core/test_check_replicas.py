@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp._core import fingerprint as _check_replicas
 from jdp._core.devices import make_mesh
-from jdp._core.fingerprint import check_replicas, fingerprint
+from jdp._core.fingerprint import _program, check_replicas, fingerprint, start
 from jdp._core.layout import replicated
 
 
@@ -117,13 +116,13 @@ def test_it_is_one_program_with_one_collective(mesh, compilations):
     compilations()
     check_replicas([replicas(W - i, mesh) for i in range(40)], mesh, "verb")
     assert compilations() == 0
-    text = _check_replicas._program(mesh).lower(tree).compile().as_text()
+    text = _program(mesh).lower(tree).compile().as_text()
     assert text.count(" all-reduce(") == 1 and "all-gather" not in text
 
 
 def test_start_does_not_wait_and_the_tree_may_be_donated(mesh, refused):
     good, bad = replicas(W, mesh), replicas(W, mesh, {4: one_ulp(W)})
-    checks = [_check_replicas.start([x], mesh) for x in (good, bad)]
+    checks = [start([x], mesh) for x in (good, bad)]
     clear = jax.jit(lambda x: x * 0, donate_argnums=0)
     for x in (good, bad):
         clear(x)

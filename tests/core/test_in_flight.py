@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from jdp._core import programs as _dispatch
+from jdp._core import programs
 
 STEPS = 20_000
 
@@ -80,11 +80,11 @@ def test_the_queue_is_bounded_and_waits():
     import numpy as np
 
     import jdp
-    from jdp._core import programs as _dispatch
+    from jdp._core import programs
 
     dp = jdp.DataParallel(lambda w, x: w * x)
     outs = [dp(1.0, np.ones(8, np.float32)) for _ in range(40)]
-    assert len(_dispatch._running) < 12
+    assert len(programs._running) < 12
     assert all(y.is_ready() for y in outs[:-12])
     jax.block_until_ready(outs)
 
@@ -95,7 +95,7 @@ def test_so_are_steps():
     import optax
 
     import jdp
-    from jdp._core import programs as _dispatch
+    from jdp._core import programs
 
     dp = jdp.DataParallel(lambda v, x: x * v["params"])
     step = dp.train_step(lambda v, x: dp(v, x).mean(), optax.sgd(0.1))
@@ -105,7 +105,7 @@ def test_so_are_steps():
     for _ in range(40):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    assert len(_dispatch._running) < 12
+    assert len(programs._running) < 12
     assert all(y.is_ready() for y in losses[:-12])
     jax.block_until_ready(losses)
 
@@ -138,8 +138,8 @@ def test_two_threads_wait_for_the_last(monkeypatch):
 
     running = Shared()
     running.append(("scale", None))
-    monkeypatch.setattr(_dispatch, "_running", running)
-    _dispatch.wait_for_all()
+    monkeypatch.setattr(programs, "_running", running)
+    programs.wait_for_all()
 
 
 def test_the_error_of_an_earlier_call_names_it():
@@ -162,10 +162,10 @@ def test_the_error_of_an_earlier_call_names_it():
         raise AssertionError("it has run")
 
     x, dp = np.ones(8, np.float32), jdp.DataParallel(scale)
-    _dispatch.wait_for_all()
+    programs.wait_for_all()
     assert dp(2.0, x).tolist() == [2.0] * 8
-    assert [name for name, _ in _dispatch._running] == ["scale"]
-    _dispatch._wait_for_earlier(sensor, Failed())
+    assert [name for name, _ in programs._running] == ["scale"]
+    programs._wait_for_earlier(sensor, Failed())
     with pytest.raises(RuntimeError, match="the sensor is gone") as caught:
         for _ in range(12):
             dp(2.0, x)

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 import jdp
-from jdp._core import programs as _kept
 
 W = {"params": {"w": np.ones((2, 2), np.float32)}}
 
@@ -30,7 +29,7 @@ def loss_fn(v, x):
 @pytest.fixture
 def few(monkeypatch):
     """Three sizes are kept."""
-    monkeypatch.setattr(_kept, "SIZES", 3)
+    monkeypatch.setattr("jdp._core.programs.SIZES", 3)
 
 
 def doors(dp):
@@ -142,7 +141,7 @@ def megabytes():
     (line,) = [x for x in open("/proc/self/status") if x.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
 
-t._kept.SIZES = {kept}
+jdp._core.programs.SIZES = {kept}
 calls, _ = t.doors(jdp.DataParallel(t.model))
 calls = [calls[door] for door in {doors!r}]
 found = []
@@ -174,6 +173,6 @@ def test_many_sizes_take_no_more_memory_than_few():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_2000_sizes_stay_under_a_bound():
     doors = ["apply", "value_and_grad", "train_step", "parallel"]
-    megabytes = growth(doors, sizes=2000, warm=600, kept=_kept.SIZES)  # each door has as many as it keeps by then
+    megabytes = growth(doors, sizes=2000, warm=600, kept=jdp._core.programs.SIZES)  # each door has as many as it keeps by then
     print(f"from 600 to 2000 sizes: {megabytes:.0f} MB")
     assert megabytes < 600  # 2.5 MB for each size before: 3500

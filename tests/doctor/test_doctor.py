@@ -15,16 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from jdp._doctor import advice as _doctor_advice
-from jdp._doctor import cli as _doctor
-from jdp._doctor import examine as _doctor_examine
-from jdp._doctor import machine as _doctor_machine
-from jdp._doctor import report as _doctor_report
-from jdp._doctor import watch
-from jdp._doctor import worker as _doctor_links
-from jdp._doctor.worker import choose
+from jdp._doctor import advice, cli, examine, machine, watch
+from jdp._doctor.report import show
+from jdp._doctor.worker import MOVES, choose, compute, first_wrong, measure
 
-ROOT = pathlib.Path(_doctor.__file__).parents[2]
+ROOT = pathlib.Path(cli.__file__).parents[2]
 MEBIBYTES = ["--mebibytes", "1"]
 
 
@@ -78,7 +73,7 @@ def doctor(capsys, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
     def doctor(*arguments):
-        code = _doctor.main(list(arguments))
+        code = cli.main(list(arguments))
         printed = capsys.readouterr().out
         return code, json.loads(printed) if "--json" in arguments else printed
 
@@ -134,8 +129,7 @@ def test_one_device_has_no_links_and_jax_is_not_started_here():
 
 FAULTS = """
     import signal, jax, numpy as np
-    from jdp._doctor import worker as links
-    from jdp._doctor import worker as _doctor_worker
+    from jdp._doctor import worker
 
     def flipped(result, device, index):
         shards = [s.data for s in result.addressable_shards]
@@ -145,7 +139,7 @@ FAULTS = """
         shards[at] = jax.device_put(flat.reshape(shards[at].shape), shards[at].device)
         return jax.make_array_from_single_device_arrays(result.shape, result.sharding, shards)
 
-    true = dict(links.MOVES)
+    true = dict(worker.MOVES)
 
     def gather(x, mesh):
         return flipped(true["all_gather"](x, mesh), 2, 347)  # 342 words from each
@@ -165,9 +159,9 @@ FAULTS = """
             os.kill(os.getpid(), signal.SIGSEGV)
         return true["permute"](x, mesh)
 
-    links.MOVES |= {"all_reduce": lambda x, mesh: time.sleep(600), "all_gather": gather, "reduce_scatter": scatter}
-    links.MOVES |= {"copy": copy, "permute": permute}
-    _doctor_worker.serve(REPLY)
+    worker.MOVES |= {"all_reduce": lambda x, mesh: time.sleep(600), "all_gather": gather, "reduce_scatter": scatter}
+    worker.MOVES |= {"copy": copy, "permute": permute}
+    worker.serve(REPLY)
 """
 
 
@@ -208,8 +202,8 @@ def test_links_that_hang_lie_and_crash_are_named_and_the_rest_goes_on(doctor, wo
 def test_every_wrong_word_is_found_and_so_are_old_ones(devices, monkeypatch, test, n):
     chosen = devices[: 2 if test in ("copy", "permute") else n][::-1]  # not in the order of their ids
     count = 24 * n
-    assert _doctor_links.measure(test, chosen, count, 2)["seconds"] > 0
-    move, first = _doctor_links.MOVES[test], []
+    assert measure(test, chosen, count, 2)["seconds"] > 0
+    move, first = MOVES[test], []
 
     def lie(x, mesh):
         result = move(x, mesh)
@@ -217,8 +211,8 @@ def test_every_wrong_word_is_found_and_so_are_old_ones(devices, monkeypatch, tes
         at[chosen[1]] = at[chosen[1]].at[(0,) * (result.ndim - 1) + (-1,)].add(np.uint32(2**31))
         return jax.make_array_from_single_device_arrays(result.shape, result.sharding, list(at.values()))
 
-    monkeypatch.setitem(_doctor_links.MOVES, test, lie)
-    wrong = _doctor_links.measure(test, chosen, count, 2)
+    monkeypatch.setitem(MOVES, test, lie)
+    wrong = measure(test, chosen, count, 2)
     assert wrong["failure"] == "wrong" and wrong["at"] == 1 and wrong["wrong_words"] == 1
     assert wrong["index"] == wrong["words"] - 1 and (wrong["found"] - wrong["expected"]) % 2**32 == 2**31
     assert wrong["from"] == (None if "reduce" in test else len(chosen) - 1 if test == "all_gather" else 0)
@@ -227,26 +221,26 @@ def test_every_wrong_word_is_found_and_so_are_old_ones(devices, monkeypatch, tes
         first.append(move(x, mesh))
         return first[0]
 
-    monkeypatch.setitem(_doctor_links.MOVES, test, old)
-    assert _doctor_links.measure(test, chosen, count, 2)["wrong_words"] > 1
+    monkeypatch.setitem(MOVES, test, old)
+    assert measure(test, chosen, count, 2)["wrong_words"] > 1
 
 
 def test_the_first_of_several_wrong_words_is_named():
     found, expected = np.array([1, 9, 3, 8], np.uint32), np.array([1, 2, 3, 4], np.uint32)
     wrong = {"index": 1, "expected": 2, "found": 9, "wrong_words": 2, "words": 4}
-    assert _doctor_links.first_wrong(found, expected) == wrong
-    assert _doctor_links.first_wrong(expected, expected) is None
-    assert "(3,) words instead of (4,)" in _doctor_links.first_wrong(found[:3], expected)["text"]
+    assert first_wrong(found, expected) == wrong
+    assert first_wrong(expected, expected) is None
+    assert "(3,) words instead of (4,)" in first_wrong(found[:3], expected)["text"]
 
 
 def test_a_device_that_computes_wrong_is_found(devices, monkeypatch):
-    assert _doctor_links.compute(devices[1], 100) == {}
+    assert compute(devices[1], 100) == {}
     true = jax.numpy.matmul
     monkeypatch.setattr(jax.numpy, "matmul", lambda a, b: true(a, b).at[3, 4].add(1))
-    wrong = _doctor_links.compute(devices[1], 100)
+    wrong = compute(devices[1], 100)
     assert (wrong["failure"], wrong["index"], wrong["found"] - wrong["expected"]) == ("wrong", 3 * 256 + 4, 1)
-    monkeypatch.setattr(_doctor_links, "_shifted", lambda x, seed: x)
-    assert _doctor_links.compute(devices[1], 100)["wrong_words"] == 100
+    monkeypatch.setattr("jdp._doctor.worker._shifted", lambda x, seed: x)
+    assert compute(devices[1], 100)["wrong_words"] == 100
 
 
 def test_bandwidths_are_those_of_nccl_tests(doctor, fake):
@@ -345,11 +339,11 @@ def test_a_backend_that_fails_says_so(doctor, monkeypatch):
 
 def test_a_failure_without_words_says_where(doctor, worker):
     worker("""
-        from jdp._doctor import worker as _doctor_worker
+        from jdp._doctor import worker
         def start(spec):
             assert spec == "another"
-        _doctor_worker.start = start
-        _doctor_worker.serve(REPLY)
+        worker.start = start
+        worker.serve(REPLY)
     """)
     code, text = doctor("--no-links")
     flat = " ".join(text.split())
@@ -360,9 +354,9 @@ def test_a_failure_without_words_says_where(doctor, worker):
 def test_a_reader_that_has_seen_enough_is_no_error(fake):
     fake()
     command = watch.command(7, 1)[:2]
-    code = f"import sys; from jdp._doctor import cli as _doctor, watch as w; first = {command!r}; "
+    code = f"import sys; from jdp._doctor import cli, watch as w; first = {command!r}; "
     code += "w.command = lambda reply, seconds: [*first, str(reply)]; "
-    code += "sys.exit(_doctor.main([]))"
+    code += "sys.exit(cli.main([]))"
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as run:
@@ -383,20 +377,19 @@ def test_nothing_is_left_behind_also_what_the_worker_started(doctor, fake, tmp_p
 
 HANGS = """
     import ctypes
-    from jdp._doctor import worker as links
-    from jdp._doctor import worker as _doctor_worker
+    from jdp._doctor import worker
     def broadcast(x, mesh):
         print(os.getpid(), file=open(sys.argv[0] + ".pid", "w"), flush=True)
         {hang}
-    links.MOVES["broadcast"] = broadcast
-    _doctor_worker.serve(REPLY)
+    worker.MOVES["broadcast"] = broadcast
+    worker.serve(REPLY)
 """
 
 
 def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
     script = worker(HANGS.format(hang="time.sleep(600)"))
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._doctor import cli as _doctor, watch as w; "
-    code += f"w.command = lambda reply, seconds: [sys.executable, {str(script)!r}, str(reply)]; _doctor.main([])"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._doctor import cli, watch as w; "
+    code += f"w.command = lambda reply, seconds: [sys.executable, {str(script)!r}, str(reply)]; cli.main([])"
     environ = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.DEVNULL) as parent:
         try:
@@ -426,7 +419,7 @@ def test_ctrl_c_ends_the_worker_too(fake, monkeypatch, tmp_path, capsys):
     fake(start=f"open({str(pid)!r}, 'w').write(str(os.getpid()))", answer="os.kill(os.getppid(), 2); time.sleep(600)")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # behind a `&` it would be ignored
     try:
-        assert _doctor.main([]) == 130 and "interrupted" in capsys.readouterr().err
+        assert cli.main([]) == 130 and "interrupted" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGINT, before)
     assert is_gone(int(pid.read_text()))
@@ -453,7 +446,7 @@ def test_the_report_fits_the_terminal(doctor, fake, monkeypatch, kind):
         out.isatty = lambda a_terminal=a_terminal: a_terminal
         monkeypatch.setenv("COLUMNS", "33" if not a_terminal else str(columns))  # of someone else's terminal
         monkeypatch.setenv("TERM", "dumb")
-        _doctor_report.show(report, out)
+        show(report, out)
         text = out.getvalue()
         long = [line for line in text.splitlines() if len(line) > min(columns, 120)]
         assert [line for line in long if " " in line.strip()] == [], text  # only flags, which are there to be copied
@@ -478,23 +471,23 @@ def test_the_report_fits_the_terminal(doctor, fake, monkeypatch, kind):
 
 @pytest.mark.parametrize("n", [9, 16, 64])
 def test_many_devices_are_tested_in_a_ring_and_sampled_pairs(n):
-    pairs, said = _doctor_examine.pairs(n)
+    pairs, said = examine.pairs(n)
     assert len(set(pairs)) == len(pairs) == 2 * n and all(a != b for a, b in pairs)
     assert {(i, (i + 1) % n) for i in range(n)} < set(pairs) and str(n * (n - 1)) in said
-    assert pairs == _doctor_examine.pairs(n)[0]
+    assert pairs == examine.pairs(n)[0]
 
 
 @pytest.mark.parametrize(
     "arguments", [["--timeout", "0"], ["--timeout", "soon"], ["--mebibytes", "-1"], ["--what"], ["x"]]
 )
 def test_arguments_that_make_no_sense_are_refused(capsys, arguments):
-    assert _doctor.main(arguments) == 2
+    assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("usage: jdp doctor") and arguments[-1] in printed.err
 
 
 def test_help_says_what_the_exit_code_means(capsys):
-    assert _doctor.main(["--help"]) == 0
+    assert cli.main(["--help"]) == 0
     assert "0 all is well, 1 something failed, 2 usage" in " ".join(capsys.readouterr().out.split())
 
 
@@ -510,7 +503,7 @@ def test_devices_are_chosen_by_count_name_and_index(devices):
 
 def test_devices_that_are_not_there_are_a_matter_of_usage(capsys, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    assert _doctor.main(["--json", "--devices", "cpu:0,cpu:7"]) == 2
+    assert cli.main(["--json", "--devices", "cpu:0,cpu:7"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "jdp.doctor: devices[1] 'cpu:7' is unknown" in printed.err
 
@@ -518,7 +511,7 @@ def test_devices_that_are_not_there_are_a_matter_of_usage(capsys, monkeypatch):
 def said(devices=(), n=0, versions=None, gpus=(), environ=None, cores=2):
     facts = {"cores": cores, "versions": versions or {"jax": "0.10.2", "jaxlib": "0.10.2"}, "gpus": list(gpus)}
     chosen = [{"platform": devices or "cpu"} for _ in range(n)]
-    return [(note["level"], note["text"]) for note in _doctor_advice.notes(facts, chosen, environ or {})]
+    return [(note["level"], note["text"]) for note in advice.notes(facts, chosen, environ or {})]
 
 
 CARD = {"index": "0", "driver_version": "580.65", "compute_cap": "9.0"}
@@ -551,10 +544,9 @@ def test_the_traps_of_a_machine_are_told():
 def test_the_imbalance_of_devices_is_told(doctor, worker):
     worker("""
         from unittest import mock
-        from jdp._core import devices as _devices
-        from jdp._doctor import worker as _doctor_worker
-        with mock.patch.object(_devices, "memory_bytes", lambda d: 40 if d.id == 1 else 80):
-            _doctor_worker.serve(REPLY)
+        from jdp._doctor import worker
+        with mock.patch("jdp._core.devices.memory_bytes", lambda d: 40 if d.id == 1 else 80):
+            worker.serve(REPLY)
     """)
     code, report = doctor("--json", "--no-links")
     assert code == 0 and report["links"]["why"] == "not tested: --no-links" and len(report["computes"]) == 3
@@ -566,7 +558,7 @@ def smi(tmp_path, monkeypatch, script):
     path.write_text("#!/bin/sh\n" + script)
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return _doctor_machine.nvidia_smi(seconds=0.5)
+    return machine.nvidia_smi(seconds=0.5)
 
 
 def test_nvidia_smi_is_read_and_may_hang_or_fail(tmp_path, monkeypatch):
@@ -582,7 +574,7 @@ def test_nvidia_smi_is_read_and_may_hang_or_fail(tmp_path, monkeypatch):
 
 
 def test_the_password_of_a_proxy_is_not_shown():
-    facts = _doctor_machine.facts(
+    facts = machine.facts(
         {"https_proxy": "http://me:secret@proxy:3128", "HOME": "/home/me", "NCCL_DEBUG": "INFO"}
     )
     assert facts["settings"] == {"https_proxy": "http://***@proxy:3128", "NCCL_DEBUG": "INFO"}

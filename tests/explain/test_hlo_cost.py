@@ -136,7 +136,7 @@ def test_room_that_a_library_works_in_is_no_traffic():
 LIVE = """
 import jax, jax.numpy as jnp
 from jdp._topology.quiet import quiet
-from jdp._topology.topology import topology
+from jdp import topology
 from jdp._explain.hlo import parse
 from jdp._explain.cost import totals
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

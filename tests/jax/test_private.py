@@ -18,11 +18,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp._core import devices as _devices
+from jdp._core import devices
 from jdp._jax import jaxprs, private
-from jdp._model import nnx as _nnx
 from jdp._processes import coordination, initialize
-from jdp._topology import topology as _topology
+from jdp._topology import topology
 
 X = np.random.RandomState(0).randn(10, 4).astype(np.float32)  # ten rows: uneven over eight devices
 W = np.random.RandomState(1).randn(4, 3).astype(np.float32)
@@ -200,17 +199,17 @@ def test_without_runtime_type(without, want, monkeypatch):
     assert private.is_described(described()) and not private.is_described(jax.devices()[0])
     without("runtime_type")
     assert not private.is_described(described())
-    monkeypatch.setattr(_topology, "_gpus", lambda *_: tuple(jax.devices()))
+    monkeypatch.setattr(topology, "_gpus", lambda *_: tuple(jax.devices()))
     with pytest.raises(NotImplementedError, match=r"jdp\.topology: JAX .* does not tell described"):
         jdp.topology("h100")
-    monkeypatch.setattr(_topology, "are_described", lambda mesh: True)
+    monkeypatch.setattr(topology, "are_described", lambda mesh: True)
     assert jdp.topology("h100") == tuple(jax.devices())  # it is refused for that reason alone
     same(outputs_and_gradients(), want)
 
 
 def test_canary_device():
     device = private._found("jaxlib._jax", "Device")
-    assert device is jax.Device is _devices.Device, lost("jaxlib._jax.Device", "a type checker does not know devices")
+    assert device is jax.Device is devices.Device, lost("jaxlib._jax.Device", "a type checker does not know devices")
 
 
 def test_canary_global_state():
@@ -360,7 +359,7 @@ def test_canary_captures():
 
 def test_without_captures(monkeypatch):
     want, _ = nnx.capture(jdp.DataParallel(Listed(in_list=True)), nnx.Intermediate)(X)
-    monkeypatch.setattr(_nnx, "CAPTURES", "__no_such_name__")
+    monkeypatch.setattr("jdp._model.nnx.CAPTURES", "__no_such_name__")
     got, captured = nnx.capture(jdp.DataParallel(Listed(in_list=False)), nnx.Intermediate)(X)
     same((got, jax.tree.leaves(captured)[0]), (want, want))
     with pytest.raises(ValueError, match="Comparator raised"):  # JAX's own

@@ -22,10 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from jdp._launch import environment as _launch_environment
-from jdp._launch import options as _launch_options
-from jdp._launch import output as _launch_output
-from jdp._launch import workers as _launch_watch
+from jdp._launch import environment, output, workers
+from jdp._launch.options import Job, parse
 from jdp._launch.protocol import FOR_ANOTHER
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +181,7 @@ def test_the_console_script_is_the_same_function():
 
 
 def job(**kwargs):
-    return _launch_options.Job(**({"command": ("python",), "processes": 2} | kwargs))
+    return Job(**({"command": ("python",), "processes": 2} | kwargs))
 
 
 def test_cpu_devices_get_two_threads_each_and_no_second_answer():
@@ -192,19 +190,19 @@ def test_cpu_devices_get_two_threads_each_and_no_second_answer():
         "PJRT_NPROC": "3",
         "JAX_PLATFORMS": "cuda",
     }
-    envs = _launch_environment.environments(job(cpu_devices=4), 0, 0, base)
+    envs = environment.environments(job(cpu_devices=4), 0, 0, base)
     for env in envs:
         assert env["XLA_FLAGS"] == "--a=1 --b" and "PJRT_NPROC" not in env
         assert (env["JAX_PLATFORMS"], env["JAX_NUM_CPU_DEVICES"], env["NPROC"]) == ("cpu", "4", "8")
-    (env, _) = _launch_environment.environments(job(cpu_devices=4), 0, 0, {"NPROC": "32", "XLA_FLAGS": "--c"})
+    (env, _) = environment.environments(job(cpu_devices=4), 0, 0, {"NPROC": "32", "XLA_FLAGS": "--c"})
     assert env["NPROC"] == "32" and env["XLA_FLAGS"] == "--c"
-    (env, _) = _launch_environment.environments(job(), 0, 0, base)
+    (env, _) = environment.environments(job(), 0, 0, base)
     assert env["XLA_FLAGS"] == base["XLA_FLAGS"] and env["JAX_PLATFORMS"] == "cuda" and "NPROC" not in env
 
 
 def test_gpus_are_divided_evenly(place, monkeypatch):
     def gpus(processes=2, **env):
-        return _launch_environment.gpus_to_divide(job(processes=processes), env)
+        return environment.gpus_to_divide(job(processes=processes), env)
 
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,6,7") == 4
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,-1,7") == 2  # CUDA stops at the -1
@@ -216,10 +214,10 @@ def test_gpus_are_divided_evenly(place, monkeypatch):
         gpus(CUDA_VISIBLE_DEVICES="0,1,2")
     with pytest.raises(ValueError, match="1 GPUs and 2 processes"):
         gpus(CUDA_VISIBLE_DEVICES="0")
-    ids = [e.get("JAX_LOCAL_DEVICE_IDS") for e in _launch_environment.environments(job(), 0, 4, {})]
+    ids = [e.get("JAX_LOCAL_DEVICE_IDS") for e in environment.environments(job(), 0, 4, {})]
     assert ids == ["0,1", "2,3"]
     user = {"JAX_LOCAL_DEVICE_IDS": "7"}
-    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in _launch_environment.environments(job(), 0, 4, user)] == ["7", "7"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in environment.environments(job(), 0, 4, user)] == ["7", "7"]
     smi = place / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: a)'\necho '  MIG 1g.5gb Device 0: (UUID: b)'\necho 'GPU 1: X'\n")
     smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
@@ -254,14 +252,14 @@ def test_lines_do_not_depend_on_how_the_bytes_come_in_pieces():
     text = b"one\n\ntwo\r\nbar 1\rbar 2\r\rbar 3\r\nlast\r"
     want = [b"> one\n", b"> \n", b"> two\n", b"> bar 1\r", b"> bar 2\r", b"> bar 3\n", b"> last\n"]
     for size in range(1, len(text) + 1):
-        lines = _launch_output.Lines(b"> ")
+        lines = output.Lines(b"> ")
         pieces = [piece for i in range(0, len(text), size) for piece in lines.feed(text[i : i + size])]
         assert pieces + lines.end() == want and lines.end() == []
         assert list(lines.tail) == [line for line in want if line.endswith(b"\n")]
 
 
 def test_a_line_that_never_ends_does_not_fill_the_memory():
-    lines = _launch_output.Lines(b"")
+    lines = output.Lines(b"")
     pieces = [piece for _ in range(40) for piece in lines.feed(b"x" * (1 << 16))]
     assert sum(piece.count(b"x") for piece in pieces) >= 1 << 21 and len(pieces) == 2
 
@@ -388,7 +386,7 @@ def test_ends_are_noted_with_their_codes_in_their_order(kernel, monkeypatch):
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.exit(int(sys.stdin.read() or 0))"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(6)]
     seen = []
-    threads = _launch_watch.watch(processes, lambda i, code: seen.append((i, code)))
+    threads = workers.watch(processes, lambda i, code: seen.append((i, code)))
     assert len(threads) == {"new": 1, "old": 6}[kernel]
     for count, i in enumerate((3, 0, 5, 1, 4)):
         processes[i].stdin.write(b"%d" % i)
@@ -411,7 +409,7 @@ def test_ends_that_came_while_nobody_looked_are_in_their_order():
         looking.wait()
         seen.append(i)
 
-    (thread,) = _launch_watch.watch(processes, ended)
+    (thread,) = workers.watch(processes, ended)
     order = [4, 1, 7, 0, 6, 2, 5, 3]
     for i in order:
         processes[i].kill()
@@ -734,7 +732,7 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
 def test_what_cannot_be_run_is_refused_before_anything_starts(args, match, capsys):
     Path("script.py").write_text("")
     with pytest.raises(SystemExit) as info:
-        _launch_options.parse(args.split())
+        parse(args.split())
     assert info.value.code == 2 and re.search(match, capsys.readouterr().err)
 
 
@@ -747,7 +745,7 @@ def test_gpus_that_cannot_be_divided_are_a_usage_error(monkeypatch):
 def test_the_help_fits_a_terminal_and_names_every_option(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as info:
-        _launch_options.parse(["--help"])
+        parse(["--help"])
     text = capsys.readouterr().out
     assert info.value.code == 0
     options = "-n --max-restarts --devices-per-process --grace --preemption-grace --nnodes --node-rank --coordinator -m"

@@ -16,8 +16,7 @@ from jdp.__main__ import main
 from jdp._core.devices import make_mesh
 from jdp._explain.calls import StepCall
 from jdp._model.config import scatter_batch
-from jdp._plan import cli as _plan
-from jdp._plan import lines as _plan_lines
+from jdp._plan import cli
 from jdp._plan.lines import Most, most
 from jdp._plan.script import PlanError, capture_step, spread
 from jdp._topology.chips import CHIPS, Chip, Protocol
@@ -78,7 +77,7 @@ def cpus(monkeypatch, devices):
         ("peaks", "memory_bytes", "bytes_per_second", "link", "network", "protocols"), "made up"), 1e8)  # fmt: skip
     monkeypatch.setitem(CHIPS, "h100", chip)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    monkeypatch.setattr(_plan, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
+    monkeypatch.setattr(cli, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
     return chip
 
 
@@ -196,7 +195,7 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
     def refuse(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: far too\n much")
 
-    monkeypatch.setattr(_plan_lines, "explain", refuse)
+    monkeypatch.setattr("jdp._plan.lines.explain", refuse)
     assert main([*command, "5", "--no-search"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"1 x 2 +no +no", out) and "1 x 2: RESOURCE_EXHAUSTED: far too\n" in out

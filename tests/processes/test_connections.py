@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jdp._processes import exchange as _connections
+from jdp._processes import exchange
 from jdp._processes.exchange import Connections
 
 FIRST, OTHER = 0, 3
@@ -31,9 +31,9 @@ def kept(monkeypatch):
         def key_value_set(self, key, value):
             values[key] = value
 
-    monkeypatch.setattr(_connections, "client", Client)
-    monkeypatch.setattr(_connections, "get", lambda key, seconds: values.get(key))
-    monkeypatch.setattr(_connections, "coordinator_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(exchange, "client", Client)
+    monkeypatch.setattr(exchange, "get", lambda key, seconds: values.get(key))
+    monkeypatch.setattr(exchange, "coordinator_host", lambda: "127.0.0.1")
     servers = []
     listen = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *a, **k: servers.append(listen(*a, **k)) or servers[-1])
@@ -124,7 +124,7 @@ def test_the_first_is_lost(first, other):
     ids=["http", "text", "token", "huge", "half", "nothing", "letter", "deep", "types", "letters", "1", "2", "3"],
 )
 def test_strangers_are_not_heard_and_stop_nobody(first, other, kept, words, monkeypatch):
-    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    monkeypatch.setattr(exchange, "_TO_CONNECT", 1)
     _, port, _ = json.loads(kept["g/address"])
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(words)
@@ -167,7 +167,7 @@ def is_closed(stranger):
 
 @pytest.mark.parametrize("head", [b"", framed(b"x" * 900)[:5]], ids=["bare", "header"])
 def test_who_says_who_it_is_byte_by_byte_stops_nobody_and_is_closed_in_time(first, other, knock, head, monkeypatch):
-    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    monkeypatch.setattr(exchange, "_TO_CONNECT", 1)
     stranger, stop = knock(), threading.Event()
 
     def trickle():
@@ -197,7 +197,7 @@ def test_who_says_who_it_is_byte_by_byte_stops_nobody_and_is_closed_in_time(firs
 
 def test_a_greeting_that_was_there_in_time_is_heard_however_late(first, other, monkeypatch):
     """Process 0 computes for longer than a stranger may take, after it has accepted the connection."""
-    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    monkeypatch.setattr(exchange, "_TO_CONNECT", 1)
     create_connection = socket.create_connection
     sent = threading.Event()
 
@@ -223,7 +223,7 @@ def test_a_greeting_that_was_there_in_time_is_heard_however_late(first, other, m
 
 
 def test_who_says_nothing_is_closed_and_so_many_are_not_kept(first, other, knock, monkeypatch):
-    monkeypatch.setattr(_connections, "_TO_CONNECT", 1)
+    monkeypatch.setattr(exchange, "_TO_CONNECT", 1)
     strangers = [knock() for _ in range(200)]  # before anybody accepts one: they fit into the queue
     assert first.receive(0.3) == []
     assert len(first._strangers) < 100
@@ -295,7 +295,7 @@ def test_who_knows_the_token_is_still_only_one_of_the_group_and_once(first, othe
 
 
 def test_an_address_that_cannot_be_reached_is_named(kept, monkeypatch):
-    monkeypatch.setattr(_connections, "_TO_CONNECT", 0.2)
+    monkeypatch.setattr(exchange, "_TO_CONNECT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     kept["g/address"] = json.dumps([["127.0.0.1"], port, "token"])

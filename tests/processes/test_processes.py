@@ -20,7 +20,7 @@ from flax import nnx
 from laws import close
 
 import jdp
-from jdp._processes import exchange as _exchange
+from jdp._processes import exchange
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -728,7 +728,7 @@ def nothing_said(monkeypatch):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    limits = _exchange.limits
+    limits = exchange.limits
     monkeypatch.setattr(limits, "step", limits.step)
     monkeypatch.setattr(limits, "start", limits.start)
     return monkeypatch

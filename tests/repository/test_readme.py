@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jdp._launch import options as _launch_options
-from jdp._plan import cli as _plan
+from jdp._launch.options import parse
+from jdp._plan import cli
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -65,9 +65,9 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
     for command, *args in commands:
         assert command in ("launch", "doctor", "plan")
         if command == "launch":
-            assert _launch_options.parse(args).command[1:] == ("train.py",)
+            assert parse(args).command[1:] == ("train.py",)
         if command == "plan":
-            options = _plan._parser().parse_args(args)
-            _plan._check(_plan._parser(), options)
+            options = cli._parser().parse_args(args)
+            cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands

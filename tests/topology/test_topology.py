@@ -17,10 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import jdp
-from jdp._topology import topology as _topology
+from jdp import topology
 from jdp._topology.chips import CHIPS, TARGETS, target_config
 from jdp._topology.quiet import quiet
-from jdp._topology.topology import GPUS, TPUS, topology
+from jdp._topology.topology import GPUS, TPUS, _gpus, _tpus
 
 
 def installed(module):
@@ -94,7 +94,7 @@ def test_libtpu_says_as_much_memory_as_the_chips_table():
 @needs_tpus
 def test_nothing_is_logged_and_no_variable_is_left():
     code = (
-        "import os, sys, jax, jdp; from jdp._topology.topology import topology\n"
+        "import os, sys, jax; from jdp import topology\n"
         "print('begin', file=sys.stderr, flush=True); before = dict(os.environ)\n"
         "topology('h100', hosts=2); topology('v5e', '2x2'); assert dict(os.environ) == before\n"
         "print('end', file=sys.stderr, flush=True)"
@@ -110,7 +110,7 @@ def test_nothing_is_logged_and_no_variable_is_left():
 
 @needs_gpus
 def test_jax_may_have_started_without_the_plugin():
-    code = "import jax; jax.devices()\nfrom jdp._topology.topology import topology\n"
+    code = "import jax; jax.devices()\nfrom jdp import topology\n"
     code += "print(len(topology('a100', hosts=2)))"
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
@@ -119,8 +119,8 @@ def test_jax_may_have_started_without_the_plugin():
 
 @pytest.mark.parametrize("name, extra", [("h100", "plan-gpu"), ("v5e", "plan-tpu")])
 def test_a_missing_extra_is_named(monkeypatch, refused, name, extra):
-    monkeypatch.setattr(_topology, "_installed", lambda module: False)
-    _topology._gpus.cache_clear(), _topology._tpus.cache_clear()
+    monkeypatch.setattr("jdp._topology.topology._installed", lambda module: False)
+    _gpus.cache_clear(), _tpus.cache_clear()
     shape = "4x4" if name == "v5e" else None
     with refused(ImportError, "topology", match=rf'pip install "jax-data-parallel\[{extra}\]"'):
         topology(name, shape)

@@ -286,7 +286,7 @@ def test_the_next_step_after_the_note():
 
 
 def test_a_second_interrupt_does_not_wait(monkeypatch):
-    from jdp._core import programs as _dispatch
+    from jdp._core import programs
 
     ran = []
 
@@ -297,17 +297,17 @@ def test_a_second_interrupt_does_not_wait(monkeypatch):
         ran.append("second")
 
     with pytest.raises(KeyboardInterrupt):
-        _dispatch.run_and_keep(program, (), lambda out: ran.append("kept"))
+        programs.run_and_keep(program, (), lambda out: ran.append("kept"))
     assert ran == ["first"]
 
 
 def test_handlers_of_other_kinds_are_called_once_or_left_alone():
-    from jdp._core import programs as _dispatch
+    from jdp._core import programs
 
     calls = []
     for handler in (lambda number, frame: calls.append(number), signal.SIG_IGN):
         signal.signal(signal.SIGINT, handler)
-        found = _dispatch.run_and_keep(lambda: signal.raise_signal(signal.SIGINT), (), lambda out: (len(calls), out))
+        found = programs.run_and_keep(lambda: signal.raise_signal(signal.SIGINT), (), lambda out: (len(calls), out))
         assert signal.getsignal(signal.SIGINT) is handler or handler == signal.getsignal(signal.SIGINT)
         assert found == (0, None) if handler is not signal.SIG_IGN else found == (1, None)
     assert calls == [signal.SIGINT]
@@ -315,14 +315,14 @@ def test_handlers_of_other_kinds_are_called_once_or_left_alone():
 
 
 def test_an_error_does_not_swallow_the_interrupt():
-    from jdp._core import programs as _dispatch
+    from jdp._core import programs
 
     def program():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("of the model")
 
     with pytest.raises(KeyboardInterrupt) as error:
-        _dispatch.run_and_keep(program, (), lambda out: out)
+        programs.run_and_keep(program, (), lambda out: out)
     assert isinstance(error.value.__context__, ValueError)
 
 

@@ -12,7 +12,7 @@ import jdp
 from jdp._core.devices import make_mesh
 from jdp._explain.collectives import collectives
 from jdp._explain.hlo import parse
-from jdp._train import program as _train_program
+from jdp._train import program
 from jdp._train.program import _known, compiler_options, wanted
 
 S = jax.ShapeDtypeStruct
@@ -42,7 +42,7 @@ def explained(name="h100", shape=(), plain=False, **options):
     state = jdp.TrainState(S((), jnp.int32), PARAMS, jax.eval_shape(TX.init, PARAMS), {}, None)
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            patch.setattr(_train_program, "compiler_options", lambda mesh, sent: {})
+            patch.setattr(program, "compiler_options", lambda mesh, sent: {})
         return jdp.explain(step, state, BATCH)
 
 
@@ -161,9 +161,9 @@ def test_a_step_with_options_also_runs_inside_of_a_jit(devices, monkeypatch):
     """Where JAX refuses any, for they are those of the outermost one."""
     asked = []
     monkeypatch.setattr(
-        _train_program, "compiler_options", lambda *to: asked.append(to) or {"xla_cpu_enable_fast_math": False}
+        program, "compiler_options", lambda *to: asked.append(to) or {"xla_cpu_enable_fast_math": False}
     )
-    monkeypatch.setattr(_train_program, "takes_options", lambda mesh: True)
+    monkeypatch.setattr(program, "takes_options", lambda mesh: True)
     step = jdp.DataParallel(lambda v, x: x, devices).train_step(
         lambda v, x: jnp.mean((x @ v["params"]["w"]) ** 2), optax.sgd(0.1), donate=False
     )

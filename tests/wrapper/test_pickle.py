@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp._model import config as _config
+from jdp._model import config
 
 ROWS = np.random.RandomState(0).randn(5, 3).astype(np.float32)
 
@@ -81,7 +81,7 @@ def test_linen(devices, again):
 
 def test_a_wrapper_of_described_devices_is_one_of_devices_where_they_are_real(devices, monkeypatch):
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(_config, "are_described", lambda mesh: True)
+        elsewhere.setattr(config, "are_described", lambda mesh: True)
         dp = jdp.DataParallel(double, devices[:2])
         with pytest.raises(RuntimeError, match="devices of a topology, which are only described"):
             dp(2.0, ROWS)

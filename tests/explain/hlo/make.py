@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jdp import topology
 from jdp._topology.quiet import quiet
-from jdp._topology.topology import topology
 
 HERE = pathlib.Path(__file__).parent
 LAYERS, WIDTH, ROWS, SMALL = 3, 256, 32, 64
