@@ -168,38 +168,6 @@ def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:
     return Scattered(arrays, Layout(layout.treedef, tuple(specs), layout.sizes, layout.mesh, layout.dim))
 
 
-def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
-    """One list of arrays per leaf, in device order, and the treedef that all trees share."""
-    if not isinstance(outputs, list | tuple) or not outputs:
-        raise ValueError(
-            f"jdp.{verb}: outputs is {'empty' if isinstance(outputs, list | tuple) else type(outputs).__name__}; "
-            f"Expected at least one tree to {verb}. Pass a jdp.Scattered or a list with one tree per device."
-        )
-    flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in outputs]
-    paths, treedef = [path for path, _ in flat[0][0]], flat[0][1]
-    for i, (leaves, other) in enumerate(flat):
-        if other != treedef:
-            raise ValueError(
-                f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (torch: All dicts "
-                f"must have the same number of keys). Return the same keys and lengths on every device."
-            )
-        for path, x in leaves:
-            if not is_array(x):
-                raise TypeError(
-                    f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
-                    f"arrays. Pass jnp.asarray(x)."
-                )
-    return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
-
-
-def device_of(x: Any) -> Device | None:
-    """The device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
-    value = concrete(x)
-    if not isinstance(value, jax.Array):
-        return None
-    return min(value.sharding.device_set, key=lambda d: d.id)
-
-
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """`jdp.gather` of a list of trees."""
     columns, treedef = transpose_list(outputs, "gather")
@@ -231,6 +199,30 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
     return _spread(outputs, whole, dim) if device == "sharded" else whole
 
 
+def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
+    """One list of arrays per leaf, in device order, and the treedef that all trees share."""
+    if not isinstance(outputs, list | tuple) or not outputs:
+        raise ValueError(
+            f"jdp.{verb}: outputs is {'empty' if isinstance(outputs, list | tuple) else type(outputs).__name__}; "
+            f"Expected at least one tree to {verb}. Pass a jdp.Scattered or a list with one tree per device."
+        )
+    flat = [jax.tree_util.tree_flatten_with_path(tree) for tree in outputs]
+    paths, treedef = [path for path, _ in flat[0][0]], flat[0][1]
+    for i, (leaves, other) in enumerate(flat):
+        if other != treedef:
+            raise ValueError(
+                f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (torch: All dicts "
+                f"must have the same number of keys). Return the same keys and lengths on every device."
+            )
+        for path, x in leaves:
+            if not is_array(x):
+                raise TypeError(
+                    f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
+                    f"arrays. Pass jnp.asarray(x)."
+                )
+    return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
+
+
 def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
     for i, x in enumerate(column):
         if x.ndim != column[0].ndim:
@@ -238,6 +230,14 @@ def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
                 f"jdp.gather: {_name(outputs, k)} has shape {column[0].shape} on device 0 and {x.shape} on device {i}; "
                 f"all must have the same number of dimensions. Return outputs that agree."
             )
+
+
+def device_of(x: Any) -> Device | None:
+    """The device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
+    value = concrete(x)
+    if not isinstance(value, jax.Array):
+        return None
+    return min(value.sharding.device_set, key=lambda d: d.id)
 
 
 def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scattered:

@@ -20,38 +20,6 @@ Tree = Any
 """Any pytree of arrays."""
 
 
-def outline(name: str, tree: Tree, most: int = 12) -> str:
-    """The tree in a few lines, one for each leaf: its path, dtype, shape and place, and never a value."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {_leaf(x)}" for path, x in leaves[:most]]
-    if len(leaves) > most:
-        lines.append(f"  ... and {len(leaves) - most} more of {len(leaves)}")
-    return "\n".join([f"{name}(", *lines, ")"]) if lines else f"{name}()"
-
-
-def _leaf(x: Any) -> str:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
-        return type(x).__name__ + f" {text}" * (0 < len(text) < 40)
-    return f"{x.dtype}[{', '.join(map(str, x.shape))}] {_place(x)}"
-
-
-def _place(x: Any) -> str:
-    """Where an array lies; of one that is freed nothing else can be asked."""
-    if isinstance(x, Tracer):
-        return "traced"
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return "described"
-    if not isinstance(x, jax.Array):
-        return "on the host"
-    if x.is_deleted():
-        return "deleted"
-    devices = sorted(x.sharding.device_set, key=lambda d: d.id)
-    if len(devices) == 1:
-        return f"on {devices[0]}"
-    return f"{'whole on' if x.sharding.is_fully_replicated else 'cut over'} {len(devices)} devices"
-
-
 class Cut(NamedTuple):
     """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest (or to `least`)."""
 
@@ -264,19 +232,6 @@ def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
     return sizes
 
 
-def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
-    """Runs of (rows, padding rows) that make the padded array; neighbours without padding are one run."""
-    runs: list[tuple[int, int]] = []
-    for size in (*leaf.sizes, *[0] * (n - len(leaf.sizes))):
-        blank = leaf.padded - size
-        if runs and (runs[-1][1] == 0 or size == 0):
-            rows, padding = runs.pop()
-            runs.append((rows + size, padding + blank))
-        else:
-            runs.append((size, blank))
-    return runs
-
-
 def pad(x: Any, leaf: Cut, n: int) -> Any:
     """`x` with every chunk padded to the largest, for `n` devices; `x` itself where nothing is missing."""
     runs = _padding_runs(leaf, n)
@@ -305,6 +260,19 @@ def unpad(x: Any, leaf: Cut, n: int) -> Any:
     return jnp.concatenate(pieces, axis=leaf.axis) if len(pieces) > 1 else pieces[0]
 
 
+def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
+    """Runs of (rows, padding rows) that make the padded array; neighbours without padding are one run."""
+    runs: list[tuple[int, int]] = []
+    for size in (*leaf.sizes, *[0] * (n - len(leaf.sizes))):
+        blank = leaf.padded - size
+        if runs and (runs[-1][1] == 0 or size == 0):
+            rows, padding = runs.pop()
+            runs.append((rows + size, padding + blank))
+        else:
+            runs.append((size, blank))
+    return runs
+
+
 def _rows(x: Any, start: int, stop: int, axis: int) -> Any:
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(start, stop),)]
@@ -314,14 +282,6 @@ def _rows(x: Any, start: int, stop: int, axis: int) -> Any:
 def _blank(x: Any, rows: int, axis: int) -> Any:
     zeros = np.zeros if isinstance(x, np.ndarray) else jnp.zeros
     return zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
-
-
-_KEY = jax.dtypes.prng_key
-
-
-def is_key(x: Any) -> bool:
-    """Whether `x` is a typed PRNG key, or an array of them."""
-    return jnp.issubdtype(x.dtype, _KEY)
 
 
 @functools.cache
@@ -334,3 +294,43 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def cut_along(mesh: Mesh, axis: int) -> NamedSharding:
     """The sharding of an array that is cut over the mesh along `axis`."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names[0]))
+
+
+_KEY = jax.dtypes.prng_key
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a typed PRNG key, or an array of them."""
+    return jnp.issubdtype(x.dtype, _KEY)
+
+
+def outline(name: str, tree: Tree, most: int = 12) -> str:
+    """The tree in a few lines, one for each leaf: its path, dtype, shape and place, and never a value."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {_leaf(x)}" for path, x in leaves[:most]]
+    if len(leaves) > most:
+        lines.append(f"  ... and {len(leaves) - most} more of {len(leaves)}")
+    return "\n".join([f"{name}(", *lines, ")"]) if lines else f"{name}()"
+
+
+def _leaf(x: Any) -> str:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
+        return type(x).__name__ + f" {text}" * (0 < len(text) < 40)
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}] {_place(x)}"
+
+
+def _place(x: Any) -> str:
+    """Where an array lies; of one that is freed nothing else can be asked."""
+    if isinstance(x, Tracer):
+        return "traced"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "described"
+    if not isinstance(x, jax.Array):
+        return "on the host"
+    if x.is_deleted():
+        return "deleted"
+    devices = sorted(x.sharding.device_set, key=lambda d: d.id)
+    if len(devices) == 1:
+        return f"on {devices[0]}"
+    return f"{'whole on' if x.sharding.is_fully_replicated else 'cut over'} {len(devices)} devices"

@@ -12,6 +12,11 @@ SHOWN = 4  # failures of a kind that are told in full
 WORDS = {"hang": "HANGS", "died": "DIES", "wrong": "WRONG", "error": "ERROR"}
 
 
+def show(report: Mapping[str, Any], out: TextIO) -> None:
+    """Prints the report, as wide as the terminal; 80 columns where there is none."""
+    show_blocks(list(blocks(report)), out)
+
+
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
     """The report, piece by piece, in the order in which it is read."""
     yield Title("Machine")
@@ -131,8 +136,3 @@ def _failure(test: Mapping[str, Any]) -> Text:
     where = " -> ".join(names) if pair else f"over {len(names)} devices"
     said = " ".join(word for word in (test["test"], where, WORDS[test["failure"]]) if word)
     return Text(f"{said}: {test['text']}", "red")
-
-
-def show(report: Mapping[str, Any], out: TextIO) -> None:
-    """Prints the report, as wide as the terminal; 80 columns where there is none."""
-    show_blocks(list(blocks(report)), out)
