@@ -27,47 +27,10 @@ from .devices import spans_processes
 from .layout import Layout, Tree
 from .scattered import Scattered, concrete
 
+K = TypeVar("K")
+S = TypeVar("S")
+T = TypeVar("T")
 ROOTS = ("params", "args", "kwargs")
-
-
-def is_plain() -> bool:
-    """Whether a call now runs a compiled program, and is no part of another."""
-    return trace_state_clean() and not _settings.jax_disable_jit
-
-
-_settings: Any = jax.config
-
-
-class Layouts:
-    """The layouts of what a program returns: each is known once JAX has traced it for operands of some shapes."""
-
-    def __init__(self) -> None:
-        self._seen: list[Layout] = []
-
-    def wrap(self, outputs: Scattered) -> tuple[Any, ...]:
-        """While it is traced: the outputs behind a None for each layout before theirs.
-
-        A `Scattered` would be a call back into Python: it is the tree itself, or the padded arrays where gather has to
-        trim them.
-        """
-        layout = outputs._layout
-        if layout not in self._seen:
-            self._seen.append(layout)
-        values = layout.fill(outputs._arrays) if layout.is_even else outputs._arrays
-        return *[None] * self._seen.index(layout), values
-
-    def unwrap(self, out: tuple[Any, ...]) -> Scattered:
-        """What the program returned, scattered again."""
-        return Scattered(jax.tree.leaves(out), self._seen[len(out) - 1])
-
-
-def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
-    """Calls a program as part of another.
-
-    Where an argument of the user's own `jax.jit` is committed to one device, it is JAX that refuses it, after all of
-    this has returned. Its text ends with the name of this function, the one place where jdp can say what to do.
-    """
-    return program(*operands)
 
 
 class Compiled:
@@ -137,30 +100,44 @@ class Compiled:
         return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs))
 
 
-K = TypeVar("K")
-S = TypeVar("S")
-T = TypeVar("T")
-SIZES = 128
-"""How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
+def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
+    """Calls a program as part of another.
+
+    Where an argument of the user's own `jax.jit` is committed to one device, it is JAX that refuses it, after all of
+    this has returned. Its text ends with the name of this function, the one place where jdp can say what to do.
+    """
+    return program(*operands)
 
 
-class Recent(OrderedDict[K, T]):
-    """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
+class Layouts:
+    """The layouts of what a program returns: each is known once JAX has traced it for operands of some shapes."""
 
-    def used(self, key: K) -> T | None:
-        """The entry with this key, which is the last now that goes; None where there is none."""
-        try:
-            self.move_to_end(key)
-        except KeyError:
-            return None
-        return self.get(key)
+    def __init__(self) -> None:
+        self._seen: list[Layout] = []
 
-    def __setitem__(self, key: K, value: T) -> None:
-        super().__setitem__(key, value)
-        while len(self) > SIZES:
-            self.popitem(last=False)
+    def wrap(self, outputs: Scattered) -> tuple[Any, ...]:
+        """While it is traced: the outputs behind a None for each layout before theirs.
+
+        A `Scattered` would be a call back into Python: it is the tree itself, or the padded arrays where gather has to
+        trim them.
+        """
+        layout = outputs._layout
+        if layout not in self._seen:
+            self._seen.append(layout)
+        values = layout.fill(outputs._arrays) if layout.is_even else outputs._arrays
+        return *[None] * self._seen.index(layout), values
+
+    def unwrap(self, out: tuple[Any, ...]) -> Scattered:
+        """What the program returned, scattered again."""
+        return Scattered(jax.tree.leaves(out), self._seen[len(out) - 1])
 
 
+def is_plain() -> bool:
+    """Whether a call now runs a compiled program, and is no part of another."""
+    return trace_state_clean() and not _settings.jax_disable_jit
+
+
+_settings: Any = jax.config
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
@@ -206,6 +183,27 @@ def _hold(owner: Any) -> None:
     _held[:] = [x for x in _held if x is not owner] + [owner]
     if len(_held) > MOST_HELD:
         _kept.pop(id(_held.pop(0)), None)
+
+
+SIZES = 128
+"""How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
+
+
+class Recent(OrderedDict[K, T]):
+    """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
+
+    def used(self, key: K) -> T | None:
+        """The entry with this key, which is the last now that goes; None where there is none."""
+        try:
+            self.move_to_end(key)
+        except KeyError:
+            return None
+        return self.get(key)
+
+    def __setitem__(self, key: K, value: T) -> None:
+        super().__setitem__(key, value)
+        while len(self) > SIZES:
+            self.popitem(last=False)
 
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
