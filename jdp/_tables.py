@@ -1,11 +1,11 @@
-"""Titles, sentences and tables on a terminal; 80 columns where no one says."""
+"""Titles, sentences and tables on a terminal."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TextIO
 
 import rich.box
 import rich.console
@@ -14,9 +14,10 @@ import rich.table
 import rich.text
 
 
-def show_blocks(found: Sequence[Block], out: TextIO) -> None:
-    """Prints titles, tables and text."""
-    width = max(40, min(120, shutil.get_terminal_size((80, 24)).columns if out.isatty() else 80))
+def show_blocks(found: Iterable[Block], out: TextIO, wide: int = 80) -> None:
+    """Prints titles, tables and text, as wide as the terminal; with `wide` columns where there is none."""
+    columns = shutil.get_terminal_size((wide, 24)).columns if out.isatty() else wide
+    width = max(40, min(max(120, wide), columns))
     console = _Console(file=out, width=width, highlight=False)
     for block in found:
         if isinstance(block, Title):
@@ -57,15 +58,15 @@ class _Console(rich.console.Console):
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    indent = " " * (len(text) - len(text.lstrip()))
-    further = indent + "  " if indent else ""
-    # never inside a word: flags and commands are there to be copied
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return [
-        piece
-        for line in text.splitlines()
-        for piece in textwrap.wrap(line, width, subsequent_indent=further, **options) or [""]
-    ]
+    pieces = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        further = " " * (indent + 2 if indent else 0)
+        # never inside a word: flags and commands are there to be copied
+        pieces += textwrap.wrap(
+            line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return pieces
 
 
 def _widths(table: Table) -> list[int]:

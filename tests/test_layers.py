@@ -41,7 +41,7 @@ FOREIGN = {
     "orbax": {"_checkpoint"},
     "etils": {"_checkpoint"},  # Orbax's paths
     "tensorstore": {"_checkpoint"},  # Orbax's files
-    "rich": {"_tables", "_plan"},
+    "rich": {"_tables"},
     "matplotlib": {"_plan"},
     "jaxlib": {"_jax"},
     "jax": {*ORDER} - {"_launch", "_tables", "_version"},

@@ -14,7 +14,7 @@ WORDS = {"hang": "HANGS", "died": "DIES", "wrong": "WRONG", "error": "ERROR"}
 
 def show(report: Mapping[str, Any], out: TextIO) -> None:
     """Prints the report, as wide as the terminal; 80 columns where there is none."""
-    show_blocks(list(blocks(report)), out)
+    show_blocks(blocks(report), out)
 
 
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:

@@ -111,7 +111,7 @@ class Report:
 
 def text(report: Report, out: TextIO) -> None:
     """Writes the report, as wide as the terminal; 80 columns where there is none."""
-    show_blocks(list(_blocks(report)), out)
+    show_blocks(_blocks(report), out)
 
 
 def _blocks(r: Report) -> Iterator[Block]:

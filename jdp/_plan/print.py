@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from .._tables import Block, Table, Text, Title, show_blocks
 from .._topology.chips import GB, TERA, Chip
 from .estimate import SOURCES, Network
 from .lines import Line, available
@@ -19,26 +19,17 @@ HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~st
 
 def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> None:
     """Prints the plan; as wide as the terminal, and wide enough for its table where there is none."""
-    import rich.box
-    import rich.console
-    import rich.table
+    show_blocks(_blocks(lines, network.chip, title), out, WIDE)
 
-    width = shutil.get_terminal_size((WIDE, 24)).columns if out.isatty() else WIDE
-    console = rich.console.Console(file=out, width=width, highlight=False, markup=False)
-    chip = network.chip
-    console.print(f"\n{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device", style="bold")
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD):
-        table.add_column(name, justify="right", no_wrap=width >= WIDE)
-    for one in lines:
-        table.add_row(*_row(one))
-    console.print(table)
-    console.print(*_notes(lines, chip), sep="\n")
-    console.print("\nfigures, and where they are from", style="bold")
-    for figure, name in _figures(chip):
-        console.print(f"{figure}\n    {chip.sources[name]}")
-    console.print("\nformulas", style="bold")
-    console.print(*SOURCES, sep="\n")
+
+def _blocks(lines: Sequence[Line], chip: Chip, title: str) -> Iterator[Block]:
+    yield Title(f"{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device")
+    yield Table(("devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD), [_row(one) for one in lines])
+    yield from map(Text, _notes(lines, chip))
+    yield Title("figures, and where they are from")
+    yield from (Text(f"{figure}\n    {chip.sources[name]}") for figure, name in _figures(chip))
+    yield Title("formulas")
+    yield from map(Text, SOURCES)
 
 
 def _row(one: Line) -> tuple[str, ...]:
