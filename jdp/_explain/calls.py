@@ -115,13 +115,18 @@ def on_one_device(s: Scattered) -> Scattered:
     layout, mesh = s._layout, alone(s._layout.mesh)
     rows = (sum(layout.sizes),) if layout.is_cut else layout.sizes
     leaves = tuple(Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x for x in layout.leaves)
-    to = Layout(layout.treedef, leaves, rows, mesh, layout.dim)
+    return shapes_cut_so(s, Layout(layout.treedef, leaves, rows, mesh, layout.dim))
+
+
+def shapes_cut_so(s: Scattered, to: Layout) -> Scattered:
+    """The shapes of what is scattered, if it were cut as in this layout."""
     arrays = []
     for x, leaf, where in zip(s._arrays, to.arrays, to.shardings, strict=True):
         shape = list(x.shape)
-        if isinstance(leaf, Cut | Stack):
-            axis = leaf.axis if isinstance(leaf, Cut) else 0
-            shape[axis] = leaf.padded if isinstance(leaf, Cut) else 1
+        if isinstance(leaf, Cut):
+            shape[leaf.axis] = leaf.padded * to.mesh.size
+        elif isinstance(leaf, Stack):
+            shape[0] = to.mesh.size
         arrays.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=where))
     return Scattered(arrays, to)
 

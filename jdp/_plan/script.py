@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._core.layout import Cut, Layout, Stack, Tree
+from .._core.layout import Cut, Layout, Tree
 from .._core.programs import intercept
 from .._core.scattered import Scattered
-from .._explain.calls import shape_of
+from .._explain.calls import shape_of, shapes_cut_so
 from .._train.program import Program
 from .._train.state import TrainState
 
@@ -55,17 +55,10 @@ class Step:
 
 def spread(batch: Scattered, mesh: Mesh, rows: int) -> Scattered:
     """The shapes of a batch like this one, with so many rows on each device of the mesh."""
-    layout, n = batch._layout, mesh.size
-    sizes = (rows,) * n if layout.is_cut else (1,)
+    layout = batch._layout
+    sizes = (rows,) * mesh.size if layout.is_cut else (1,)
     leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in layout.leaves)
-    to = Layout(layout.treedef, leaves, sizes, mesh, layout.dim)
-    arrays = []
-    for x, leaf, where in zip(batch._arrays, to.arrays, to.shardings, strict=True):
-        shape = list(x.shape)
-        if isinstance(leaf, Cut | Stack):
-            shape[leaf.axis if isinstance(leaf, Cut) else 0] = n * (rows if isinstance(leaf, Cut) else 1)
-        arrays.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=where))
-    return Scattered(arrays, to)
+    return shapes_cut_so(batch, Layout(layout.treedef, leaves, sizes, mesh, layout.dim))
 
 
 def capture_step(script: str, args: Sequence[str]) -> Step:
