@@ -18,12 +18,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
 from jdp._checkpoint.directory import absolute, remove_unfinished
-from jdp._core.devices import make_mesh
-from jdp._core.layout import replicated
 
 KEY = jax.random.key(5)
 
@@ -53,8 +51,8 @@ def spread(devices):
     """`spread(n)`: (replicated, cut) over n devices."""
 
     def spread(n):
-        mesh = make_mesh(tuple(devices[:n]))
-        return replicated(mesh), NamedSharding(mesh, PartitionSpec("data"))
+        mesh = Mesh(np.array(devices[:n]), ("data",))
+        return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     return spread
 

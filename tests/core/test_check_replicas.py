@@ -14,21 +14,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp._core.devices import make_mesh
 from jdp._core.fingerprint import _program, check_replicas, fingerprint, start
-from jdp._core.layout import replicated
 
 
 def replicas(x, mesh, others=None):
     """A replicated array whose copies on the devices `others` (by their place in the mesh) are what they say."""
     others = others or {}
     copies = [jax.device_put(others.get(i, x), d) for i, d in enumerate(mesh.devices.flat)]
-    return jax.make_array_from_single_device_arrays(np.shape(x), replicated(mesh), copies)
+    return jax.make_array_from_single_device_arrays(np.shape(x), NamedSharding(mesh, PartitionSpec()), copies)
 
 
 @pytest.fixture
 def mesh(devices):
-    return make_mesh(tuple(devices))
+    return Mesh(np.array(devices), ("data",))
 
 
 W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -42,7 +40,7 @@ def one_ulp(x, index=(1, 2)):
 
 @pytest.mark.one_case
 def test_equal_copies_pass(devices, n):
-    mesh = make_mesh(tuple(devices[:n]))
+    mesh = Mesh(np.array(devices[:n]), ("data",))
     tree = {"w": replicas(W, mesh), "key": replicas(jax.random.key(1), mesh), "host": W, "none": None, "n": 3}
     tree |= {"cut": jax.device_put(np.arange(n), NamedSharding(mesh, PartitionSpec("data"))), "one": jnp.ones(2)}
     check_replicas(tree, mesh, "check_replicas")
@@ -105,7 +103,7 @@ def test_many_leaves_and_devices_are_counted(mesh, refused):
 def test_the_majority_is_right_and_a_tie_takes_the_primary(mesh, devices, refused):
     with refused(ValueError, "verb", match=r"CpuDevice\(id=0\) is not what it is on 7 of 8"):
         check_replicas([replicas(W, mesh, {0: one_ulp(W)})], mesh, "verb")
-    two = make_mesh(tuple(devices[:2]))
+    two = Mesh(np.array(devices[:2]), ("data",))
     with refused(ValueError, "verb", match=r"CpuDevice\(id=1\) is not what it is on 1 of 2"):
         check_replicas([replicas(W, two, {1: one_ulp(W)})], two, "verb")
 
@@ -140,14 +138,13 @@ PROCESS = """
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(address, 2, rank)
     from jdp._core.fingerprint import check_replicas
-    from jdp._core.devices import make_mesh
-    from jdp._core.layout import replicated
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from jdp._core.fingerprint import fingerprint
-    mesh = make_mesh(tuple(jax.devices()))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
     w = np.arange(6, dtype=np.float32)
     def tree(last):
         copies = [jax.device_put(w + (i and last), d) for i, d in enumerate(jax.local_devices())]
-        return {"w": jax.make_array_from_single_device_arrays(w.shape, replicated(mesh), copies)}
+        return {"w": jax.make_array_from_single_device_arrays(w.shape, NamedSharding(mesh, PartitionSpec()), copies)}
     check_replicas(tree(0), mesh, "verb")
     try:
         check_replicas(tree(rank), mesh, "verb")

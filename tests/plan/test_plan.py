@@ -10,10 +10,10 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jdp
 from jdp.__main__ import main
-from jdp._core.devices import make_mesh
 from jdp._explain.calls import StepCall
 from jdp._model.config import scatter_batch
 from jdp._plan import cli
@@ -116,7 +116,7 @@ def test_a_batch_is_spread_over_other_devices(devices):
     dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
     batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
     scattered = scatter_batch(dp._config, batch, "train_step")
-    other = spread(scattered, make_mesh(tuple(devices)), 6)
+    other = spread(scattered, Mesh(np.array(devices), ("data",)), 6)
     assert other.sizes == (6,) * 8
     shapes = {x.shape for x in other._arrays}
     assert (48, 3) in shapes and shapes <= {(48, 3), ()}
@@ -146,7 +146,7 @@ def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
         assert one["estimated_seconds"] >= one["estimated_exposed_seconds"] >= parameters * (n - 1) / n / 1e9
         found = Most(**one["most"])
         assert found.too_many - found.rows <= max(1, 0.01 * found.rows)
-        mesh = make_mesh(tuple(devices[:n]))
+        mesh = Mesh(np.array(devices[:n]), ("data",))
         peaks = [peak(step, mesh, rows) for rows in (5, found.rows, found.too_many)]
         assert peaks[0] == one["peak_bytes"] and peaks[1] <= 150_000 < peaks[2]  # three quarters of the memory
 
