@@ -87,8 +87,8 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_call(item):
     """A case of the fast tier fails that takes more CPU time than its budget.
 
-    Not judged are a run that found no compiled programs, the first case of a process, one that imports much (torch), which the next ones find, and one for
-    which a program was compiled that the cache did not have: the next run judges it.
+    Not judged are a run that found no compiled programs, the first case of a process, one that imports much (torch),
+    which the next ones find, and one for which a program was compiled that the cache did not have: the next run judges.
     """
     is_first = not _begun
     _begun.append(item.nodeid)
