@@ -777,7 +777,7 @@ def test_inside_another_replica_nnx_runs_directly(devices):
 def test_the_mean_of_pmaps_gradients(devices, same):
     """On even batches it is `lax.pmean` of `jax.value_and_grad` to the last bit, on any number of devices.
 
-    On CPU matrices travel transposed (`_sum.py`), and so they do here: a product that XLA computes in its other form
+    On CPU matrices travel transposed (`outputs.py`), and so they do here: a product that XLA computes in its other form
     is rounded in another way on some processors. That leaves a few last bits between it and the plain pmean.
     """
     args = batch(24)
