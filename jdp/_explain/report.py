@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from .._tables import Block, Table, Text, Title, show_blocks
 from .collectives import Collective
@@ -103,15 +103,10 @@ class Report:
         return f"Report({self.label!r}, {where}, flops={self.flops:.3g}, peak_bytes={self.peak_bytes})"
 
     def __str__(self) -> str:
-
+        """The table, 80 columns wide."""
         out = io.StringIO()
-        text(self, out)
+        show_blocks(_blocks(self), out)
         return out.getvalue().rstrip()
-
-
-def text(report: Report, out: TextIO) -> None:
-    """Writes the report, as wide as the terminal; 80 columns where there is none."""
-    show_blocks(_blocks(report), out)
 
 
 def _blocks(r: Report) -> Iterator[Block]:
