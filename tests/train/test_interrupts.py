@@ -245,6 +245,7 @@ def _files(traceback):
 @pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["variables", "nnx"])
+@pytest.mark.budget(10)
 def test_an_interrupt_in_the_first_step_leaves_a_whole_state(kind):
     """While the program is traced and compiled, too, which is not held back."""
     reference, draw = Reference(KINDS[kind]), random.Random(1)
