@@ -122,9 +122,12 @@ class Given:
         """A function that gives what a step made as it is, once, and a copy of all else that a step would donate."""
         if not self._donates:
             return lambda x: x
-        made = {id(x) for step in _steps for x in step.leaves} | _older.keys()
+        made: set[int] | None = None
 
         def owned(x: Any) -> Any:
+            nonlocal made
+            if made is None:  # not before it is asked: a step on the state that it gave last asks nothing
+                made = {id(x) for step in _steps for x in step.leaves} | _older.keys()
             if id(x) in made:
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
