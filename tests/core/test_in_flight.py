@@ -43,14 +43,13 @@ def test_eager_loop_of_collectives_without_set_up():
 
 @pytest.mark.full
 def test_calls_without_collectives_among_calls_with_them():
-    # The former are not waited for, and must not keep the latter from their devices.
+    """The former must not keep the latter from their devices."""
     code = f"""
         import jax, jdp, numpy as np
         plain, mean = jdp.DataParallel(lambda w, x: x * w), jdp.DataParallel(lambda w, x: jax.lax.pmean(x * w, "data"))
         w, x = jdp.replicate(np.float32(3)), np.arange(8, dtype=np.float32)
         for i in range({STEPS}):
             y = plain(w, x) if i % 50 else mean(w, x)
-        assert not next(iter(plain._config.calls.values())).seen.communicates
         print(y.tolist(), mean(w, x).tolist())
     """
     last = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8")
