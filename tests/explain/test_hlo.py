@@ -154,11 +154,11 @@ def test_programs_for_many_devices_are_read_fast():
         f'%r{n} = f32[4]{{0}} all-reduce(%r{n - 1}), {groups}, to_apply=%add, metadata={{op_name="x{n}"}}'
         for n in range(1, 200)
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     module = program("%r0 = f32[4]{0} parameter(0)", *lines, devices=16384)
     assert {group_size(module, i) for i in module.entry if i.opcode == "all-reduce"} == {16384}
     assert [i.op_name for i in module.entry][1:3] == ["x1", "x2"]
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_what_is_no_program_is_refused(refused):
