@@ -16,6 +16,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache))
 os.environ.setdefault("JDP_TESTS_ARE_JUDGED", str(int(_cache.is_dir())))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# LLVM's optimization takes a quarter of the time to compile, and changes no sum and no collective. CI runs a part of
+# the tests with it, so that programs are tested as users have them, too.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jdp
 
@@ -65,22 +68,41 @@ def pytest_configure(config):
     settings.load_profile("fast" if is_fast(config) else "full")
 
 
+def each_value(cases):
+    """Some of the cases, among which each value of each parameter is."""
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    left = set().union(*values.values())
+    while left:
+        best = max(cases, key=lambda case: len(left & values[case]))
+        left -= values[best]
+        yield best
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What `one_case` leaves out is marked `full`; and `pytest --dist loadgroup` keeps a file's cases on one worker."""
-    families = collections.defaultdict(list)
+def pytest_collection_modifyitems(config, items):
+    """What `one_case` leaves out is marked `full`, and what `each_value` leaves out is not run.
+
+    And `pytest --dist loadgroup` keeps a file's cases on one worker.
+    """
+    families, left_out = collections.defaultdict(list), set()
     for item in items:
         families[item.path, getattr(item, "originalname", item.name)].append(item)
     sizes = collections.Counter(item.path for item in items)
     for (path, name), cases in families.items():
+        fast = set()
         if mark := cases[0].get_closest_marker("one_case"):
-            named = [item for item in cases if item.callspec.id in mark.args]
-            for item in cases:
-                if item not in (named or cases[-1:]):
-                    item.add_marker("full")
+            fast = {item for item in cases if item.callspec.id in mark.args} or {cases[-1]}
+            for item in set(cases) - fast:
+                item.add_marker("full")
+        if cases[0].get_closest_marker("each_value"):
+            left_out.update(set(cases) - fast - set(each_value(cases)))
+        group = path.stem if sizes[path] <= BIG else f"{path.stem}.{name}"
         for item in cases:
-            group = path.stem if sizes[path] <= BIG else f"{path.stem}.{name}"
-            item.add_marker(pytest.mark.xdist_group(group))
+            if not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(group))
+    if "::" not in " ".join(config.args):  # who names a case has it
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -49,6 +49,7 @@ def rounds(ratio, seed=0, count=20):
     return np.concatenate([old, old * ratio], axis=1)
 
 
+@pytest.mark.full
 def test_a_race_with_its_own_commit_has_a_row_and_a_bound_that_fails_it():
     needs_git()
     only = ["--only", PROGRAM + " numpy", "--devices", "2", "--seconds", "0.2", "--starts", "1"]

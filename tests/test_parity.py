@@ -162,6 +162,7 @@ def test_keys_of_a_dict_are_sorted_and_those_of_an_ordered_dict_are_not(devices)
         jdp.scatter({1: ramp(2), "a": ramp(2)}, devices[:2])
 
 
+@pytest.mark.full
 def test_padded_sequences_go_with_their_lengths(devices):
     """In place of a PackedSequence: the lengths are cut with the batch, and the padding is masked in the model."""
     rnn = nn.RNN(nn.SimpleCell(3))
@@ -207,6 +208,7 @@ def test_a_container_that_jax_does_not_know_is_refused(make, devices):
         dp(1.0, ramp(4), make({"x": ramp(4)}))
 
 
+@pytest.mark.full
 def test_sparse_arrays_are_refused(devices):
     """As in torch. A BCOO is a pytree, whose arrays are no rows: cut, it would be a sum of matrices."""
     with pytest.raises((TypeError, NotImplementedError), match="BCOO"):

@@ -74,6 +74,7 @@ def test_gather_gives_torchs_whole(name, devices):
     assert encode(jdp.gather(outputs, dim=dim)) == load("structures.json")[f"gather {name}"]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("Conv-10-4", "MLP-17-8")
 @pytest.mark.parametrize(("model", "rows", "n"), sorted(cases()), ids=lambda x: str(x))
 def test_output_gradients_and_state_are_torchs(model, rows, n, devices):
@@ -405,6 +406,7 @@ def test_parallel_apply_passes_the_exception_on(devices):
     assert caught.value.__notes__[0] == f"Caught KeyError in replica 0 on device {devices[0]}."
 
 
+@pytest.mark.full
 def test_rnn_final_state_has_its_batch_on_another_axis(devices):
     """torch's rnn test; and where torch joins `h_n` along the layers, `out_axes` names the batch axis."""
     cell = nn.RNN(nn.SimpleCell(4), return_carry=True)

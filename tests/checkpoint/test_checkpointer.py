@@ -197,6 +197,7 @@ def nnx_pair(seed):
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param), "n": np.ones(1)}
 
 
+@pytest.mark.full
 def test_nnx_objects_are_updated_in_place(tmp_path):
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     pair = nnx_pair(0)

@@ -130,6 +130,7 @@ def test_a_module_that_somebody_has_is_compiled_once(compilations):
     assert compilations() == 0
 
 
+DOORS = ["apply", "value_and_grad", "train_step", "parallel"]
 SCRIPT = """
 import jdp; jdp.virtual_cpu_devices(2)
 import gc, sys, numpy as np, jax, optax
@@ -165,15 +166,10 @@ def growth(doors, sizes, warm, kept):
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_sizes_take_no_more_memory_than_few():
-    assert growth(["apply"], sizes=90, warm=30, kept=16) < 60  # 2.5 MB for each size before: 150
+    """Of 2,000 sizes, too, of which 64 are kept: 203 MB from the 200th on (run this file: 2000 200 64)."""
+    assert growth(DOORS, sizes=160, warm=80, kept=16) < 80  # 2.5 MB for each size before: 200
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_2000_sizes_stay_under_a_bound():
-    doors = ["apply", "value_and_grad", "train_step", "parallel"]
-    kept = jdp._core.programs.SIZES  # each door has as many after the 600th size
-    megabytes = growth(doors, sizes=2000, warm=600, kept=kept)
-    print(f"from 600 to 2000 sizes: {megabytes:.0f} MB")
-    assert megabytes < 600  # 2.5 MB for each size before: 3500
+if __name__ == "__main__":
+    sizes, warm, kept = map(int, sys.argv[1:])
+    print(f"from {warm} to {sizes} sizes: {growth(DOORS, sizes, warm, kept):.0f} MB")

@@ -99,6 +99,7 @@ UNEVEN = [(10, 4, None), (5, 4, None), (9, 4, None), (7, 3, None), (1, 2, None),
 GIVEN = [(4, 3, (0, 3, 1)), (4, 3, (3, 0, 1)), (4, 3, (1, 3, 0))]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("size, n, sizes", UNEVEN + GIVEN)
 def test_uneven_chunks_are_as_a_loop_over_them(devices, size, n, sizes):
@@ -496,6 +497,7 @@ def mean_over_loop(params, x, sizes):
     return (jnp.stack(losses) ** 2).sum()
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("5-4-eager", "2-3-jit")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size, n", [(8, 2), (7, 3), (5, 4), (2, 3)])
@@ -506,7 +508,7 @@ def test_gradients_are_those_of_the_loop(devices, wrap, size, n):
     close(got, want)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [8, 5])
 def test_second_derivatives_are_those_of_the_loop(devices, wrap, size):

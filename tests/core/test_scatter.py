@@ -408,6 +408,7 @@ def test_chunk_sizes_of_another_length_are_refused_in_torch_s_words(devices, siz
 # --- derivatives
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size", [4, 5, 0])

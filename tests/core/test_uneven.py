@@ -92,6 +92,7 @@ CASES = (
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("8-17-primary", "3-5-mean")
 @pytest.mark.parametrize("n, size, reduce_state", CASES)
 def test_outputs_gradients_and_state_equal_the_plain_loop(n, size, reduce_state):
@@ -107,6 +108,7 @@ def test_outputs_gradients_and_state_equal_the_plain_loop(n, size, reduce_state)
     close((value, y, stats, grads), plain_loop(VARIABLES, x, n, reduce_state))
 
 
+@pytest.mark.full
 def test_the_oracle_can_tell_chunks_from_the_whole_batch():
     """BatchNorm over the whole batch, or over other chunks, is another result."""
     whole, chunked = plain_loop(VARIABLES, ROWS[:10], 1)[1], plain_loop(VARIABLES, ROWS[:10], 4)[1]

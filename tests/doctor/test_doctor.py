@@ -117,6 +117,7 @@ def test_a_healthy_machine(doctor):
         assert 0.001 < test["algbw_gb_per_s"] < 1000 and 0.5 < test["latency_us"] < 1e6
 
 
+@pytest.mark.full
 def test_one_device_has_no_links_and_jax_is_not_started_here():
     code = "import jdp, sys; from jdp._doctor.cli import main; code = main(['--devices', '1']); "
     code += "jdp.virtual_cpu_devices(5); import jax; print(code, len(jax.devices()))"

@@ -67,6 +67,7 @@ def params_of(node):
 # --- the equation ---
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("8-10")
 @pytest.mark.parametrize("n, size", [(1, 5), (3, 0), (3, 6), (3, 5), (8, 10), (8, 1)])
 def test_outputs_state_and_gradients_equal_the_plain_loop_over_chunks(n, size):
@@ -263,6 +264,7 @@ def test_optimizer_without_jit():
     close(nnx.state(dp.module), nnx.state(bare))
 
 
+@pytest.mark.full
 def test_nnx_grad_with_respect_to_the_inputs_and_twice():
     dp, bare = wrap(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 3), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
 
@@ -589,6 +591,7 @@ def test_a_callable_module_without_any_state():
 # --- compilation and memory ---
 
 
+@pytest.mark.full
 def test_the_model_is_called_once_per_shape_and_a_dropped_wrapper_is_freed():
     calls = []
 
@@ -732,6 +735,7 @@ def penalised(model, x):
     return jnp.mean(y) + sum(jax.tree.leaves(nnx.pop(model, Loss)))
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("8-7-<lambda>", "3-7-jit")
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
 @pytest.mark.parametrize("size", [1, 7, 8])
@@ -820,6 +824,8 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, axes",
     [

@@ -192,6 +192,7 @@ def test_spectral_norm():
 # --- collections with a batch axis ---
 
 
+@pytest.mark.full
 def test_decode_cache():
     """Attention decodes token by token; each row's cache stays with its row."""
 
@@ -412,8 +413,8 @@ def penalised(apply, x):
     return loss
 
 
-@pytest.mark.budget(6)  # models and their gradients without jit
-@pytest.mark.one_case("8-7")
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_sown_losses_are_the_mean_over_rows(n, size):
     net, x = Penalised(), ROWS[:size]
@@ -449,6 +450,7 @@ class Making(nn.Module):
         return x + rows.value
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_arrays_that_the_call_makes_need_an_axis(refused, reduce_state, n):

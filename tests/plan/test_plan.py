@@ -169,6 +169,7 @@ def test_efficiency_is_against_one_device_with_as_many_rows(script, cpus, capsys
     assert lines[4]["estimated_efficiency"] == pytest.approx(ratio)
 
 
+@pytest.mark.full
 def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tmp_path):
     command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1,4", "--no-search"]
     assert main([*command, "--picture", "plan.png"]) == 0

@@ -22,6 +22,7 @@ from laws import close
 import jdp
 from jdp._processes import exchange
 
+pytestmark = pytest.mark.xdist_group("processes")  # one job for all
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 PROCESSES, LOCAL = 2, 2
@@ -671,6 +672,7 @@ jdp.DataParallel(lambda w, x: w * x)(2.0, np.ones(4))
 """
 
 
+@pytest.mark.full
 def test_a_failure_ends_the_others_where_jax_is_initialized_already(tmp_path):
     port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]
     workers = [start(logs[p], ["-c", BY_JAX_ITSELF + FAILS, "x"], **by_hand(p, port)) for p in range(2)]

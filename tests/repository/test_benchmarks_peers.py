@@ -116,6 +116,7 @@ def test_a_contender_that_learns_nothing_is_wholly_wrong(peers, task, tmp_path):
     assert peers["agree"].verdict(float("nan")).startswith("wrong")
 
 
+@pytest.mark.full
 def test_jdp_is_right_on_13_rows_over_8_and_shard_map_refuses(peers, task, tmp_path):
     from peers import jdp_train_step, jit_shard_map
 

@@ -20,7 +20,7 @@ def run(script, *args):
     return done.stdout
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["mnist.py", "mnist_nnx.py"])
 def test_small_settings(script, tmp_path):
     picture = tmp_path / "digits.png"
@@ -37,6 +37,7 @@ def test_default_settings_reach_96_percent(tmp_path):
     assert float(re.search(r"test accuracy ([\d.]+)%:", out).group(1)) >= 96
 
 
+@pytest.mark.full
 def test_from_torch_is_short_and_learns():
     assert len((EXAMPLES / "from_torch.py").read_text().splitlines()) < 60
     out = run("from_torch.py")

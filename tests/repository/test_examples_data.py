@@ -232,7 +232,7 @@ def test_the_command_line_ends_in_one_line(data, tmp_path) -> None:
         data.from_arguments(Namespace(data_dir=None, download=False, train_rows=64, batch_size=128))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["mnist.py", "mnist_nnx.py"])
 def test_the_scripts_exit_with_1_and_one_line(script: str, tmp_path: Path) -> None:
     run = subprocess.run(

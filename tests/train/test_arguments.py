@@ -67,7 +67,8 @@ def by_replica(loss, rows, n):
     return total
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @ROWS
 @NS
 def test_rngs_in_the_batch_of_an_nnx_step(n, rows):
@@ -93,7 +94,8 @@ def mask_of(replica, step, size):
     return jax.random.bernoulli(rngs.dropout(), 0.5, (size, 6))
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @ROWS
 @NS
 def test_rngs_in_the_batch_of_a_function_and_of_linen(n, rows):
@@ -141,6 +143,7 @@ def distilled(rows, steps):
     return np.asarray(student.kernel[...])
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @ROWS
 @NS
@@ -170,6 +173,7 @@ def test_a_teacher_in_the_batch(n, rows):
     teacher(X)
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["nnx", "function"])
 @pytest.mark.parametrize("reduce_state", ["primary", "mean", "sync"])
@@ -202,7 +206,7 @@ def _mean_after(x):
     return np.asarray(teacher.norm.mean[...])
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 3])
 def test_rngs_in_the_batch_under_every_option(n):
     """Microbatches draw one after the other; ZeRO, skipping, comparing, lowering and explaining take such batches."""
@@ -249,7 +253,7 @@ def test_a_variable_that_a_skipped_step_would_have_to_take_back(refused):
         step(step.init({"params": EYE}), (X[:8], Counter()))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 def test_the_same_rngs_in_the_model_and_in_the_batch(n):
     """One object: what draws from it in the model goes on where what draws in the loss has stopped."""
 
@@ -305,6 +309,7 @@ TABLE = {"weights": np.arange(1.0, 7, dtype=np.float32), "teacher": RANDOM.randn
 AXES = {"x": 0, "labels": 0, "table": None}
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @ROWS
 @NS
@@ -327,7 +332,7 @@ def test_in_axes_of_a_step(n, rows):
         assert float(value) == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 3])
 def test_in_axes_of_an_nnx_step(n):
     def loss(model, batch):
@@ -489,6 +494,7 @@ class Student(nn.Module):
         return nn.Dense(3)(teacher(x))
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @NS
 @ROWS
@@ -504,7 +510,8 @@ def test_a_function_draws_from_rngs_that_go_on(n, rows):
         assert int(rngs.dropout.count[...]) == call + 1
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @NS
 @ROWS
 def test_a_linen_module_and_a_function_take_an_nnx_model(n, rows):

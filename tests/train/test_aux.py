@@ -84,6 +84,7 @@ def test_what_stands_beside_the_loss_is_that_of_one_device(leaves, n, rows, step
 # --- the cases that this came from ---
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 8, 3, 13, 2])
 @pytest.mark.parametrize("classes", [7, 2])

@@ -69,7 +69,7 @@ def copies(monkeypatch):
 # --- what others made stays ---
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("clone", [nnx.clone, lambda m: nnx.merge(*nnx.split(m))], ids=["clone", "merge"])
 def test_a_clone_of_the_model_from_before_the_first_step_works_after_it(n, clone):
@@ -110,6 +110,7 @@ MADE_BY_HAND = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("make", MADE_BY_HAND.values(), ids=MADE_BY_HAND.keys())
@@ -240,6 +241,7 @@ def test_nnx_copies_in_the_first_step_alone(copies):
     assert len(copies) == first
 
 
+@pytest.mark.full
 def test_nnx_steps_that_take_turns_on_one_model_copy_nothing(copies):
     net = Net(nnx.Rngs(0))
     dp = jdp.DataParallel(net, devices=range(2))

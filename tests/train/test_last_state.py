@@ -62,6 +62,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
 @pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
@@ -92,6 +93,7 @@ def after_two_steps(key=None, **options):
     return dp, step, state, batch
 
 
+@pytest.mark.full
 def test_what_somebody_puts_into_the_state_counts():
     dp, step, state, batch = after_two_steps(donate=False)
     init, expected = forgetful(dp, donate=False)
@@ -104,6 +106,7 @@ def test_what_somebody_puts_into_the_state_counts():
             step._given.last = state  # as if it had given it: what was changed is the last state
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused_in_the_same_words():
     """JAX's own refusal names an operand by its number, and a model's error the replica."""
     _, step, state, batch = after_two_steps()

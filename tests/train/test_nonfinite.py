@@ -31,7 +31,7 @@ def made_bad(rows):
     return x
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("rows, replicas", [([7], [(2, (7,))]), ([0, 2, 22], [(0, (0, 2)), (7, (22,))]), ([], [])])
 def test_replicas_and_rows_are_named(rows, replicas, steps, devices):
@@ -55,6 +55,7 @@ def test_where_no_row_does_it_alone_all_of_the_replica_are_named():
     assert (found.replica, found.rows, found.paths) == (1, (3, 4, 5), ("",))
 
 
+@pytest.mark.full
 def test_nnx_and_synchronised_batch_norm():
     """A replica's NaN is everybody's through synchronised statistics; the one that has it is named."""
 

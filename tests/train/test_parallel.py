@@ -148,6 +148,7 @@ def test_a_gan_with_two_optimizers_is_that_of_pmap():
     close(fake, fake_by_device.reshape(ROWS, 6), rtol=2e-5)  # with a row per example: gathered in order
 
 
+@pytest.mark.full
 def test_two_states_are_two_whole_arguments_by_in_axes():
     def two(g, d, batch, key):
         state, metrics, _ = gan_step((g, d), batch, key)
@@ -190,6 +191,7 @@ class Model(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.dense(x)))))
 
 
+@pytest.mark.full
 def test_nnx_objects_are_replicated_and_updated_in_place():
     def step(model, optimizer, x, y):
         def loss_fn(model):
@@ -223,6 +225,7 @@ def test_uneven_chunks_are_refused_before_anything_runs():
     np.testing.assert_array_equal(no_collective(2.0, X[:-1])[1], X[:-1] * 2)
 
 
+@pytest.mark.full
 def test_it_is_compiled_once_and_composes_with_donation(compilations):
     step = jdp.DataParallel(Classifier()).parallel(train_step, axis_name="batch")
     donating = jax.jit(step, donate_argnums=0)
@@ -262,6 +265,7 @@ def scan(w, x):
     return jax.lax.scan(lambda c, _: ((c[1], x), None), (w, w), length=3)[0][0]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "fn, differs",

@@ -45,7 +45,7 @@ def predict(tokens, params, cache):
     return out, updates["cache"]
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rows", [ROWS, N]
 )  # with n rows no size tells one entry for each replica from one for each row

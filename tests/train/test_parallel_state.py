@@ -214,6 +214,7 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
     return got, jax_utils.unreplicate(want), results
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("adam", "accumulation")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
@@ -227,7 +228,8 @@ def test_a_step_that_reduces_is_that_of_pmap(name, same):
         same(metrics, wanted)
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", [gathered, sharded, groups, ring, chunked_ring], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_it_may_reduce_in_a_way_of_its_own(name, reduce):
@@ -334,6 +336,7 @@ def embedded(w, x):
     return routed(w, jnp.tile(w["in"][(x[:, 0] > 0).astype(int)], (8, 1))).mean()
 
 
+@pytest.mark.full
 def test_a_model_that_exchanges_rows_still_reduces_its_gradients(refused):
     w = {"in": jnp.ones((2, 6)), "out": jnp.ones((6, 4))}
 
@@ -414,6 +417,7 @@ def nnx_step(reduce, x, model, optimizer, y):
     return loss
 
 
+@pytest.mark.full
 def test_an_nnx_step_that_does_not_reduce_is_refused_and_changes_nothing(refused, same):
     model = Model()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -157,6 +157,7 @@ CASES = [(name, 8, 1, (16, 13)[: 1 + i % 2]) for i, name in enumerate(TRANSFORMA
 CASES += [(name, 2, 2, (16, 13)[: 2 - i % 2]) for i, name in enumerate(TRANSFORMATIONS)]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("adam-2-2-sizes12", "lamb-2-2-sizes14")
 @pytest.mark.parametrize("name, n, accumulate, sizes", CASES)
 def test_every_optimizer_is_that_of_one_device(name, n, accumulate, sizes):
@@ -175,6 +176,7 @@ def test_every_optimizer_is_that_of_one_device(name, n, accumulate, sizes):
     assert step.optimizer_bytes(state) == bytes_of(state.opt_state, n)
 
 
+@pytest.mark.full
 def test_the_shapes_of_a_state_hold_no_number_of_devices():
     """Nor does it matter whether the state is cut."""
     for name in ("adam", "adafactor", "two of them"):
@@ -188,6 +190,7 @@ def test_the_shapes_of_a_state_hold_no_number_of_devices():
             assert_cut(state.opt_state, n, cut=shard)
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n, accumulate, size", [(2, 2, 21), (3, 1, 24), (8, 1, 21)])
 def test_it_is_the_unsharded_step(float64, n, accumulate, size):
@@ -203,6 +206,7 @@ def test_it_is_the_unsharded_step(float64, n, accumulate, size):
     close((states[0].params, states[0].opt_state), plain_loop(tx, PARAMS, batches))
 
 
+@pytest.mark.full
 def test_one_device_has_nothing_to_cut(same):
     tx, batches = TRANSFORMATIONS["adam"], [batch(7)] * 2
     states = []
@@ -281,6 +285,7 @@ def test_a_call_that_fails_leaves_the_cut_state_as_it_was():
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
 
 
+@pytest.mark.full
 def test_inside_of_jit_and_of_a_scan_the_state_stays_cut():
     tx, n = TRANSFORMATIONS["clipped adamw"], 8
     step, batches = step_of(n, tx, shard_optimizer=True), [batch(16, start=i) for i in range(3)]
@@ -294,6 +299,7 @@ def test_inside_of_jit_and_of_a_scan_the_state_stays_cut():
     assert_cut(once.opt_state, n)
 
 
+@pytest.mark.full
 def test_multi_steps_as_optax_gives_it():
     """It has `init` and `update`, which flax's TrainState and nnx.Optimizer take, and is no GradientTransformation."""
     step = wrapper(2).train_step(loss, optax.MultiSteps(optax.adam(0.05), 2), shard_optimizer=True)
@@ -318,7 +324,7 @@ def nnx_loss(net, batch):
     return jnp.mean((net(x) - y) ** 2)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n, accumulate, made_of", [(8, 1, "transformation"), (2, 2, "wrapper")])
 def test_nnx_optimizers_are_cut_in_place(n, accumulate, made_of):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))
@@ -369,7 +375,8 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize("n, shard", [(8, True), (2, True), (3, False), (1, False)])
 def test_a_checkpoint_goes_on_on_any_number_of_devices(checkpoint, n, shard):
     """As the run would have gone on, and lying as a state of the new step does."""
@@ -390,6 +397,7 @@ def test_a_checkpoint_goes_on_on_any_number_of_devices(checkpoint, n, shard):
     assert_cut(restored.opt_state, n, cut=shard)
 
 
+@pytest.mark.full
 def test_a_state_that_lies_elsewhere_is_put_where_it_belongs():
     """On the host, on one device, on fewer devices, or whole where it is cut."""
     tx = TRANSFORMATIONS["adam"]
@@ -480,7 +488,7 @@ def split(params, n):
     return weigh([x for x in leaves if divides(x, n)]), weigh([x for x in leaves if not divides(x, n)])
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("size, accumulate", [(64, 1), (61, 4)])
 def test_each_gradient_is_reduced_once_whatever_the_microbatches(size, accumulate):
     """Unsharded: one all-reduce of each gradient and of the loss, and nothing else."""

@@ -156,6 +156,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("3-8-tokens-tx6-sizes6", "8-3-vector-tx9-sizes9")
 @pytest.mark.parametrize("n, accumulate, loss, tx, sizes", CASES)
 def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulate, loss, tx, sizes):
@@ -168,6 +169,7 @@ def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulat
     assert {frozenset(x.devices()) for x in jax.tree.leaves(state)} == {frozenset(jax.devices()[:n])}
 
 
+@pytest.mark.full
 def test_float32_is_exact_to_rounding():
     step, batches = step_of(8, tokens, accumulate_steps=2), [batch(size) for size in (16, 13)]
     losses, state = train(step, step.init({"params": single(PARAMS)}), batches)
@@ -268,6 +270,7 @@ def nnx_loop(loss, net, tx, batches):
     return [one(net, optimizer, data) for data in batches], optimizer
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n, sizes, accumulate", [(1, (7, 4), 2), (8, (24, 13), 1)])
 def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
@@ -281,6 +284,7 @@ def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
     close((losses, state.params), (want_losses, params))
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "made_of, n, sizes, accumulate",
@@ -306,6 +310,7 @@ def test_nnx_steps_are_those_of_the_bare_model(made_of, n, sizes, accumulate):
     close(found, want)
 
 
+@pytest.mark.full
 def test_linen_is_flax_recipe_for_pmap(devices):
     """`lax.pmean` of the gradients inside of `jax.pmap`, with flax's own TrainState."""
     n, batches = 8, [batch(24), batch(24, start=8), batch(24, start=16)]
@@ -330,6 +335,7 @@ def stacked(tree, n):
     return jax.tree.map(lambda x: np.stack([x] * n), tree)
 
 
+@pytest.mark.full
 def test_nnx_is_flax_recipe_for_pmap(devices):
     """The same, with the model and the optimizer split into a graph and its state."""
     n, batches = 2, [batch(24), batch(24, start=8)]
@@ -425,7 +431,8 @@ def normed_loop(tx, batches, n, accumulate, reduce_state):
     return losses, params, state
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize(
     "n, sizes, accumulate, reduce_state",
     [(1, (8, 8), 1, "primary"), (2, (8, 7), 1, "mean"), (3, (10, 10), 2, "primary"), (8, (24, 13), 2, "mean")],
@@ -441,6 +448,7 @@ def test_batch_norm_is_the_replicas_own_and_goes_through_its_microbatches(n, siz
     assert int(state.state["calls"]["n"]) == 3 * accumulate
 
 
+@pytest.mark.full
 def test_the_reference_can_tell_whose_statistics_are_kept():
     """The primary's, the mean and those of the whole batch, with one microbatch or two, are four different ones."""
     runs = [(8, 1, "primary"), (8, 1, "mean"), (1, 1, "primary"), (8, 2, "primary")]
@@ -471,7 +479,7 @@ class NNXNormed(nnx.Module):
         return self.last(nnx.tanh(self.norm(self.first(x))))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n, size, accumulate, reduce_state", [(2, 8, 2, "primary"), (3, 10, 1, "mean")])
 def test_nnx_batch_norm_likewise(n, size, accumulate, reduce_state):
     dp = jdp.DataParallel(NNXNormed(nnx.Rngs(0)), devices=range(n), reduce_state=reduce_state)
@@ -514,7 +522,7 @@ def keys_of(metrics):
     return [tuple(row) for row in np.asarray(metrics["key"]).tolist()]
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n, sizes, accumulate", [(1, (6, 5), 1), (3, (12, 10), 2), (8, (13,), 1)])
 def test_each_replica_microbatch_and_step_draws_from_a_key_of_its_own(n, sizes, accumulate):
     step = step_of(n, drawn, accumulate_steps=accumulate)
@@ -537,6 +545,7 @@ def test_each_replica_microbatch_and_step_draws_from_a_key_of_its_own(n, sizes, 
     assert tuple(np.asarray(jax.random.key_data(state.key)).tolist()) not in seen
 
 
+@pytest.mark.full
 def test_masks_repeat_with_the_key_of_the_state_and_differ_with_another():
     """A state carries all the randomness there is: a run goes on from a copy of it as it did."""
     step, data = step_of(3, drawn, accumulate_steps=2), batch(12)
@@ -572,6 +581,7 @@ def dropping_loss(variables, batch, key):
     return jnp.mean((Dropping().apply(variables, batch["x"], rngs={"dropout": key}) - batch["y"]) ** 2)
 
 
+@pytest.mark.full
 def test_one_device_is_the_bare_model_with_the_key_of_the_step():
     key, batches = jax.random.key(3), [batch(6)] * 3
     params = Dropping().init({"params": key, "dropout": key}, batches[0]["x"])["params"]
@@ -598,6 +608,7 @@ def nnx_drawn(net, batch):
     return jnp.mean((out - batch["y"]) ** 2), {"key": key}
 
 
+@pytest.mark.full
 def test_nnx_rngs_differ_between_replicas_microbatches_and_steps():
     def run(n, accumulate):
         dp = jdp.DataParallel(NNXDropping(nnx.Rngs(0, dropout=5)), devices=range(n))
@@ -910,6 +921,7 @@ def test_nnx_is_compiled_once(compilations):
 # --- in a program of one's own ---
 
 
+@pytest.mark.full
 def test_inside_of_jit_and_of_a_scan_over_batches():
     step = step_of(3)
     batches = [batch(10, start=i) for i in range(3)]
@@ -933,7 +945,7 @@ def test_inside_of_jit_and_of_a_scan_over_batches():
 # --- mixed precision ---
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_parameters_stay_in_32_bits_where_the_model_computes_in_16(accumulate):
     def loss(variables, batch):
@@ -960,6 +972,7 @@ def test_parameters_stay_in_32_bits_where_the_model_computes_in_16(accumulate):
 # --- steps of one's own, with value_and_grad ---
 
 
+@pytest.mark.full
 def test_flax_train_state_takes_the_gradients():
     """`apply_gradients` in a step that the user has compiled, as in flax's examples."""
     dp = jdp.DataParallel(LINEN, devices=range(3))
@@ -983,6 +996,7 @@ def test_flax_train_state_takes_the_gradients():
     assert int(state.step) == 2
 
 
+@pytest.mark.full
 def test_nnx_jit_with_an_nnx_optimizer_of_the_wrapper():
     dp, net, batches = jdp.DataParallel(NNXMLP(nnx.Rngs(0)), devices=range(3)), NNXMLP(nnx.Rngs(0)), [batch(10)] * 2
     optimizer = nnx.Optimizer(dp, ADAM, wrt=nnx.Param)
@@ -1364,6 +1378,7 @@ class Partitioned(nn.Module):
         return nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model")))(x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("through", ["dp", "model"])
 def test_params_in_boxes_of_another_mesh(through):
     model = Partitioned()

@@ -107,6 +107,7 @@ CASES = [
 ODD = [(tokens, 3, 8, 2), (vector, 37, 5, 6), (scalar, 33, 4, 7)]
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case("scalar-33-4-7", "vector-37-5-6", "tokens-21-8-1")
 @pytest.mark.parametrize("loss, size, n, steps", CASES + ODD)
 def test_the_mean_over_any_batch_is_exact(float64, loss, size, n, steps):
@@ -130,6 +131,7 @@ def test_float32_is_exact_to_rounding(loss, size, n, steps):
     close(wrapper(n).value_and_grad(loss, accumulate_steps=steps)(*args), whole(loss)(*args))
 
 
+@pytest.mark.full
 def test_a_mean_of_means_would_be_seen():
     """The reference can tell: the mean of the means of 3 and 2 rows is another number."""
     for loss in FORMS:
@@ -224,7 +226,7 @@ def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
 # --- where results live ---
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["host", "uncommitted", "primary", "replicated"])
 def test_results_come_back_where_the_parameters_live(devices, where):
     params, n = single(PARAMS), 3
@@ -471,6 +473,7 @@ def dropping(params, x, key):
     return jnp.mean(Dropping().apply(params, x, rngs={"dropout": key}) ** 2)
 
 
+@pytest.mark.full
 def test_linen_dropout_with_a_key_in_the_batch():
     """One device draws what the bare model draws; of several each draws its own, the primary that of the key."""
     key, (x, _, _) = jax.random.key(1), batch(9)
@@ -483,6 +486,7 @@ def test_linen_dropout_with_a_key_in_the_batch():
     close(wrapper(3).value_and_grad(dropping)(params, x, key), want)
 
 
+@pytest.mark.full
 def test_every_microbatch_of_every_replica_draws_its_own_numbers():
     def loss(w, x, key):
         return jnp.mean(w * x), jax.random.bits(key, x.shape)
@@ -547,7 +551,7 @@ def test_nnx_equals_nnx_value_and_grad():
     close(dp.grad(nnx_loss, accumulate_steps=2)(bare, x, y), want[1])
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n, size", [(1, 5), (8, 9)])
 def test_nnx_state_is_updated_in_place(n, size):
     """The primary's, as torch does: its statistics, and one call for one batch."""
@@ -566,6 +570,7 @@ def test_nnx_state_is_updated_in_place(n, size):
     close((value, grads["module"]), want)
 
 
+@pytest.mark.full
 def test_nnx_state_goes_from_microbatch_to_microbatch():
     """Four calls and four updates of the statistics, as a loop over the microbatches makes them: of 3, 3, 3 and 2."""
     x, y, _ = batch(11)
@@ -588,6 +593,7 @@ class Dropper(nnx.Module):
         return self.dropout(x) * self.scale[...]
 
 
+@pytest.mark.full
 def test_nnx_dropout_draws_anew_in_every_replica_and_microbatch():
     """One device draws what the bare module draws; the count of draws goes on in place, the key stays."""
 
@@ -634,6 +640,7 @@ def test_nnx_optimizer_takes_the_wrappers_gradients():
     assert np.abs(start.last.kernel[...] - net.last.kernel[...]).max() > 0.1
 
 
+@pytest.mark.full
 def test_nnx_with_aux_and_two_modules():
     """The second is not differentiated, but its state is updated all the same."""
     x, y, _ = batch(10)
@@ -677,7 +684,7 @@ def penalty(grad, params, *rows):
     return sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(params, *rows)))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_gradient_of_a_gradient(float64, jit):
     """Twice differentiable, in the parameters and in the rows."""
@@ -774,6 +781,7 @@ def test_inside_another_replica_nnx_runs_directly(devices):
     assert int(calls) == 1
 
 
+@pytest.mark.full
 def test_the_mean_of_pmaps_gradients(devices, same):
     """On even batches it is `lax.pmean` of `jax.value_and_grad` to the last bit, on any number of devices.
 

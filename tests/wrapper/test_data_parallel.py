@@ -58,6 +58,7 @@ WEIGHT = np.float32(3)
 # --- the equation ---
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [0, 1, 5, 16])
@@ -314,6 +315,7 @@ def test_outputs_follow_the_parameters(devices):
         assert dp(replicated, jax.device_put(x, devices[6])).devices() == set(devices[2:5])
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("where, at", [("cpu", 0), (-1, 0), ("cpu:6", 6), (7, 7), (None, 2)])
 @pytest.mark.parametrize("size", [0, 1, 4, 5])
@@ -527,6 +529,7 @@ def test_cnn_with_batch_norm_and_dropout_trains():
     close(dp.apply(got, x, train=False), net.apply(jax.tree.map(np.asarray, got), x, False))
 
 
+@pytest.mark.full
 def test_lstm_with_a_time_axis_first():
     """Row complaint 12: the batch in dim 1, the carry's in dim 0, sequence lengths beside it."""
     rnn = nn.RNN(nn.LSTMCell(4), time_major=True, return_carry=True)
@@ -558,6 +561,7 @@ def test_rnn_along_dim_one():
     close(dp.apply(variables, x), rnn.apply(variables, x))
 
 
+@pytest.mark.full
 def test_tied_weights():
     """Row 79: one table, two uses; its gradient is the sum of both."""
 
@@ -624,6 +628,7 @@ def test_legacy_keys_are_taken_in_rngs():
     np.testing.assert_array_equal(y, DROP[4].apply({}, ONES, rngs={"dropout": typed}))
 
 
+@pytest.mark.full
 def test_keys_among_the_arguments():
     """A 0-d key is folded with the replica's index but on the primary; a (B,) array of keys is cut."""
 
@@ -765,6 +770,7 @@ def test_functional_form_compiles_once_for_a_function():
     close(first, MODEL.apply(VARIABLES, ROWS[:4]))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_dropped_wrapper_is_freed():
     class Holder:
@@ -806,6 +812,7 @@ def test_parameters_are_not_kept():
     assert [r() for r in refs] == [None] * len(refs)
 
 
+@pytest.mark.full
 def test_an_eager_loop_without_waiting_ends():
     """DESIGN's fact 5: XLA on the CPU deadlocks once some 32 steps with collectives are in flight."""
     dp = jdp.DataParallel(lambda w, x: jnp.tanh(x * w) + lax.psum(x.sum(), "data"), devices=range(8))

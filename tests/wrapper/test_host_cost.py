@@ -69,7 +69,7 @@ def test_no_python_runs_for_each_leaf(kind, batch):
     assert many - few < (20 if kind == "step" else 110)
 
 
-@pytest.mark.one_case("apply")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["apply", "step"])
 def test_no_python_runs_for_each_device(kind):
     # Not one alone, which waits for nothing: there nothing can deadlock.

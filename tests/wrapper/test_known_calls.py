@@ -107,6 +107,7 @@ def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
             dp.apply(params, jdp.scatter(X[:13]))
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
 @pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])
@@ -286,6 +287,7 @@ TRACES = {  # of a call of the other parameters, with the batch and the first of
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
 @pytest.mark.parametrize("devices", [8, 1])
@@ -397,8 +399,7 @@ def test_what_others_have_called_the_program_with_is_not_trusted():
     same(dp.apply(elsewhere(params), X), expected)
 
 
-@pytest.mark.budget(20)  # after jax.clear_caches much is traced anew
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("between", [jax.disable_jit, jax.clear_caches], ids=lambda f: f.__name__)
 def test_where_jax_keeps_nothing_parameters_are_looked_at(between, monkeypatch):
     params = jdp.replicate(host_params())

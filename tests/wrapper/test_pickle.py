@@ -156,6 +156,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.full
 def test_a_machine_without_the_devices_is_told_which(tmp_path):
     """Row 139j: torch loads it, and fails at the first call."""
     wrappers = {

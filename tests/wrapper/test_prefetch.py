@@ -165,6 +165,7 @@ def test_after_the_end_it_stays_ended():
             next(ahead)
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("how", ["close", "break", "drop", "exhaust", "error", "never started"])
 def test_no_thread_is_left_behind(how):
@@ -271,6 +272,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 5, 0], ids="{} rows".format)
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
@@ -321,6 +323,7 @@ def wanted(rows, steps=2):
     return np.asarray(w)
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 11, 3])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
@@ -341,6 +344,7 @@ def test_for_x_y_in_prefetch_does_not_depend_on_the_number_of_devices(n, rows):
     np.testing.assert_allclose(metrics["loss"], loss_of(W, *parts(rows)), rtol=2e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 7])
 def test_every_door_takes_the_parts_of_a_batch(n, rows):

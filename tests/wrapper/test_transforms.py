@@ -46,7 +46,8 @@ def loss(apply):
 # --- grad and value_and_grad, outside and inside jit ---
 
 
-@pytest.mark.one_case
+@pytest.mark.each_value
+@pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [8, 10])
 def test_gradients_are_the_sum_and_come_back_where_the_parameters_live(where, size):
@@ -59,6 +60,7 @@ def test_gradients_are_the_sum_and_come_back_where_the_parameters_live(where, si
     assert devices_of(dparams) == [home] * 2
 
 
+@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("size", [0, 8, 10])
@@ -150,6 +152,7 @@ def test_jvp_and_linearize(where):
     close((y, linear(*tangents)), want)
 
 
+@pytest.mark.full
 def test_hessian_and_jacobians():
     x = ROWS[:5]
     got = jax.jit(jax.hessian(lambda p: loss(DP)(p, x)))(placed("replicated"))
@@ -158,7 +161,7 @@ def test_hessian_and_jacobians():
     close(jax.jacfwd(DP)(PARAMS, x), jax.jacfwd(model)(PARAMS, x))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["host", "replicated"])
 def test_gradient_penalty(where):
     """Row 136h: the derivative of a derivative, outside jit."""
@@ -230,7 +233,7 @@ def test_scan(where):
         close(got, jax.grad(lambda p: descend(model, p, xs)[1].sum())(PARAMS), rtol=1e-4)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["uncommitted", "replicated"])
 def test_checkpoint(where):
     want = jax.grad(loss(model), (0, 1))(PARAMS, ROWS)
@@ -309,6 +312,7 @@ def test_a_training_step_of_optax_inside_and_outside_jit_is_the_same():
     close(results[0][0]["batch_stats"], results[1][0]["batch_stats"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_keys_under_jit_and_scan_draw_as_outside():
     class Drop(nn.Module):
         @nn.compact
@@ -335,6 +339,7 @@ def test_output_device_under_a_transformation_keeps_the_values():
         close(jax.grad(loss(dp))(placed("replicated"), ROWS), jax.grad(loss(model))(PARAMS, ROWS))
 
 
+@pytest.mark.full
 def test_devices_other_than_jaxs_first():
     """Host parameters under jit and grad on devices 5 and 3."""
     dp = jdp.DataParallel(model, devices=[5, 3])
