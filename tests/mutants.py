@@ -1,0 +1,525 @@
+"""Mutants: small bugs that somebody could make in jdp, and whether a test fails for each.
+
+    python tests/mutants.py                       puts in one after the other, and counts those that a test catches
+    python tests/mutants.py --list                the mutants, and what each breaks
+    python tests/mutants.py --only NAME ...       some of them
+    python tests/mutants.py --whole --tier full   before a mutant counts as missed, all tests of both tiers
+
+It works on a copy of the checkout. For each mutant it runs the tests that are named for it, only if those pass the
+folder of its wing and the laws, and with `--whole` all other tests. A test that catches a mutant must pass without it:
+all these are run once more at the end. `MUTANTS_PYTEST` is the command to run in place of `python -m pytest`.
+"""
+
+import argparse
+import math
+import os
+import pathlib
+import re
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[1]
+TIERS = {"fast": [], "full": ["-m", "(full or hypothesis) and not faults"]}  # as make test and make test-full
+# It fails for every mutant, whose text is not the one that it looks for.
+NEVER = ["--ignore", "tests/repository/test_mutants.py"]
+
+
+class Mutant(NamedTuple):
+    """One bug: `new` in the place of `old`, which stands once in the file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: tuple[str, ...]
+    """To be tried first: `file::function` below `tests/`."""
+
+    def text(self, folder: pathlib.Path = ROOT) -> str:
+        """The file with the bug in it."""
+        found = (folder / self.file).read_text(encoding="utf-8")
+        if found.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} stands {found.count(self.old)} times in {self.file}")
+        return found.replace(self.old, self.new)
+
+
+MUTANTS = (
+    # ------------------------------------------------------------------------------------------------------- core
+    Mutant(
+        "chunk-size",
+        "jdp/_core/layout.py",
+        "each = -(-size // n)",
+        "each = size // n + 1",
+        "a batch that divides is cut as if it had one row more",
+        ("core/test_scatter.py::test_chunk_sizes_are_torch_s",),
+    ),
+    Mutant(
+        "static-type",
+        "jdp/_core/layout.py",
+        "return type(value), repr(value) if isinstance(value, float | complex) else value",
+        "return (repr(value) if isinstance(value, float | complex) else value,)",
+        "1 and True among the arguments run one program",
+        ("core/test_parallel_apply.py::test_equal_python_scalars_of_different_types_are_not_confused",),
+    ),
+    Mutant(
+        "padding-stays",
+        "jdp/_core/scattered.py",
+        "if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:",
+        "if isinstance(leaf, Cut) and leaf.sizes[i] > local.shape[leaf.axis]:",
+        "a replica with a short chunk sees the rows of padding",
+        ("core/test_parallel_apply.py::test_each_replica_sees_the_true_size_of_its_chunk",),
+    ),
+    Mutant(
+        "key-of-primary",
+        "jdp/_core/scattered.py",
+        "return jnp.where(index == 0, x, jax.random.fold_in(x, index))",
+        "return jax.random.fold_in(x, index)",
+        "the primary replica draws other numbers than the bare model",
+        ("core/test_parallel_apply.py::test_a_0_d_key_is_folded_with_the_replica_s_index_but_for_the_primary",),
+    ),
+    Mutant(
+        "idle-between",
+        "jdp/_core/scattered.py",
+        "x = x[: len(used)] if used == tuple(range(len(used))) else x[np.array(used)]",
+        "x = x[: len(used)]",
+        "numbers of replicas are taken from an idle one that stands before them",
+        ("core/test_gather.py::test_0_d_outputs_of_idle_replicas_are_absent",),
+    ),
+    Mutant(
+        "layout-without-tree",
+        "jdp/_core/scatter.py",
+        "key = (treedef, *map(known_by, leaves))",
+        "key = tuple(map(known_by, leaves))",
+        "the layout of a batch is taken for another tree of equal arrays",
+        ("test_laws.py::test_law_3_equal_arrays_in_other_trees_and_beside_other_values",),
+    ),
+    Mutant(
+        "mean-of-replicas",
+        "jdp/_core/outputs.py",
+        "mine = jnp.asarray(rows / rows.sum(), ",
+        "mine = jnp.asarray((rows > 0) / (rows > 0).sum(), ",
+        "the mean of state forgets how many rows each replica has",
+        ("model/test_state.py::test_mean_is_weighted_by_rows_and_integers_are_the_primarys",),
+    ),
+    Mutant(
+        "state-of-no-rows",
+        "jdp/_core/uneven.py",
+        "jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])",
+        "jnp.zeros(shape, aval.dtype)",
+        "a batch of no rows sets the state to zero",
+        ("core/test_uneven.py::test_zero_rows_leave_the_state_as_it_was_to_the_last_bit",),
+    ),
+    Mutant(
+        "idle-added",
+        "jdp/_core/reduce_add.py",
+        "out.append(x[used].sum(0, dtype=x.dtype))",
+        "out.append(x.sum(0, dtype=x.dtype))",
+        "replicas without rows are added, too",
+        ("core/test_reduce_add.py::test_idle_replicas_add_nothing",),
+    ),
+    Mutant(
+        "oldest-goes",
+        "jdp/_core/programs.py",
+        "            self.move_to_end(key)\n",
+        "            self[key]\n",
+        "the program that was made first is dropped, though it is used in every step",
+        ("core/test_memory.py::test_what_is_dropped_is_what_was_not_used_for_longest",),
+    ),
+    Mutant(
+        "one-leaf-agrees",
+        "jdp/_core/fingerprint.py",
+        "if (least == ~most).all():",
+        "if (least == ~most).any():",
+        "replicas that differ pass where any of their leaves agrees",
+        ("core/test_check_replicas.py::test_one_ulp_on_one_device_is_named",),
+    ),
+    Mutant(
+        "one-leaf-in-place",
+        "jdp/_core/replicate.py",
+        ".count(where) == len(leaves)",
+        ".count(where) > 0",
+        "parameters of which one leaf is on all devices are taken as they are",
+        ("core/test_replicate.py::test_one_leaf_out_of_place_moves_alone",),
+    ),
+    # ------------------------------------------------------------------------------------------------------ train
+    Mutant(
+        "short-chunk-weighs-as-much",
+        "jdp/_train/gradients.py",
+        "part, diff, state, size, size / unit)",
+        "part, diff, state, size, 1.0)",
+        "the gradient is a mean of the replicas' means",
+        ("train/test_value_and_grad.py::test_the_mean_over_any_batch_is_exact",),
+    ),
+    Mutant(
+        "microbatch-along-rows",
+        "jdp/_train/gradients.py",
+        "x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)",
+        "x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=0)",
+        "microbatches of what is cut along another axis are cut along the first",
+        ("train/test_value_and_grad.py::test_argnums_of_several_whole_arguments",),
+    ),
+    Mutant(
+        "key-of-microbatch",
+        "jdp/_train/gradients.py",
+        "jax.random.fold_in(x, signature.layout.mesh.size + number)",
+        "jax.random.fold_in(x, number)",
+        "a microbatch of the primary draws what a replica draws",
+        ("train/test_value_and_grad.py::test_every_microbatch_of_every_replica_draws_its_own_numbers",),
+    ),
+    Mutant(
+        "state-of-last-microbatch",
+        "jdp/_train/gradients.py",
+        "last = one(whole, whole * size, rest, done.state)",
+        "last = one(whole, whole * size, rest, state)",
+        "the last, shorter microbatch begins with the state from before the others",
+        ("test_laws.py::test_law_2_state_goes_through_the_microbatches",),
+    ),
+    Mutant(
+        "sum-of-16-bits",
+        "jdp/_train/gradients.py",
+        "sent = wire or (dtype if dtype.itemsize < 4 else None)",
+        "sent = wire",
+        "gradients of float16 are divided when their sum has left its range",
+        ("train/test_value_and_grad.py::test_float16_gradients_of_any_mean_in_range_are_in_range",),
+    ),
+    Mutant(
+        "mean-in-a-replica",
+        "jdp/_train/value_and_grad.py",
+        "value = value / loss.count if is_mean(loss) else value",
+        "value = loss.total if is_mean(loss) else value",
+        "a jdp.Mean inside of another replica's program is not divided",
+        ("train/test_value_and_grad.py::test_inside_another_replica_it_runs_directly",),
+    ),
+    Mutant(
+        "skipped-step-counts",
+        "jdp/_train/program.py",
+        "new_state, count = choose(new_state, state.state), choose(count, state.step)",
+        "new_state = choose(new_state, state.state)",
+        "a step that is skipped is counted, so that the next has another key",
+        ("train/test_train_step.py::test_a_step_that_is_not_finite_leaves_all_as_it_was",),
+    ),
+    Mutant(
+        "donated-of-the-caller",
+        "jdp/_train/state.py",
+        "return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x",
+        "return x",
+        "a step frees arrays that the caller put into the state",
+        ("train/test_donation.py::test_a_state_made_by_hand_stays_and_trains_alike",),
+    ),
+    Mutant(
+        "result-of-the-primary",
+        "jdp/_train/parallel_results.py",
+        "return Marked(x, None, reduce) if gathered is None else Marked(x, gathered)",
+        "return Marked(x, None, reduce)",
+        "of a result that differs between replicas only the primary's comes back",
+        ("train/test_parallel_state.py::test_a_result_that_is_no_state_is_gathered_or_refused",),
+    ),
+    # ---------------------------------------------------------------------------------------------------- wrapper
+    Mutant(
+        "known-of-another-module",
+        "jdp/_wrapper/calls.py",
+        "if known is None or known.module is not dp.module:",
+        "if known is None:",
+        "a module that takes the place of another is not run",
+        ("wrapper/test_known_calls.py::test_a_module_that_takes_the_place_of_another",),
+    ),
+    Mutant(
+        "axis-of-keywords",
+        "jdp/_wrapper/data_parallel.py",
+        "axes = (in_axes, config.dim)",
+        "axes = (in_axes, 0)",
+        "with in_axes, keyword arguments are cut along the first axis, whatever dim is",
+        ("wrapper/test_data_parallel.py::test_keywords_are_cut_like_arguments",),
+    ),
+    Mutant(
+        "state-to-the-output-device",
+        "jdp/_wrapper/data_parallel.py",
+        "return self.gather(out, device), join(state, home)",
+        "return self.gather(out, device), join(state, device)",
+        "state goes where outputs go, and no more where the parameters live",
+        ("model/test_state.py::test_state_ignores_the_output_device",),
+    ),
+    Mutant(
+        "buffer-of-the-loader",
+        "jdp/_wrapper/prefetch.py",
+        "            return x.copy()\n",
+        "            return x\n",
+        "a batch that waits changes when the loader uses its buffer again",
+        ("wrapper/test_prefetch.py::test_a_loader_may_use_its_buffer_again",),
+    ),
+    # ------------------------------------------------------------------------------------------------------ model
+    Mutant(
+        "state-of-the-primary",
+        "jdp/_model/linen.py",
+        "return Marked(x, None, reduce, old, alone=alone)",
+        'return Marked(x, None, "primary", old, alone=alone)',
+        'reduce_state="mean" keeps the primary replica\'s state',
+        ("model/test_state.py::test_mean_is_weighted_by_rows_and_integers_are_the_primarys",),
+    ),
+    Mutant(
+        "path-of-a-filter",
+        "jdp/_model/nnx.py",
+        "return lambda path, variable: accepts(path[1:], variable)",
+        "return lambda path, variable: accepts(path, variable)",
+        "a filter of state_axes sees a number before the path of the model",
+        ("model/test_nnx.py::test_a_cache_that_any_filter_names",),
+    ),
+    Mutant(
+        "statistics-without-weights",
+        "jdp/_model/sync_batch_norm.py",
+        "[x * jnp.asarray(weight, x.dtype) for x in values]",
+        "list(values)",
+        "synchronised statistics are a mean of the replicas' means",
+        ("model/test_sync_batch_norm.py::test_every_form_of_loss_on_uneven_chunks",),
+    ),
+    Mutant(
+        "layouts-of-another-door",
+        "jdp/_model/config.py",
+        "layouts = config.batch_layouts if own is None else own.layouts",
+        "layouts = config.batch_layouts",
+        "a step with in_axes of its own cuts a batch as the wrapper cut one of its shapes before",
+        ("train/test_arguments.py::test_in_axes_of_a_step",),
+    ),
+    # -------------------------------------------------------------------------------------------------- processes
+    Mutant(
+        "place-of-another",
+        "jdp/_processes/exchange.py",
+        "expected = process in self._others and process not in self._open",
+        "expected = process in self._others",
+        "who knows the token takes the place of a process that is connected",
+        ("processes/test_connections.py::test_who_knows_the_token_is_still_only_one_of_the_group_and_once",),
+    ),
+    Mutant(
+        "digest-of-containers",
+        "jdp/_processes/agree.py",
+        "hashlib.sha256(repr(outline).encode()).hexdigest()[:12]",
+        "hashlib.sha256(repr(outline[:1]).encode()).hexdigest()[:12]",
+        "processes whose batches have other shapes or dtypes are taken for alike",
+        ("processes/test_processes.py::test_refused",),
+    ),
+    Mutant(
+        "job-of-one",
+        "jdp/_processes/initialize.py",
+        "several = [name for name in _SIZES if (_number(name) or 1) > 1]",
+        "several = [name for name in _SIZES if (_number(name) or 0) > 0]",
+        "a launcher that started one process is an error",
+        ("processes/test_processes.py::test_one_process_needs_no_job",),
+    ),
+    # ------------------------------------------------------------------------------------------------- checkpoint
+    Mutant(
+        "manifest-unverified",
+        "jdp/_checkpoint/read.py",
+        "same = digest(content) == told",
+        "same = bool(told)",
+        "a manifest that was changed on the disk is believed",
+        ("checkpoint/test_checkpointer.py::test_the_newest_intact_one_is_restored_and_the_warning_names_the_other",),
+    ),
+    Mutant(
+        "intact-one-deleted",
+        "jdp/_checkpoint/write.py",
+        "            if step != whole:\n",
+        "            if step != steps[-1]:\n",
+        "the one checkpoint that can be read back is deleted for damaged ones",
+        ("checkpoint/test_checkpoint_directory.py::test_keep_leaves_the_newest_intact_one",),
+    ),
+    Mutant(
+        "sigterm-between",
+        "jdp/_checkpoint/checkpointer.py",
+        "if not ending and step % self._every:",
+        "if step % self._every:",
+        "after a SIGTERM the job trains on to the next multiple of every",
+        ("checkpoint/test_checkpointer.py::test_sigterm_saves_the_step_and_ends",),
+    ),
+    # ----------------------------------------------------------------------- launch, explain, plan, doctor and jax
+    Mutant(
+        "exit-code-of-a-signal",
+        "jdp/_launch/cli.py",
+        "return culprit.code if culprit.code > 0 else 128 - culprit.code",
+        "return culprit.code if culprit.code > 0 else 128 + culprit.code",
+        "the launcher's exit code for a killed rank is 119, and not 137",
+        ("launch/test_launch.py::test_a_killed_rank_is_named",),
+    ),
+    Mutant(
+        "runs-of-a-loop",
+        "jdp/_explain/collectives.py",
+        "times = None if runs is None or times is None else runs * times",
+        "times = None if runs is None or times is None else times",
+        "a collective in a loop in a loop is counted for the inner one alone",
+        ("explain/test_collectives.py::test_in_a_loop_it_runs_as_often_as_the_loop",),
+    ),
+    Mutant(
+        "levels-in-turn",
+        "jdp/_plan/estimate.py",
+        "return _TIMES[kind] * (max(local, remote) + hops)",
+        "return _TIMES[kind] * (local + remote + hops)",
+        "a collective over hosts takes the time within and between them one after the other",
+        ("plan/test_links.py::test_between_hosts_the_network_cards_decide",),
+    ),
+    Mutant(
+        "left-out-is-well",
+        "jdp/_doctor/cli.py",
+        '{"ok": not (failed or left_out or problems), ',
+        '{"ok": not failed, ',
+        "the doctor's exit code is 0 though a machine has problems",
+        (
+            "doctor/test_doctor.py::test_the_imbalance_of_devices_is_told",
+            "doctor/test_doctor.py::test_a_healthy_machine",
+        ),
+    ),
+    Mutant(
+        "transposed-back",
+        "jdp/_jax/jaxprs.py",
+        "        back[axis] = position\n",
+        "        back[position] = axis\n",
+        "the axes of a convolution in a loop come back in another order",
+        ("jax/test_convolutions.py::test_outputs_and_gradients_are_the_same",),
+    ),
+)
+
+
+class Run(NamedTuple):
+    """What became of a run of pytest."""
+
+    failed: tuple[str, ...] = ()
+    is_over: bool = True
+    """Whether it ended in time."""
+    tier: str = "fast"
+
+
+def copied(folder: pathlib.Path) -> None:
+    """The checkout as it is now, without what git ignores; programs that are compiled are kept in one place."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (ROOT / ".jax_cache").mkdir(exist_ok=True)
+    (folder / ".jax_cache").symlink_to(ROOT / ".jax_cache")
+
+
+def named(tests: Sequence[str]) -> list[str]:
+    """Arguments of pytest for `file::function`s."""
+    files = dict.fromkeys("tests/" + test.partition("::")[0] for test in tests)
+    return [*files, "-k", " or ".join(test.partition("::")[2] for test in tests)]
+
+
+def stages(mutant: Mutant, tier: str, whole: bool, workers: int) -> Iterator[tuple[str, list[str]]]:
+    """What is run for a mutant, one after the other, until a test fails: tiers and arguments of pytest."""
+    many = ["-n", str(workers), "--dist", "loadgroup"] if workers > 1 else []
+    wing = mutant.file.split("/")[1].strip("_")
+    yield "fast", named(mutant.tests)
+    for chosen in ("fast",) if tier == "fast" else ("fast", "full"):
+        yield chosen, [f"tests/{wing}", "tests/test_laws.py", *many]
+        if whole:
+            yield chosen, ["tests", *many]
+
+
+def tested(folder: pathlib.Path, tier: str, arguments: Sequence[str], seconds: float) -> Run:
+    """Runs pytest in the copy, for so many seconds at most."""
+    command = shlex.split(os.environ.get("MUTANTS_PYTEST", "")) or [sys.executable, "-m", "pytest"]
+    # One -v against the -q of pyproject.toml: pytest says when it begins, for the command may wait for its turn first.
+    command += ["-v", "-p", "no:cacheprovider", *NEVER, *TIERS[tier], *arguments]
+    environ = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONUNBUFFERED": "1",
+        "JDP_TESTS_ARE_JUDGED": "0",  # programs that only a mutant has are compiled anew
+    }
+    pytest = subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    assert pytest.stdout is not None
+    said, end = b"", math.inf
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(pytest.stdout, selectors.EVENT_READ)
+            while True:
+                left = None if end == math.inf else max(0.0, end - time.monotonic())
+                if not selector.select(left):
+                    return Run(is_over=False)
+                if not (some := os.read(pytest.stdout.fileno(), 1 << 16)):
+                    break
+                said += some
+                end = min(end, time.monotonic() + seconds)
+        code = pytest.wait()
+    finally:
+        if pytest.poll() is None:
+            os.killpg(pytest.pid, signal.SIGKILL)
+            pytest.wait()
+        pytest.stdout.close()
+    text = said.decode(errors="replace")
+    if code == 0:
+        return Run()
+    if failed := re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", text, re.MULTILINE):
+        return Run(tuple(failed), tier=tier)
+    if code == 1 and "+ Timeout +" in text or not 0 <= code <= 5:  # it hung, or has ended the process
+        return Run(("(a test has ended pytest)",), tier=tier)
+    raise SystemExit(f"pytest {shlex.join(arguments)} ended with code {code}:\n{text[-2000:]}")
+
+
+def caught(folder: pathlib.Path, mutant: Mutant, options: argparse.Namespace) -> Run:
+    """The first run in which a test fails with the mutant in the copy."""
+    path, left = folder / mutant.file, options.limit
+    right = path.read_bytes()
+    path.write_text(mutant.text(folder), encoding="utf-8")
+    try:
+        for tier, arguments in stages(mutant, options.tier, options.whole, options.workers):
+            begun = time.monotonic()
+            run = tested(folder, tier, [*arguments, "-x"], left)
+            if run != Run():
+                return run
+            left = max(1.0, left - (time.monotonic() - begun))
+    finally:
+        path.write_bytes(right)
+    return Run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTANTS], help="some of them")
+    parser.add_argument("--whole", action="store_true", help="run all tests before a mutant counts as missed")
+    parser.add_argument("--tier", choices=[*TIERS], default="fast", help="full: the fast tests, and then the others")
+    parser.add_argument("--least", type=int, help="exit with code 1 where fewer are caught (default: all of them)")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for a mutant (default: %(default)g)")
+    parser.add_argument("--workers", type=int, default=1, help="of pytest -n, but for the named tests")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if options.only is None or m.name in options.only]
+    if options.list:
+        for m in chosen:
+            print(f"{m.name:28}{m.file:34}{m.breaks}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with pytest, and without the copy
+    found: dict[str, str] = {}
+    catching: dict[str, set[str]] = {tier: set() for tier in TIERS}
+    with tempfile.TemporaryDirectory(prefix="jdp-mutants-") as name:
+        folder = pathlib.Path(name)
+        copied(folder)
+        for m in chosen:
+            begun = time.monotonic()
+            run = caught(folder, m, options)
+            if run.failed:
+                found[m.name] = run.failed[0]
+                catching[run.tier].update(test for test in run.failed[:1] if "::" in test)
+            said = found.get(m.name, "NOT CAUGHT" if run.is_over else f"NOT KNOWN after {options.limit:g} s")
+            print(f"{m.name:28}{time.monotonic() - begun:6.0f} s  {said}", flush=True)
+        for tier, tests in catching.items():
+            # What fails without a mutant as well has caught none.
+            for test in tested(folder, tier, sorted(tests), options.limit).failed if tests else ():
+                print(f"{test} fails without a mutant, too")
+                found = {name: by for name, by in found.items() if by != test}
+    print(f"caught {len(found)} of {len(chosen)}")
+    return int(len(found) < (len(chosen) if options.least is None else options.least))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
