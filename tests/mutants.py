@@ -3,11 +3,12 @@
     python tests/mutants.py                       puts in one after the other, and counts those that a test catches
     python tests/mutants.py --list                the mutants, and what each breaks
     python tests/mutants.py --only NAME ...       some of them
-    python tests/mutants.py --whole --tier full   before a mutant counts as missed, all tests of both tiers
+    python tests/mutants.py --whole --tier full   before a mutant counts as missed, all tests of two tiers
 
 It works on a copy of the checkout. For each mutant it runs the tests that are named for it, only if those pass the
-folder of its wing and the laws, and with `--whole` all other tests. A test that catches a mutant must pass without it:
-all these are run once more at the end. `MUTANTS_PYTEST` is the command to run in place of `python -m pytest`.
+folder of its wing and the laws, and with `--whole` all tests of the tier. A test that catches a mutant must pass
+without it: all these are run once more at the end. `MUTANTS_PYTEST` is the command in place of `python -m pytest`; what
+it waits before pytest begins does not count.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-TIERS = {"fast": [], "full": ["-m", "(full or hypothesis) and not faults"]}  # as make test and make test-full
+# As make test, make test-full and make test-faults; each after those before it.
+TIERS = {"fast": [], "full": ["-m", "(full or hypothesis) and not faults"], "faults": ["-m", "faults"]}
 # It fails for every mutant, whose text is not the one that it looks for.
 NEVER = ["--ignore", "tests/repository/test_mutants.py"]
 
@@ -172,7 +174,10 @@ MUTANTS = (
         "jax.random.fold_in(x, signature.layout.mesh.size + number)",
         "jax.random.fold_in(x, number)",
         "a microbatch of the primary draws what a replica draws",
-        ("train/test_value_and_grad.py::test_every_microbatch_of_every_replica_draws_its_own_numbers",),
+        (
+            "test_laws.py::test_law_2_a_key_for_each_step_microbatch_and_replica",
+            "train/test_value_and_grad.py::test_every_microbatch_of_every_replica_draws_its_own_numbers",
+        ),
     ),
     Mutant(
         "state-of-last-microbatch",
@@ -278,7 +283,7 @@ MUTANTS = (
         "[x * jnp.asarray(weight, x.dtype) for x in values]",
         "list(values)",
         "synchronised statistics are a mean of the replicas' means",
-        ("model/test_sync_batch_norm.py::test_every_form_of_loss_on_uneven_chunks",),
+        ("model/test_sync_batch_norm.py::test_params_and_statistics_are_those_of_the_whole_batch",),
     ),
     Mutant(
         "layouts-of-another-door",
@@ -303,7 +308,7 @@ MUTANTS = (
         "hashlib.sha256(repr(outline).encode()).hexdigest()[:12]",
         "hashlib.sha256(repr(outline[:1]).encode()).hexdigest()[:12]",
         "processes whose batches have other shapes or dtypes are taken for alike",
-        ("processes/test_processes.py::test_refused",),
+        ("processes/test_faults_processes.py::test_other_shapes",),
     ),
     Mutant(
         "job-of-one",
@@ -388,10 +393,11 @@ MUTANTS = (
 class Run(NamedTuple):
     """What became of a run of pytest."""
 
+    tier: str
+    seconds: float
     failed: tuple[str, ...] = ()
     is_over: bool = True
     """Whether it ended in time."""
-    tier: str = "fast"
 
 
 def copied(folder: pathlib.Path) -> None:
@@ -417,8 +423,8 @@ def stages(mutant: Mutant, tier: str, whole: bool, workers: int) -> Iterator[tup
     """What is run for a mutant, one after the other, until a test fails: tiers and arguments of pytest."""
     many = ["-n", str(workers), "--dist", "loadgroup"] if workers > 1 else []
     wing = mutant.file.split("/")[1].strip("_")
-    yield "fast", named(mutant.tests)
-    for chosen in ("fast",) if tier == "fast" else ("fast", "full"):
+    for chosen in [*TIERS][: [*TIERS].index(tier) + 1]:
+        yield chosen, named(mutant.tests)
         yield chosen, [f"tests/{wing}", "tests/test_laws.py", *many]
         if whole:
             yield chosen, ["tests", *many]
@@ -438,49 +444,48 @@ def tested(folder: pathlib.Path, tier: str, arguments: Sequence[str], seconds: f
         command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     assert pytest.stdout is not None
-    said, end = b"", math.inf
+    said, begun = b"", math.inf
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(pytest.stdout, selectors.EVENT_READ)
             while True:
-                left = None if end == math.inf else max(0.0, end - time.monotonic())
+                left = None if math.inf in (begun, seconds) else max(0.0, begun + seconds - time.monotonic())
                 if not selector.select(left):
-                    return Run(is_over=False)
+                    return Run(tier, seconds, is_over=False)
                 if not (some := os.read(pytest.stdout.fileno(), 1 << 16)):
                     break
                 said += some
-                end = min(end, time.monotonic() + seconds)
+                begun = min(begun, time.monotonic())
         code = pytest.wait()
     finally:
         if pytest.poll() is None:
             os.killpg(pytest.pid, signal.SIGKILL)
             pytest.wait()
         pytest.stdout.close()
-    text = said.decode(errors="replace")
-    if code == 0:
-        return Run()
+    text, took = said.decode(errors="replace"), time.monotonic() - begun
+    if code in (0, 5):  # all pass, or there are none in this tier
+        return Run(tier, took)
     if failed := re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", text, re.MULTILINE):
-        return Run(tuple(failed), tier=tier)
-    if code == 1 and "+ Timeout +" in text or not 0 <= code <= 5:  # it hung, or has ended the process
-        return Run(("(a test has ended pytest)",), tier=tier)
+        return Run(tier, took, tuple(failed))
+    if code == 1 and "+ Timeout +" in text or code < 0:  # it hung, or has ended the process
+        return Run(tier, took, ("(a test has ended pytest)",))
     raise SystemExit(f"pytest {shlex.join(arguments)} ended with code {code}:\n{text[-2000:]}")
 
 
 def caught(folder: pathlib.Path, mutant: Mutant, options: argparse.Namespace) -> Run:
-    """The first run in which a test fails with the mutant in the copy."""
-    path, left = folder / mutant.file, options.limit
+    """The run in which a test fails with the mutant in the copy, or the last one; with the seconds of all."""
+    path, took = folder / mutant.file, 0.0
     right = path.read_bytes()
     path.write_text(mutant.text(folder), encoding="utf-8")
     try:
         for tier, arguments in stages(mutant, options.tier, options.whole, options.workers):
-            begun = time.monotonic()
-            run = tested(folder, tier, [*arguments, "-x"], left)
-            if run != Run():
-                return run
-            left = max(1.0, left - (time.monotonic() - begun))
+            run = tested(folder, tier, [*arguments, "-x"], options.limit - took)
+            took += run.seconds
+            if run.failed or not run.is_over:
+                break
     finally:
         path.write_bytes(right)
-    return Run()
+    return run._replace(seconds=took)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -488,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTANTS], help="some of them")
     parser.add_argument("--whole", action="store_true", help="run all tests before a mutant counts as missed")
-    parser.add_argument("--tier", choices=[*TIERS], default="fast", help="full: the fast tests, and then the others")
+    parser.add_argument("--tier", choices=[*TIERS], default="fast", help="full: the fast tests, then the others")
     parser.add_argument("--least", type=int, help="exit with code 1 where fewer are caught (default: all of them)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a mutant (default: %(default)g)")
     parser.add_argument("--workers", type=int, default=1, help="of pytest -n, but for the named tests")
@@ -505,16 +510,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = pathlib.Path(name)
         copied(folder)
         for m in chosen:
-            begun = time.monotonic()
             run = caught(folder, m, options)
             if run.failed:
                 found[m.name] = run.failed[0]
                 catching[run.tier].update(test for test in run.failed[:1] if "::" in test)
             said = found.get(m.name, "NOT CAUGHT" if run.is_over else f"NOT KNOWN after {options.limit:g} s")
-            print(f"{m.name:28}{time.monotonic() - begun:6.0f} s  {said}", flush=True)
+            print(f"{m.name:28}{run.seconds:6.0f} s  {said}", flush=True)
         for tier, tests in catching.items():
             # What fails without a mutant as well has caught none.
-            for test in tested(folder, tier, sorted(tests), options.limit).failed if tests else ():
+            run = tested(folder, tier, sorted(tests), math.inf) if tests else Run(tier, 0.0)
+            for test in run.failed:
                 print(f"{test} fails without a mutant, too")
                 found = {name: by for name, by in found.items() if by != test}
     print(f"caught {len(found)} of {len(chosen)}")
