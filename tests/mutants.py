@@ -390,6 +390,10 @@ MUTANTS = (
 )
 
 
+# A name may have " - " among its parameters, as it has before what went wrong.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s:]+(?:::\w+)*(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
+
+
 class Run(NamedTuple):
     """What became of a run of pytest."""
 
@@ -465,7 +469,7 @@ def tested(folder: pathlib.Path, tier: str, arguments: Sequence[str], seconds: f
     text, took = said.decode(errors="replace"), time.monotonic() - begun
     if code in (0, 5):  # all pass, or there are none in this tier
         return Run(tier, took)
-    if failed := re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", text, re.MULTILINE):
+    if failed := _FAILED.findall(text):
         return Run(tier, took, tuple(failed))
     if code == 1 and "+ Timeout +" in text or code < 0:  # it hung, or has ended the process
         return Run(tier, took, ("(a test has ended pytest)",))
