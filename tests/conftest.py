@@ -16,9 +16,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache))
 os.environ.setdefault("JDP_TESTS_ARE_JUDGED", str(int(_cache.is_dir())))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# LLVM's optimization takes a quarter of the time to compile, and changes no sum and no collective. CI runs a part of
-# the tests with it, so that programs are tested as users have them, too.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jdp
 
