@@ -66,13 +66,23 @@ def pytest_configure(config):
 
 
 def each_value(cases):
-    """Some of the cases, among which each value of each parameter is."""
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
-    left = set().union(*values.values())
+    """Some of the cases, among which each entry of each `parametrize` is, and each value of a fixture."""
+    entries = {case: set(_entries(case)) for case in cases}
+    left = set().union(*entries.values())
     while left:
-        best = max(cases, key=lambda case: len(left & values[case]))
-        left -= values[best]
+        best = max(cases, key=lambda case: len(left & entries[case]))
+        left -= entries[best]
         yield best
+
+
+def _entries(case):
+    """What a case has of each `parametrize`: the names, and the values that stand together in its list."""
+    values = dict(case.callspec.params)
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        yield tuple(names), tuple(id(values.pop(name)) for name in names)
+    for name, value in values.items():  # of fixtures
+        yield name, id(value)
 
 
 @pytest.hookimpl(tryfirst=True)

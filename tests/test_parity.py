@@ -208,7 +208,6 @@ def test_a_container_that_jax_does_not_know_is_refused(make, devices):
         dp(1.0, ramp(4), make({"x": ramp(4)}))
 
 
-@pytest.mark.full
 def test_sparse_arrays_are_refused(devices):
     """As in torch. A BCOO is a pytree, whose arrays are no rows: cut, it would be a sum of matrices."""
     with pytest.raises((TypeError, NotImplementedError), match="BCOO"):

@@ -74,7 +74,6 @@ def test_gather_gives_torchs_whole(name, devices):
     assert encode(jdp.gather(outputs, dim=dim)) == load("structures.json")[f"gather {name}"]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("Conv-10-4", "MLP-17-8")
 @pytest.mark.parametrize(("model", "rows", "n"), sorted(cases()), ids=lambda x: str(x))
 def test_output_gradients_and_state_are_torchs(model, rows, n, devices):

@@ -57,7 +57,6 @@ def test_one_ulp_on_one_device_is_named(mesh, refused, device):
         check_replicas(tree, mesh, "check_replicas")
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "x, y",

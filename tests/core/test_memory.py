@@ -166,7 +166,7 @@ def growth(doors, sizes, warm, kept):
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_many_sizes_take_no_more_memory_than_few():
-    """Of 2,000 sizes, too, of which 64 are kept: 203 MB from the 200th on (run this file: 2000 200 64)."""
+    """As a script, this file takes other numbers: python tests/core/test_memory.py SIZES WARM KEPT."""
     assert growth(DOORS, sizes=160, warm=80, kept=16) < 80  # 2.5 MB for each size before: 200
 
 

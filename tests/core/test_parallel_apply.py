@@ -99,7 +99,6 @@ UNEVEN = [(10, 4, None), (5, 4, None), (9, 4, None), (7, 3, None), (1, 2, None),
 GIVEN = [(4, 3, (0, 3, 1)), (4, 3, (3, 0, 1)), (4, 3, (1, 3, 0))]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("size, n, sizes", UNEVEN + GIVEN)
 def test_uneven_chunks_are_as_a_loop_over_them(devices, size, n, sizes):

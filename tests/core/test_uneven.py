@@ -92,7 +92,6 @@ CASES = (
 )
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("8-17-primary", "3-5-mean")
 @pytest.mark.parametrize("n, size, reduce_state", CASES)
 def test_outputs_gradients_and_state_equal_the_plain_loop(n, size, reduce_state):

@@ -67,7 +67,6 @@ def params_of(node):
 # --- the equation ---
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("8-10")
 @pytest.mark.parametrize("n, size", [(1, 5), (3, 0), (3, 6), (3, 5), (8, 10), (8, 1)])
 def test_outputs_state_and_gradients_equal_the_plain_loop_over_chunks(n, size):
@@ -824,8 +823,7 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
-@pytest.mark.each_value
-@pytest.mark.full
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "kind, axes",
     [

@@ -413,7 +413,6 @@ def penalised(apply, x):
     return loss
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_sown_losses_are_the_mean_over_rows(n, size):

@@ -55,7 +55,6 @@ def on_one_device(variables, rows, lr=0.1):
     return {"params": params, **updates}, value, out
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("count, sizes, axis", [(1, (17,), None), (3, (17, 4), "data"), (8, (16, 5), None)])
 def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
@@ -130,7 +129,7 @@ def test_accumulation_synchronises_each_microbatch():
         close((state.state["batch_stats"], metrics["loss"]), (stats, total), 1e-12, 1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.budget(8)  # a convolution, in float64
 def test_uneven_microbatches_are_refused():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
     step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
@@ -141,7 +140,6 @@ def test_uneven_microbatches_are_refused():
     step(state, (x[:16], y[:16]))  # the state is as good as before
 
 
-@pytest.mark.full
 def test_other_collectives_are_refused_on_uneven_chunks_all_the_same():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
 

@@ -67,7 +67,6 @@ def by_replica(loss, rows, n):
     return total
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @ROWS
 @NS
@@ -94,7 +93,6 @@ def mask_of(replica, step, size):
     return jax.random.bernoulli(rngs.dropout(), 0.5, (size, 6))
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @ROWS
 @NS
@@ -510,7 +508,6 @@ def test_a_function_draws_from_rngs_that_go_on(n, rows):
         assert int(rngs.dropout.count[...]) == call + 1
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @NS
 @ROWS

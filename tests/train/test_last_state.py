@@ -106,7 +106,6 @@ def test_what_somebody_puts_into_the_state_counts():
             step._given.last = state  # as if it had given it: what was changed is the last state
 
 
-@pytest.mark.full
 def test_what_does_not_fit_is_refused_in_the_same_words():
     """JAX's own refusal names an operand by its number, and a model's error the replica."""
     _, step, state, batch = after_two_steps()

@@ -265,7 +265,6 @@ def scan(w, x):
     return jax.lax.scan(lambda c, _: ((c[1], x), None), (w, w), length=3)[0][0]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "fn, differs",

@@ -214,7 +214,6 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
     return got, jax_utils.unreplicate(want), results
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("adam", "accumulation")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
@@ -228,7 +227,6 @@ def test_a_step_that_reduces_is_that_of_pmap(name, same):
         same(metrics, wanted)
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("reduce", [gathered, sharded, groups, ring, chunked_ring], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -417,7 +415,6 @@ def nnx_step(reduce, x, model, optimizer, y):
     return loss
 
 
-@pytest.mark.full
 def test_an_nnx_step_that_does_not_reduce_is_refused_and_changes_nothing(refused, same):
     model = Model()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -157,7 +157,6 @@ CASES = [(name, 8, 1, (16, 13)[: 1 + i % 2]) for i, name in enumerate(TRANSFORMA
 CASES += [(name, 2, 2, (16, 13)[: 2 - i % 2]) for i, name in enumerate(TRANSFORMATIONS)]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("adam-2-2-sizes12", "lamb-2-2-sizes14")
 @pytest.mark.parametrize("name, n, accumulate, sizes", CASES)
 def test_every_optimizer_is_that_of_one_device(name, n, accumulate, sizes):
@@ -190,7 +189,6 @@ def test_the_shapes_of_a_state_hold_no_number_of_devices():
             assert_cut(state.opt_state, n, cut=shard)
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n, accumulate, size", [(2, 2, 21), (3, 1, 24), (8, 1, 21)])
 def test_it_is_the_unsharded_step(float64, n, accumulate, size):
@@ -375,7 +373,6 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("n, shard", [(8, True), (2, True), (3, False), (1, False)])
 def test_a_checkpoint_goes_on_on_any_number_of_devices(checkpoint, n, shard):

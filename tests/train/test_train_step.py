@@ -156,7 +156,6 @@ CASES = [
 ]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("3-8-tokens-tx6-sizes6", "8-3-vector-tx9-sizes9")
 @pytest.mark.parametrize("n, accumulate, loss, tx, sizes", CASES)
 def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulate, loss, tx, sizes):
@@ -270,7 +269,6 @@ def nnx_loop(loss, net, tx, batches):
     return [one(net, optimizer, data) for data in batches], optimizer
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n, sizes, accumulate", [(1, (7, 4), 2), (8, (24, 13), 1)])
 def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
@@ -284,7 +282,6 @@ def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
     close((losses, state.params), (want_losses, params))
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "made_of, n, sizes, accumulate",
@@ -431,7 +428,6 @@ def normed_loop(tx, batches, n, accumulate, reduce_state):
     return losses, params, state
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize(
     "n, sizes, accumulate, reduce_state",

@@ -107,7 +107,6 @@ CASES = [
 ODD = [(tokens, 3, 8, 2), (vector, 37, 5, 6), (scalar, 33, 4, 7)]
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case("scalar-33-4-7", "vector-37-5-6", "tokens-21-8-1")
 @pytest.mark.parametrize("loss, size, n, steps", CASES + ODD)
 def test_the_mean_over_any_batch_is_exact(float64, loss, size, n, steps):

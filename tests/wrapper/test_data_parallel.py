@@ -58,7 +58,6 @@ WEIGHT = np.float32(3)
 # --- the equation ---
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [0, 1, 5, 16])

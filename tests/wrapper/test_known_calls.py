@@ -107,7 +107,6 @@ def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
             dp.apply(params, jdp.scatter(X[:13]))
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
 @pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])

@@ -165,7 +165,6 @@ def test_after_the_end_it_stays_ended():
             next(ahead)
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("how", ["close", "break", "drop", "exhaust", "error", "never started"])
 def test_no_thread_is_left_behind(how):

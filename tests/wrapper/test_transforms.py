@@ -46,7 +46,6 @@ def loss(apply):
 # --- grad and value_and_grad, outside and inside jit ---
 
 
-@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [8, 10])
@@ -60,7 +59,6 @@ def test_gradients_are_the_sum_and_come_back_where_the_parameters_live(where, si
     assert devices_of(dparams) == [home] * 2
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("size", [0, 8, 10])
