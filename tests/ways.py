@@ -1,12 +1,13 @@
 """How many files of jdp a call goes through, and how often it changes from one to another; for `test_ways.py`.
 
     python tests/ways.py            prints the ways of a first, an uneven and a known call
-    python tests/ways.py apply      and of one door the files in the order in which they are entered
+    python tests/ways.py apply      those of one door, and the files in the order in which they are entered
 """
 
 import collections
 import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import optax
 
 import jdp
 
+DOORS = ("apply", "value_and_grad", "train_step")
 ROOT = str(pathlib.Path(jdp.__file__).parent)
 
 
@@ -52,8 +54,8 @@ def way(call: Callable[[], Any]) -> Way:
     return Way(len({*path}), len(path) - 1, path)
 
 
-def ways() -> dict[str, dict[str, Way]]:
-    """For each door the ways of a first call (16 rows), an uneven one (13 rows), and a call that is known."""
+def ways(door: str) -> dict[str, Way]:
+    """The ways of a first call (16 rows), an uneven one (13 rows), and a call that is known."""
     model = nn.Dense(3)
     even, uneven = (np.ones((rows, 4), np.float32) for rows in (16, 13))
     variables = model.init(jax.random.key(0), even)
@@ -61,37 +63,40 @@ def ways() -> dict[str, dict[str, Way]]:
     def loss_fn(variables: Any, batch: Any) -> jax.Array:
         return jnp.mean(model.apply(variables, batch) ** 2)
 
-    found: dict[str, dict[str, Way]] = {}
-    for door in ("apply", "value_and_grad", "train_step"):
-        dp = jdp.DataParallel(model)
-        state: Any = dp.init(jax.random.key(0), even) if door != "train_step" else None
-        if door == "apply":
-            run: Callable[[Any], Any] = lambda x, dp=dp, state=state: dp.apply(state, x)  # noqa: E731
-        elif door == "value_and_grad":
-            gradient = dp.value_and_grad(loss_fn)
-            run = lambda x, gradient=gradient, state=state: gradient(state, x)  # noqa: E731
-        else:
-            step = dp.train_step(loss_fn, optax.sgd(0.1))
-            last = [step.init(variables)]
+    dp = jdp.DataParallel(model)
+    state: Any = dp.init(jax.random.key(0), even) if door != "train_step" else None
+    if door == "apply":
+        run: Callable[[Any], Any] = lambda x: dp.apply(state, x)  # noqa: E731
+    elif door == "value_and_grad":
+        gradient = dp.value_and_grad(loss_fn)
+        run = lambda x: gradient(state, x)  # noqa: E731
+    else:
+        step = dp.train_step(loss_fn, optax.sgd(0.1))
+        last = [step.init(variables)]
 
-            def run(x: Any, step: Any = step, last: list[Any] = last) -> None:
-                last[0], _ = step(last[0], x)
+        def run(x: Any) -> None:
+            last[0], _ = step(last[0], x)
 
-        calls = {"first": even, "uneven": uneven, "known": even}
-        found[door] = {kind: way(lambda x=x, run=run: run(x)) for kind, x in calls.items()}
-    return found
+    calls = {"first": even, "uneven": uneven, "known": even}
+    return {kind: way(lambda x=x: run(x)) for kind, x in calls.items()}
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:  # each door in a process of its own: what one call has made shortens the way of another
+        for door in DOORS:
+            subprocess.run([sys.executable, __file__, door, "--short"], check=True)
+        return
+    jdp.virtual_cpu_devices(8)
+    door, found = arguments[0], ways(arguments[0])
+    if "--json" in arguments:
+        print(json.dumps({kind: one[:2] for kind, one in found.items()}))
+        return
+    print(f"{door:15}", *(f"{kind}: {one.files} files, {one.changes} changes   " for kind, one in found.items()))
+    for kind, one in found.items() if "--short" not in arguments else ():
+        print(door, kind, *one.path, sep="\n  ")
+        pairs = collections.Counter(zip(one.path, one.path[1:], strict=False))
+        print(*(f"  {count:3} {a} -> {b}" for (a, b), count in pairs.most_common()), sep="\n")
 
 
 if __name__ == "__main__":
-    jdp.virtual_cpu_devices(8)
-    found = ways()
-    if sys.argv[1:] == ["--json"]:
-        print(json.dumps({door: {kind: way[:2] for kind, way in kinds.items()} for door, kinds in found.items()}))
-        sys.exit()
-    for door, kinds in found.items():
-        print(f"{door:15}", *(f"{kind}: {way.files} files, {way.changes} changes   " for kind, way in kinds.items()))
-    for door in sys.argv[1:]:
-        for kind, one in found[door].items():
-            print(door, kind, *one.path, sep="\n  ")
-            pairs = collections.Counter(zip(one.path, one.path[1:], strict=False))
-            print(*(f"  {count:3} {a} -> {b}" for (a, b), count in pairs.most_common()), sep="\n")
+    main(sys.argv[1:])

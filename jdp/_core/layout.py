@@ -90,7 +90,12 @@ class Layout:
     dim: int
     arrays: tuple[Cut | Stack | Whole, ...]
     """The leaves that are arrays."""
+    devices: tuple[Device, ...]
+    rows: tuple[int, ...]
+    """The rows on each device, idle ones included."""
     is_cut: bool
+    is_even: bool
+    """Whether the arrays hold no padding, so that gathering them is nothing to do."""
     used: tuple[int, ...]
     """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
     fill: Callable[[Sequence[Any]], Tree]
@@ -103,11 +108,20 @@ class Layout:
             found = super().__new__(cls)
             found.treedef, found.leaves, found.sizes, found.mesh, found.dim = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
+            found.devices = tuple(found.mesh.devices.flat)
+            n = len(found.devices)
+            found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
             found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
             # Of several processes each has its first there, but for those that have run out of data.
             found.used = tuple(itertools.compress(itertools.count(), found.sizes))
             if not found.is_cut and jax.process_count() == 1:
                 found.used = (0,)
+            found.is_even = all(
+                isinstance(leaf, Whole)
+                or (isinstance(leaf, Stack) and len(found.used) == n)
+                or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
+                for leaf in found.arrays
+            )
             # Without statics a tree is made of its arrays with no Python between.
             found.fill = found.treedef.unflatten if found.arrays == found.leaves else found._fill
             found = _layouts.setdefault(key, found)
@@ -118,15 +132,6 @@ class Layout:
 
     def __deepcopy__(self, memo: Any) -> Layout:
         return self
-
-    @functools.cached_property
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(self.mesh.devices.flat)
-
-    @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The rows on each device, idle ones included."""
-        return (*self.sizes, *[0] * (len(self.devices) - len(self.sizes)))
 
     def _fill(self, values: Sequence[Any]) -> Tree:
         arrays = iter(values)
@@ -143,17 +148,6 @@ class Layout:
             else cut_along(self.mesh, 0)
             if isinstance(leaf, Stack)
             else replicated(self.mesh)
-            for leaf in self.arrays
-        )
-
-    @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether the arrays hold no padding, so that gathering them is nothing to do."""
-        n = len(self.devices)
-        return all(
-            isinstance(leaf, Whole)
-            or (isinstance(leaf, Stack) and len(self.used) == n)
-            or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
             for leaf in self.arrays
         )
 

@@ -161,6 +161,8 @@ def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signa
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
     layouts = [node for node in signature.nodes if node]
     statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
+    if not statics:
+        return
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
