@@ -30,10 +30,10 @@ mnist:  ## train a Flax CNN on MNIST, on every device of this machine
 	$(VENV)/bin/python examples/mnist.py $(ARGS)
 
 test: install  ## run the fast tests, on 8 virtual CPU devices: every verb, door, bad input and law once
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-full: install  ## run the other tests: every combination, and what takes longer
-	$(VENV)/bin/python -m pytest -m "(full or hypothesis) and not faults" -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest -m "(full or hypothesis) and not faults" -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-faults: install  ## kill, stop and damage processes and checkpoints, and see that nothing hangs or is lost
 	$(VENV)/bin/python -m pytest -m faults -n 3 $(ARGS)

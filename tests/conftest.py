@@ -54,7 +54,6 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 # that others used too. The time of the process's threads counts, not the clock's, so a busy machine fails nothing.
 BUDGET = 2.0
 EXAMPLES = 10.0  # of a test of hypothesis, which is several cases
-BIG = 60  # cases; the groups of a larger file are its functions, or its worker would be the last
 
 
 def is_fast(config):
@@ -87,15 +86,11 @@ def _entries(case):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What `one_case` leaves out is marked `full`, and what `each_value` leaves out is not run.
-
-    And `pytest --dist loadgroup` keeps a file's cases on one worker.
-    """
+    """What `one_case` leaves out is marked `full`, and what `each_value` leaves out is not run."""
     families, left_out = collections.defaultdict(list), set()
     for item in items:
         families[item.path, getattr(item, "originalname", item.name)].append(item)
-    sizes = collections.Counter(item.path for item in items)
-    for (path, name), cases in families.items():
+    for cases in families.values():
         fast = set()
         if mark := cases[0].get_closest_marker("one_case"):
             fast = {item for item in cases if item.callspec.id in mark.args} or {cases[-1]}
@@ -103,10 +98,6 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("full")
         if cases[0].get_closest_marker("each_value"):
             left_out.update(set(cases) - fast - set(each_value(cases)))
-        group = path.stem if sizes[path] <= BIG else f"{path.stem}.{name}"
-        for item in cases:
-            if not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(group))
     if "::" not in " ".join(config.args):  # who names a case has it
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)

@@ -22,7 +22,6 @@ from laws import close
 import jdp
 from jdp._processes import exchange
 
-pytestmark = pytest.mark.xdist_group("processes")  # one job for all
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 PROCESSES, LOCAL = 2, 2
