@@ -60,6 +60,7 @@ def cost(kind, leaves, n, batch="scattered"):
     return counted(call)
 
 
+@pytest.mark.budget(8)  # a step of 100 leaves is traced
 @pytest.mark.one_case
 @pytest.mark.parametrize("batch", ["scattered", "numpy"])
 @pytest.mark.parametrize("kind", ["apply", "step"])
@@ -77,6 +78,7 @@ def test_no_python_runs_for_each_device(kind):
     assert abs(eight - two) < 6
 
 
+@pytest.mark.budget(6)  # a step of many leaves is traced
 @pytest.mark.one_case
 @pytest.mark.parametrize(("kind", "limit"), [("apply", 220), ("step", 120)])
 def test_a_call_is_few_calls_of_python(kind, limit):
