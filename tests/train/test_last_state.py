@@ -62,7 +62,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.budget(6)  # six batches of four shapes, by two steps
+@pytest.mark.budget(6)  # six batches of two shapes, by two steps
 @pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
