@@ -5,38 +5,34 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._processes.agree import CONTAINERS, Outline
 from .._processes.coordination import DesyncError
-from .devices import own_replicas, processes_of
-from .global_arrays import own_part
+from .devices import replicas_of
 from .inputs import name_of
-from .layout import Cut, Layout, Stack, Static, Tree, Whole, cut_along
-from .programs import capturing
+from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 
 
-def outline_of(leaves: Sequence[Any], specs: Sequence[Any], treedef: Any, root: str | tuple[str, ...]) -> Outline:
+def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root: str | tuple[str, ...]) -> Outline:
     """The containers, and for each leaf its path, dtype and shape with `*` for its rows (of a Python value: itself)."""
     containers, paths = _containers(treedef, root)
     return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
 
 
-def _of(x: Any, spec: Any) -> str:
+def _of(x: Any, spec: Leaf) -> str:
     if isinstance(spec, Static):
         value = spec.value
         return (
             f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float | str) else type(value).__name__
         )
-    rows = 0 if isinstance(spec, Stack) else spec
-    shape = ["*" if axis == rows else str(size) for axis, size in enumerate(x.shape)]
+    shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
     return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}"
 
 
@@ -45,38 +41,6 @@ def _containers(treedef: Any, root: str | tuple[str, ...]) -> tuple[tuple[str, s
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     paths = tuple(name_of(tree, i, root) for i in range(treedef.num_leaves))
     return (CONTAINERS, json.dumps(skeleton(tree))), paths
-
-
-def own_rows(
-    leaves: Sequence[Any], specs: Sequence[Any], mesh: Mesh, verb: str, name: Callable[[int], str]
-) -> list[Any]:
-    """The leaves, with this process's own rows in place of a global array's.
-
-    Raises:
-        ValueError: a tracer; a global array that is not cut over the replicas.
-    """
-    found = []
-    for i, (x, spec) in enumerate(zip(leaves, specs, strict=True)):
-        if isinstance(x, Tracer):
-            if capturing():
-                found.append(x)
-                continue
-            raise ValueError(
-                f"jdp.{verb}: {name(i)} is traced (by jax.jit, jax.grad or the like), and each process passes its own "
-                f"rows of it; JAX's transformations see one process's program, not the rows of the others. Call it "
-                f"outside of them: dp.value_and_grad and dp.train_step give gradients over all processes."
-            )
-        if isinstance(spec, int) and isinstance(x, jax.Array) and not x.is_fully_addressable:
-            if not x.sharding.is_equivalent_to(cut_along(mesh, spec), x.ndim):
-                raise ValueError(
-                    f"jdp.{verb}: {name(i)} is an array over several processes, {x.sharding}; what is not cut over the "
-                    f"replicas along axis {spec} has no rows of this process's own. Pass those as a numpy array."
-                )
-            rows = x.shape[spec] // mesh.size
-            sizes = (rows,) * mesh.size
-            (x,) = own_part([x], Layout(jax.tree.structure(0), (Cut(spec, sizes),), sizes, mesh, 0))
-        found.append(x)
-    return found
 
 
 def skeleton(tree: Tree) -> Any:
@@ -131,29 +95,11 @@ def _empty(what: str, verb: str) -> Any:
     return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
 
 
-@functools.cache
-def _replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
-    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
-
-
-def alike(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The rows of every replica if all processes have as many as this one."""
-    rows = [0] * mesh.size
-    for process in processes_of(mesh):
-        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=False):
-            rows[replica] = size
-    return tuple(rows)
-
-
-def own_sizes(mesh: Mesh, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the rows of every replica those of this process's own."""
-    return tuple(sizes[i] for i in own_replicas(mesh))
-
-
-def rows_of_all(mesh: Mesh, rows: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The rows of every replica, of those that each process has told."""
-    found = [0] * mesh.size
-    for process, sizes in rows.items():
-        for replica, size in zip(_replicas_of(mesh, process), sizes, strict=True):
-            found[replica] = size
-    return tuple(found)
+def layout_of_all(own: Layout, mesh: Mesh, told: Mapping[int, Sequence[int]]) -> Layout:
+    """The layout over all processes, of this one's and of the rows that each process has told."""
+    sizes = [0] * mesh.size
+    for process, rows in told.items():
+        for replica, size in zip(replicas_of(mesh, process), rows, strict=False):
+            sizes[replica] = size
+    leaves = tuple(Cut(leaf.axis, tuple(sizes)) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
+    return Layout(own.treedef, leaves, tuple(sizes), mesh, own.dim)

@@ -204,10 +204,13 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 @functools.cache
+def replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
+    """The replicas on a process's devices."""
+    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
+
+
 def own_replicas(mesh: Mesh) -> tuple[int, ...]:
-    """The replicas on this process's devices."""
-    here = jax.process_index()
-    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == here)
+    return replicas_of(mesh, jax.process_index())
 
 
 @functools.cache

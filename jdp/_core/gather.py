@@ -17,8 +17,18 @@ from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole, pad, replicated
 from .programs import SIZES, dispatch
-from .scatter import split
-from .scattered import Scattered, _trim, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim
+from .scatter import Cutting, split
+from .scattered import (
+    Scattered,
+    concrete,
+    holds_scattered,
+    map_scattered,
+    placed,
+    put_all,
+    reshard,
+    trim,
+    without_padding,
+)
 
 
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
@@ -71,9 +81,10 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
-        return _join_own(own_part(values, layout), layout.here, device)
+        parts = [own_part(x, leaf.axis, layout.mesh) for x, leaf in zip(values, layout.arrays, strict=True)]
+        return _join_own(parts, layout.here, device)
     if any(value is None for value in values):
-        return layout.fill(_trim(outputs))
+        return layout.fill(without_padding(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target = layout.devices[0] if device is None else device
@@ -113,7 +124,7 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
 @functools.lru_cache(SIZES)
 def _trimming(layout: Layout, sharded: bool) -> Any:
     """A jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
-    what = trim if sharded else _trim
+    what = trim if sharded else without_padding
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
 
@@ -264,7 +275,7 @@ def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scat
     whole = [gather_list(list(c), None, dim) if is_cut else c[0] for c, is_cut in zip(columns, cut, strict=True)]
     sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
     tree = jax.tree.unflatten(flat[0][1], whole)
-    return split(tree, mesh, dim, verb="DataParallel", root=root, sizes=sizes)
+    return split(tree, Cutting(mesh, dim, "DataParallel", root, sizes=sizes))
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
@@ -272,7 +283,7 @@ def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
     devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
     if not devices:
         return whole
-    return join(split(whole, make_mesh(devices), dim, verb="gather", root="outputs"), "sharded")
+    return join(split(whole, Cutting(make_mesh(devices), dim, "gather", "outputs")), "sharded")
 
 
 def _name(outputs: Sequence[Tree], k: int) -> str:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .devices import are_described, own_mesh, spans_processes
-from .layout import Cut, Layout, Whole, is_key, replicated
+from .layout import Layout, cut_along, is_key, replicated
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
@@ -36,26 +36,20 @@ def global_shapes(values: Sequence[Any], layout: Layout) -> list[Any]:
 
 
 def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
-    leaf, shape = layout.arrays[i], list(x.shape)
-    if not isinstance(leaf, Whole):
-        axis = leaf.axis if isinstance(leaf, Cut) else 0
-        shape[axis] = shape[axis] // layout.here.mesh.size * layout.mesh.size
-    return tuple(shape)
+    return _shape_over(layout.mesh, x.shape, layout.arrays[i].axis, layout.here.mesh)
 
 
-def own_part(arrays: Sequence[Any], layout: Layout) -> list[Any]:
-    """This process's part of the layout's global arrays: what is cut over its own devices, what is whole as it is."""
-    n, own = layout.mesh.size, layout.here
-    parts = []
-    for x, leaf, sharding in zip(arrays, own.arrays, own.shardings, strict=True):
-        if isinstance(leaf, Whole):
-            parts.append(x)
-            continue
-        shape = list(x.shape)
-        axis = leaf.axis if isinstance(leaf, Cut) else 0
-        shape[axis] = shape[axis] // n * own.mesh.size
-        parts.append(_of_shards(x, tuple(shape), sharding))
-    return parts
+def own_part(x: Any, axis: int | None, mesh: Mesh) -> Any:
+    """This process's part of a global array that is cut along `axis`; one that is whole as it is."""
+    if axis is None:
+        return x
+    own = own_mesh(mesh)
+    return _of_shards(x, _shape_over(own, x.shape, axis, mesh), cut_along(own, axis))
+
+
+def _shape_over(mesh: Mesh, shape: Sequence[int], axis: int | None, before: Mesh) -> tuple[int, ...]:
+    """The shape over one mesh, of that of as many rows on each device of another."""
+    return tuple(size // before.size * mesh.size if i == axis else size for i, size in enumerate(shape))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:

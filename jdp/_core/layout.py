@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import Device, own_mesh, own_replicas
+from .devices import Device, own_mesh, own_replicas, spans_processes
 
 Tree = Any
 """Any pytree of arrays."""
@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest (or to `least`)."""
 
     axis: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # none while scatter does not know the rows yet
     # One row at least: the gradient of a shard_map over a zero-row operand does not compile. More, where these are
     # the replicas of one process and another's has more rows.
     least: int = 1
@@ -37,42 +37,40 @@ class Cut(NamedTuple):
 class Stack(NamedTuple):
     """A leaf that is 0-d on each replica: one entry per device."""
 
-    kind: Literal["stack"] = "stack"  # two empty tuples would be equal
+    axis: int = 0
 
 
 class Whole(NamedTuple):
     """A leaf that is whole on every replica."""
 
-    kind: Literal["whole"] = "whole"
+    axis: None = None
 
 
 class Static:
     """A leaf that is no array (a bool, a string, a function): part of the program, not of its data."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "_key", "_hash")
 
     def __init__(self, value: Any):
-        self.value = value
-
-    def _key(self) -> tuple:
         # 1 == 1.0 == True and 0.0 == -0.0, but a model may tell them apart.
-        value = self.value
-        return type(value), repr(value) if isinstance(value, float | complex) else value
+        self.value = value
+        self._key: Any = type(value), repr(value) if isinstance(value, float | complex) else value
+        try:
+            self._hash = hash(self._key)
+        except TypeError:
+            # An unhashable object (a set) may change between calls: it equals nothing, and is traced anew.
+            self._key, self._hash = object(), id(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Static):
             return self is other
-        try:
-            return hash(self._key()) == hash(other._key()) and self._key() == other._key()
-        except TypeError:
-            # An unhashable object (a set) may change between calls: it equals nothing, and is traced anew.
-            return False
+        return self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
-        try:
-            return hash(self._key())
-        except TypeError:
-            return id(self)
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return Static, (self.value,)
 
 
 Leaf = Cut | Stack | Whole | Static
@@ -142,14 +140,7 @@ class Layout:
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
         """Where each array lies."""
-        return tuple(
-            cut_along(self.mesh, leaf.axis)
-            if isinstance(leaf, Cut)
-            else cut_along(self.mesh, 0)
-            if isinstance(leaf, Stack)
-            else replicated(self.mesh)
-            for leaf in self.arrays
-        )
+        return tuple(cut_along(self.mesh, leaf.axis) for leaf in self.arrays)
 
     @functools.cached_property
     def each(self) -> tuple[Layout, ...]:
@@ -159,6 +150,8 @@ class Layout:
     @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
+        if not spans_processes(self.mesh):
+            return self
         mesh, own = own_mesh(self.mesh), own_replicas(self.mesh)
         leaves = tuple(
             Cut(leaf.axis, tuple(leaf.sizes[i] for i in own), leaf.padded) if isinstance(leaf, Cut) else leaf
@@ -227,31 +220,21 @@ def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
 
 
 def pad(x: Any, leaf: Cut, n: int) -> Any:
-    """`x` with every chunk padded to the largest, for `n` devices; `x` itself where nothing is missing."""
-    runs = _padding_runs(leaf, n)
-    if len(runs) == 1 and runs[0][1] == 0:
-        return x
-    concatenate = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
+    """`x` with every chunk padded to the largest, for `n` devices."""
     pieces, start = [], 0
-    for rows, blank in runs:
-        if rows:
-            pieces.append(_rows(x, start, start + rows, leaf.axis))
-        if blank:
-            pieces.append(_blank(x, blank, leaf.axis))
+    for rows, blank in _padding_runs(leaf, n):
+        pieces += [_rows(x, start, start + rows, leaf.axis), _blank(x, blank, leaf.axis)]
         start += rows
-    return concatenate(pieces, axis=leaf.axis) if len(pieces) > 1 else pieces[0]
+    return _joined(pieces, leaf.axis)
 
 
 def unpad(x: Any, leaf: Cut, n: int) -> Any:
     """The inverse of `pad`: the true rows of all chunks, in input order."""
-    runs = _padding_runs(leaf, n)
-    if len(runs) == 1 and runs[0][1] == 0:
-        return x
-    starts = itertools.accumulate((rows + blank for rows, blank in runs), initial=0)
-    pieces = [_rows(x, start, start + rows, leaf.axis) for start, (rows, _) in zip(starts, runs, strict=False) if rows]
-    if not pieces:
-        return _rows(x, 0, 0, leaf.axis)
-    return jnp.concatenate(pieces, axis=leaf.axis) if len(pieces) > 1 else pieces[0]
+    pieces, start = [], 0
+    for rows, blank in _padding_runs(leaf, n):
+        pieces.append(_rows(x, start, start + rows, leaf.axis))
+        start += rows + blank
+    return _joined(pieces, leaf.axis)
 
 
 def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
@@ -273,21 +256,27 @@ def _rows(x: Any, start: int, stop: int, axis: int) -> Any:
     return jax.lax.slice_in_dim(x, start, stop, axis=axis)
 
 
+def _joined(pieces: list[Any], axis: int) -> Any:
+    full = [x for x in pieces if x.shape[axis]] or pieces
+    if len(full) == 1:
+        return full[0]
+    return (np if isinstance(full[0], np.ndarray) else jnp).concatenate(full, axis)
+
+
 def _blank(x: Any, rows: int, axis: int) -> Any:
-    zeros = np.zeros if isinstance(x, np.ndarray) else jnp.zeros
+    zeros = (np if isinstance(x, np.ndarray) else jnp).zeros
     return zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
 
 
 @functools.cache
+def cut_along(mesh: Mesh, axis: int | None) -> NamedSharding:
+    """The sharding of an array that is cut over the mesh along `axis`; None: whole on every device."""
+    return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_names[0]))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that is whole on every device of the mesh."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-@functools.cache
-def cut_along(mesh: Mesh, axis: int) -> NamedSharding:
-    """The sharding of an array that is cut over the mesh along `axis`."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names[0]))
+    return cut_along(mesh, None)
 
 
 _KEY = jax.dtypes.prng_key

@@ -14,7 +14,7 @@ from .layout import Static, Tree
 from .outputs import Outputs, Returned, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
-from .scatter import split
+from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
 from .uneven import run_chunks
 
@@ -75,7 +75,7 @@ def _as_one(batch: Tree) -> Tree:
     if isinstance(batch, Scattered) or not holds_scattered(batch):
         return batch
     layout = next(x for x in jax.tree.leaves(batch, is_leaf=is_scattered) if is_scattered(x))._layout
-    return split(batch, layout.mesh, layout.dim, verb="parallel_apply", root="inputs")
+    return split(batch, Cutting(layout.mesh, layout.dim, "parallel_apply", "inputs"))
 
 
 CallOf = Callable[[Signature, int], Callable[..., Tree]]

@@ -93,11 +93,10 @@ class Scattered(Sequence[Tree]):
         )
 
     def __repr__(self) -> str:
-        several = len(self) > 8
-        sizes = (
-            f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows" if several else f"sizes={self.sizes}"
-        )
-        devices = f"{len(self.devices)} devices" if several else ", ".join(str(d) for d in self.devices)
+        sizes, devices = f"sizes={self.sizes}", _names(self.devices)
+        if len(self) > 8:
+            sizes = f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows"
+            devices = f"{len(self)} devices"
         # Not the values, which hold padding.
         arrays = [outline("padded", x).split(": ", 1)[-1][:-2] for x in self._arrays[:8]]
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
@@ -124,7 +123,7 @@ def placed(s: Scattered) -> Scattered:
     shardings, mesh = s._layout.shardings, s._layout.mesh
     arrays, away = list(s._arrays), []
     for i, x in enumerate(arrays):
-        value = concrete(x) if isinstance(x, Tracer) else x
+        value = concrete(x)
         if value is None or (found := getattr(value, "sharding", None)) == shardings[i]:
             continue
         if mesh.size == 1 and getattr(found, "mesh", None) == mesh:
@@ -205,9 +204,8 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
                 f"{jax.process_index()}; each sees its own. Pass one of {list(own_replicas(layout.mesh))}."
             )
     if isinstance(leaf, Cut):
-        start = i * leaf.padded
-        return jax.lax.slice_in_dim(x, start, start + leaf.sizes[i], axis=leaf.axis)
-    return x[i] if isinstance(leaf, Stack) else x
+        x = jax.lax.slice_in_dim(x, i * leaf.padded, (i + 1) * leaf.padded, axis=leaf.axis)
+    return of_replica(x[i : i + 1] if isinstance(leaf, Stack) else x, leaf, i)
 
 
 def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
@@ -231,12 +229,7 @@ class Signature(NamedTuple):
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        return tuple(
-            PartitionSpec()
-            if isinstance(leaf, Whole)
-            else PartitionSpec(*[None] * (leaf.axis if isinstance(leaf, Cut) else 0), self.axis_name)
-            for leaf in self.leaves
-        )
+        return tuple(cut_along(self.layout.mesh, leaf.axis).spec for leaf in self.leaves)
 
     def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
         """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
@@ -287,22 +280,21 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
     for other in layouts:
         if other.mesh != first.mesh or other.is_cut and other.sizes != first.sizes:
             raise ValueError(
-                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {_names(first)}, others {other.sizes} on "
-                f"{_names(other)}; all are cut alike. Scatter them together."
+                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {_names(first.devices)}, others "
+                f"{other.sizes} on {_names(other.devices)}; all are cut alike. Scatter them together."
             )
     return first
 
 
-def _names(layout: Layout) -> str:
-    return ", ".join(str(d) for d in layout.devices)
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(map(str, devices))
 
 
-def _trim(s: Scattered) -> list[Any]:
+def without_padding(s: Scattered) -> list[Any]:
     """The arrays without padding and without the entries of idle replicas."""
-    layout, n = s._layout, len(s._layout.devices)
-    used = layout.used
+    used, n = s._layout.used, len(s._layout.devices)
     out = []
-    for x, leaf in zip(s._arrays, layout.arrays, strict=True):
+    for x, leaf in zip(s._arrays, s._layout.arrays, strict=True):
         if isinstance(leaf, Cut):
             x = unpad(x, leaf, n)
         elif isinstance(leaf, Stack) and len(used) < n:
@@ -315,13 +307,8 @@ def trim(s: Scattered) -> Sequence[Any]:
     """Inside a program: the arrays without padding, over the replicas where their rows divide."""
     if s._layout.is_even:
         return s._arrays
-    mesh = s._layout.mesh
-    return [
-        jax.lax.with_sharding_constraint(
-            x,
-            cut_along(mesh, leaf.axis)
-            if isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.devices.size == 0
-            else replicated(mesh),
-        )
-        for x, leaf in zip(_trim(s), s._layout.arrays, strict=True)
-    ]
+    mesh, found = s._layout.mesh, []
+    for x, leaf in zip(without_padding(s), s._layout.arrays, strict=True):
+        divides = isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.size == 0
+        found.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, leaf.axis if divides else None)))
+    return found

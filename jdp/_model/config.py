@@ -26,7 +26,7 @@ from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Compiled, Recent, capturing, kept
 from .._core.replicate import broadcast
-from .._core.scatter import split
+from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
 from .linen import linen_function, mark_outputs
 from .nnx import filters_of, holds_nodes, is_node, nnx_function, put_nodes, take_nodes, with_nodes
@@ -282,7 +282,7 @@ def scatter_batch(config: Config, batch: Tree, verb: str, own: BatchAxes | None 
         if len(leaves) == 1 and leaves[0] is batch:
             refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, own)
-    rows = split(inputs, config.mesh, config.dim, verb=verb, root="batch", axes=axes, layouts=layouts, place=False)
+    rows = split(inputs, Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False))
     return Taken(rows, nodes) if nodes else rows
 
 

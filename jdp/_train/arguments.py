@@ -9,7 +9,7 @@ from flax import nnx
 
 from .._core.layout import Tree
 from .._core.outputs import Reduce
-from .._core.scatter import split
+from .._core.scatter import Cutting, split
 from .._model import nnx as _nnx
 from .._model.config import Config
 from .._model.linen import unbox
@@ -174,12 +174,5 @@ def assemble(division: Division, grads: Tree, row_grads: Sequence[Tree], args: S
 
 def cut(config: Config, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Tree, verb: str) -> Any:
     """`(inputs, kwargs)` scattered, each positional argument along its own of `axes`."""
-    return split(
-        (inputs, dict(kwargs)),
-        config.mesh,
-        config.dim,
-        verb=verb,
-        root=("args", "kwargs"),
-        axes=(axes, config.dim),
-        place=False,
-    )
+    how = Cutting(config.mesh, config.dim, verb, ("args", "kwargs"), axes=(axes, config.dim), place=False)
+    return split((inputs, dict(kwargs)), how)

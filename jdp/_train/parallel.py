@@ -21,7 +21,7 @@ from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import Compiled, dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
-from .._core.scatter import split
+from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
 from .._jax.jaxprs import SAME, VARYING, Value, varying
 from .._model import nnx as _nnx
@@ -278,8 +278,8 @@ def _cut(args: Sequence[Any], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim
     cut = [x for x, axis in zip(args, axes, strict=True) if type(axis) is int]
     stacked, where = _per_replica((cut, kwargs), n, dim), (axes, dim)
     try:
-        both, roots = (tuple(args), kwargs), ("args", "kwargs")
-        return split(both, mesh, dim, verb=VERB, root=roots, axes=where, place=False, stacked=stacked)
+        how = Cutting(mesh, dim, VERB, ("args", "kwargs"), axes=where, place=False, stacked=stacked)
+        return split((tuple(args), kwargs), how)
     except ValueError:
         if options.in_axes is None:
             _refuse_states(args, axes, dim, stacked)

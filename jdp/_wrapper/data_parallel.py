@@ -15,7 +15,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.layout import Tree
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated
-from .._core.scatter import split
+from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
@@ -221,17 +221,10 @@ class DataParallel(nnx.Module, Generic[M]):
                 )
             axes = (in_axes, config.dim)
         own = devices is config.devices
-        both = split(
-            (tuple(inputs), dict(kwargs)),
-            config.mesh if own else config.mesh_of(devices),
-            config.dim,
-            verb="DataParallel",
-            root=("args", "kwargs"),
-            axes=axes,
-            layouts=config.layouts if own else None,
-            place=False,
-        )
-        args, kw = children(both)
+        mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
+        roots = ("args", "kwargs")
+        how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False)
+        args, kw = children(split((tuple(inputs), dict(kwargs)), how))
         return args, kw
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
@@ -400,7 +393,7 @@ class DataParallel(nnx.Module, Generic[M]):
     def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:
         """State with a batch axis, cut like the batch."""
         config = self._config
-        return split(state, config.mesh, config.dim, verb="DataParallel", root=name, axes=axis)
+        return split(state, Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis))
 
     def _needs_nnx(self, method: str) -> None:
         if self._config.kind != "nnx" and method == "check_replicas":

@@ -6,19 +6,19 @@ import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._core.agreement import rows_of_all, without_rows
+from .._core.agreement import layout_of_all, without_rows
 from .._core.devices import own_mesh, processes_of, spans_processes
 from .._core.inputs import ARRAYS
-from .._core.layout import Layout, Static, Tree
+from .._core.layout import Cut, Tree
 from .._core.programs import Recent
-from .._core.scatter import Prepared, filled, flat, prepare
+from .._core.scatter import Cutting, Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
 from .._model.nnx import put_nodes
@@ -75,15 +75,12 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
 
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
-            raise ValueError(
-                "jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays."
-            )
+            raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
         inputs, nodes = take_objects(config, batch)
-        axes = axes_of_batch(config, batch, own)
-        prepared = prepare(inputs, config.mesh, config.dim, verb="prefetch", root="batch", axes=axes)
-        return cast(Prepared, prepared)._replace(nodes=nodes)
+        how = Cutting(config.mesh, config.dim, "prefetch", "batch", axes=axes_of_batch(config, batch, own))
+        return prepare(inputs, how)._replace(nodes=nodes)
 
-    return _ahead_together(source, begin, config.mesh, config.batch_layouts, size)
+    return _ahead(_together(source, begin, config.mesh, size > 0), lambda s: s, max(0, size - 1))
 
 
 def _refuse_one_batch(batches: Any) -> None:
@@ -177,18 +174,11 @@ def _ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) 
         raise failed
 
 
-def _ahead_together(
-    batches: Iterable[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], size: int
-) -> Iterator[Tree]:
-    """`prefetch` over several processes: goes on until all have run out, with no rows of those that have."""
-    agreed = _together(iter(batches), prepare, mesh, layouts, size > 0)
-    return _ahead(agreed, lambda s: s, max(0, size - 1))
+def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, early: bool) -> Iterator[Tree]:
+    """Scatters the batches of all processes until all have run out, with no rows of those that have.
 
-
-def _together(
-    batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, layouts: Recent[Any, Layout], early: bool
-) -> Iterator[Tree]:
-    """Scatters the batches of all processes; `early`: which tell each other of one before they need the one before."""
+    `early`: they tell each other of a batch before they need the one before.
+    """
     last: Prepared | None = None
     told: collections.deque[tuple[Prepared | None, Pending, Exception | None]] = collections.deque()
     failed: Exception | None = None
@@ -199,7 +189,7 @@ def _together(
                 batch = None if failed is not None else next(map(prepare, batches), None)
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
-            rows = (0,) * own_mesh(mesh).size if batch is None else batch.sizes
+            rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.rows
             pending = begin(processes_of(mesh), "prefetch", rows, None if batch is None else batch.outline, failed)
             told.append((batch, pending, failed))
         batch, pending, mine = told.popleft()
@@ -215,15 +205,16 @@ def _together(
             if last is None:
                 batch = prepare(without_rows(outline_of_others(processes_of(mesh), agreed), "prefetch"))
             else:
-                batch = prepare(_no_rows(last))._replace(nodes=last.nodes)
+                batch = _without_rows(last)
         last = batch
-        yield put_nodes(leaf_by_leaf(filled(batch, rows_of_all(mesh, agreed.rows), layouts, True)), batch.nodes)
+        s = filled(batch.arrays, layout_of_all(batch.layout, mesh, agreed.rows))
+        yield put_nodes(leaf_by_leaf(s), batch.nodes)
 
 
-def _no_rows(batch: Prepared) -> Tree:
+def _without_rows(batch: Prepared) -> Prepared:
     """The batch, without its rows."""
-    leaves = [
-        jax.lax.slice_in_dim(x, 0, 0, axis=spec) if isinstance(spec, int) else x
-        for x, spec in zip(batch.leaves, batch.specs, strict=True)
+    arrays = [
+        jax.lax.slice_in_dim(x, 0, 0, axis=leaf.axis) if isinstance(leaf, Cut) else x
+        for x, leaf in zip(batch.arrays, batch.layout.arrays, strict=True)
     ]
-    return jax.tree.unflatten(batch.treedef, [x.value if isinstance(x, Static) else x for x in leaves])
+    return batch._replace(arrays=arrays)
