@@ -28,10 +28,8 @@ def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root:
 
 def _of(x: Any, spec: Leaf) -> str:
     if isinstance(spec, Static):
-        value = spec.value
-        return (
-            f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float | str) else type(value).__name__
-        )
+        name = type(spec.value).__name__
+        return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
     return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}"
 
@@ -79,20 +77,20 @@ def without_rows(outline: Outline, verb: str) -> Tree:
 
 def _empty(what: str, verb: str) -> Any:
     """An array of no rows (or of zeros, where it has none); or the Python value."""
-    dtype, bracket, rest = what.partition("[")
-    if bracket:
-        shape = tuple(0 if size == "*" else int(size) for size in rest.partition("]")[0].split(", ") if size)
-        if dtype.startswith("key<"):
-            key = jax.random.key(0, impl=dtype[len("key<") : -1])
-            return jax.random.split(key, shape) if shape else key
-        return np.zeros(shape, jnp.dtype(dtype))
     kind, _, value = what.partition(" ")
-    if kind not in ("bool", "int", "float", "str"):
+    if kind in ("bool", "int", "float", "str"):
+        return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
+    dtype, bracket, rest = what.partition("[")
+    if not bracket:
         raise DesyncError(
             f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others hold a {kind}; it "
             f"cannot make one. Yield one batch of no rows there."
         )
-    return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
+    shape = tuple(0 if size == "*" else int(size) for size in rest.partition("]")[0].split(", ") if size)
+    if dtype.startswith("key<"):
+        key = jax.random.key(0, impl=dtype[len("key<") : -1])
+        return jax.random.split(key, shape) if shape else key
+    return np.zeros(shape, jnp.dtype(dtype))
 
 
 def layout_of_all(own: Layout, mesh: Mesh, told: Mapping[int, Sequence[int]]) -> Layout:

@@ -47,12 +47,12 @@ def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Devic
     if 0 <= position < len(candidates):
         return candidates[position]
     raise ValueError(
-        f"jdp.{verb}: {what} {device!r} is unknown; this machine has {_names(jax.devices())}. "
+        f"jdp.{verb}: {what} {device!r} is unknown; this machine has {names_of(jax.devices())}. "
         f"Pass one of these, or its index from 0 to {len(jax.devices()) - 1}."
     )
 
 
-def _names(devices: Sequence[Device]) -> str:
+def names_of(devices: Sequence[Device]) -> str:
     return ", ".join(str(d) for d in devices)
 
 
@@ -90,7 +90,7 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     platforms = sorted({d.platform for d in found})
     if len(platforms) > 1:
         raise ValueError(
-            f"jdp.{verb}: devices are of platforms {' and '.join(platforms)} ({_names(found)}); one program "
+            f"jdp.{verb}: devices are of platforms {' and '.join(platforms)} ({names_of(found)}); one program "
             f"runs on one platform. Pass devices of one of them."
         )
     _refuse_foreign(verb, found)
@@ -118,9 +118,7 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str 
     """`None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
     if output_device is None or isinstance(output_device, str) and output_device == "sharded":
         return output_device
-    if isinstance(output_device, str) and output_device == "cpu":
-        return jax.local_devices(backend="cpu")[0]
-    if isinstance(output_device, int) and not isinstance(output_device, bool) and output_device == -1:
+    if isinstance(output_device, str | int) and output_device in ("cpu", -1):
         return jax.local_devices(backend="cpu")[0]
     return _own_device(resolve_device(verb, output_device, "output_device"))
 
@@ -143,7 +141,7 @@ def _refuse_foreign(verb: str, devices: tuple[Device, ...]) -> None:
     holders = sorted({d.process_index for d in devices})
     if jax.process_count() > 1 and here not in holders and devices[0] in jax.devices(devices[0].platform):
         raise ValueError(
-            f"jdp.{verb}: devices are {', '.join(map(str, devices))}, all of process{'es' * (len(holders) > 1)} "
+            f"jdp.{verb}: devices are {names_of(devices)}, all of process{'es' * (len(holders) > 1)} "
             f"{', '.join(map(str, holders))}; process {here} has none among them, and cannot run there. Pass None "
             f"(the devices of all processes), or jax.local_devices() for this process alone."
         )
@@ -154,7 +152,7 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
 
     Source: `_check_balance` in torch/nn/parallel/data_parallel.py.
     """
-    for what, measure in (("memory", memory_bytes), ("cores", _cores)):
+    for what, measure in (("memory", memory_bytes), ("cores", lambda d: getattr(d, "core_count", None))):
         known = [(size, d) for d in devices if (size := measure(d))]
         if len(known) < 2:
             continue
@@ -184,10 +182,6 @@ def memory_bytes(device: Device) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask
         return None
-
-
-def _cores(device: Device) -> int | None:
-    return getattr(device, "core_count", None)
 
 
 @functools.cache

@@ -18,17 +18,7 @@ from .inputs import check_dim, is_array, name_of, normal_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole, pad, replicated
 from .programs import SIZES, dispatch
 from .scatter import Cutting, split
-from .scattered import (
-    Scattered,
-    concrete,
-    holds_scattered,
-    map_scattered,
-    placed,
-    put_all,
-    reshard,
-    trim,
-    without_padding,
-)
+from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
 
 
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
@@ -84,7 +74,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         parts = [own_part(x, leaf.axis, layout.mesh) for x, leaf in zip(values, layout.arrays, strict=True)]
         return _join_own(parts, layout.here, device)
     if any(value is None for value in values):
-        return layout.fill(without_padding(outputs))
+        return layout.fill(unpadded(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target = layout.devices[0] if device is None else device
@@ -99,8 +89,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
     """`join` of this process's own chunks; what is whole on all processes stays so, or comes here as one copy."""
     cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole)]
     if cut:
-        leaves = tuple(own.arrays[i] for i in cut)
-        layout = Layout(jax.tree.structure([0] * len(cut)), leaves, own.sizes, own.mesh, own.dim)
+        layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
         for i, x in zip(cut, join(Scattered([arrays[i] for i in cut], layout), device), strict=True):
             arrays[i] = x
     if device != "sharded":
@@ -124,7 +113,7 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
 @functools.lru_cache(SIZES)
 def _trimming(layout: Layout, sharded: bool) -> Any:
     """A jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
-    what = trim if sharded else without_padding
+    what = trim if sharded else unpadded
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
 
@@ -176,7 +165,7 @@ def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:
             x, leaf = pad(x, moved, n), moved
         arrays.append(x)
         specs.append(leaf)
-    return Scattered(arrays, Layout(layout.treedef, tuple(specs), layout.sizes, layout.mesh, layout.dim))
+    return Scattered(arrays, layout.of(layout.treedef, specs))
 
 
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:

@@ -40,11 +40,6 @@ def no_further(x: Any) -> bool:
     return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
 
 
-def is_legacy_key(x: Any) -> bool:
-    """Whether `x` looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
-    return x.ndim == 1 and x.shape[0] == 2 and x.dtype == np.uint32
-
-
 def is_deep(x: Any, levels: int = 250) -> bool:
     """Whether a list, tuple or dict nests others deeper than that, as one does that holds itself."""
     for y in x.values() if isinstance(x, dict) else x:
@@ -90,8 +85,8 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
 
 def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
     """A `TypeError` for what holds arrays that would not be cut."""
-    if isinstance(leaf, dict | list | tuple):
-        kind = next(t.__name__ for t in (dict, list, tuple) if isinstance(leaf, t))
+    if isinstance(leaf, NESTED):
+        kind = next(t.__name__ for t in NESTED if isinstance(leaf, t))
         raise TypeError(
             f"jdp.{verb}: {name()} is a {type(leaf).__name__}, a subclass of {kind} that JAX does not know as a "
             f"pytree; its arrays would not be cut. Register it (jax.tree_util.register_pytree_node) or pass a {kind}."
@@ -145,7 +140,10 @@ def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
 
     `root` is the name of the tree, or one name for each child of a tuple.
     """
-    path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0]
+    return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
+
+
+def _called(root: str | tuple[str, ...], path: Any) -> str:
     if isinstance(root, tuple):
         return root[path[0].idx] + jax.tree_util.keystr(path[1:])
     return root + jax.tree_util.keystr(path)
@@ -169,24 +167,30 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
     """The number of rows that all cut arrays (array, axis, index) agree on."""
-    first, axis, index = cut[0]
     if verb != "scatter":  # of arguments; a tree that is only scattered may hold two such rows
-        for x, _, i in cut:
-            if is_legacy_key(x):
-                raise TypeError(legacy_key_text(verb, name(i)))
+        _refuse_legacy_keys(cut, verb, name)
+    first, axis, index = cut[0]
     rows = first.shape[axis]
-    for other, other_axis, other_index in cut[1:]:
-        if other.shape[other_axis] == rows:
-            continue
-        for x, i in ((first, index), (other, other_index)):
-            if is_legacy_key(x):
-                raise TypeError(legacy_key_text(verb, name(i)))
-        raise ValueError(
-            f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other_index)} has "
-            f"{other.shape[other_axis]} (axis {other_axis}); all arrays that are cut must agree. Pass equal "
-            f"rows{_or_axes(verb, name(index))}."
-        )
+    for other in cut[1:]:
+        found = other[0].shape[other[1]]
+        if found != rows:
+            _refuse_legacy_keys((cut[0], other), verb, name)
+            raise ValueError(
+                f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
+                f"{other[1]}); all arrays that are cut must agree. Pass equal rows{_or_axes(verb, name(index))}."
+            )
     return rows
+
+
+def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> None:
+    """A `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
+    for x, _, i in cut:
+        if x.shape == (2,) and x.dtype == np.uint32:
+            raise TypeError(
+                f"jdp.{verb}: {name(i)} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
+                f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); cast two rows of data to "
+                f"another dtype, int32."
+            )
 
 
 def _or_axes(verb: str, name: str) -> str:
@@ -205,29 +209,26 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
     """
     is_batch = isinstance(root, str)
 
-    def numbers(x: Any) -> bool:
-        inside = jax.tree.leaves(x) if is_batch else x
-        return len(x) > 1 and bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
-
     def are_rows(x: Any) -> bool:
-        return type(x) is list and (len(x) == rows or rows is None and is_batch) and numbers(x)
+        if type(x) is not list or len(x) < 2 or len(x) != rows and not (rows is None and is_batch):
+            return False
+        inside = jax.tree.leaves(x) if is_batch else x
+        return bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
 
     for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
         if are_rows(x):
-            name = root[path[0].idx] + jax.tree_util.keystr(path[1:]) if isinstance(root, tuple) else root
-            name += jax.tree_util.keystr(path) if is_batch else ""
             many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
             of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
             raise TypeError(
-                f"jdp.{verb}: {name} is a list of {len(x)} {of}Python numbers, {many}; each would go whole to every "
-                f"replica, and each new value compile anew. Pass np.asarray(x), which is cut."
+                f"jdp.{verb}: {_called(root, path)} is a list of {len(x)} {of}Python numbers, {many}; each would go "
+                f"whole to every replica, and each new value compile anew. Pass np.asarray(x), which is cut."
             )
 
 
 def refuse_loader(batch: Any, verb: str) -> None:
     """A `TypeError` for a batch that is a loader, a dataset or an iterator."""
     # What is a batch of another kind, or in a container that JAX does not know, has an error of its own.
-    if isinstance(batch, (*ARRAYS, str, bytes, type, dict, list, tuple)) or hasattr(batch, "__array__"):
+    if isinstance(batch, (*ARRAYS, *NESTED, str, bytes, type)) or hasattr(batch, "__array__"):
         return
     if is_scattered(batch) or is_sparse(batch) or _holds_arrays(batch):
         return
@@ -236,14 +237,6 @@ def refuse_loader(batch: Any, verb: str) -> None:
             f"jdp.{verb}: batch is a {type(batch).__name__}, which holds batches or rows; one call takes one batch, a "
             f"tree of arrays. Loop over it: for batch in dp.prefetch(loader)."
         )
-
-
-def legacy_key_text(verb: str, name: str) -> str:
-    return (
-        f"jdp.{verb}: {name} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
-        f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); "
-        f"cast two rows of data to another dtype, int32."
-    )
 
 
 STACKED: Any = object()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -145,7 +145,7 @@ class Layout:
     @functools.cached_property
     def each(self) -> tuple[Layout, ...]:
         """The layout of each array alone."""
-        return tuple(Layout(_LEAF, (leaf,), self.sizes, self.mesh, self.dim) for leaf in self.arrays)
+        return tuple(self.of(_LEAF, [leaf]) for leaf in self.arrays)
 
     @functools.cached_property
     def here(self) -> Layout:
@@ -162,12 +162,12 @@ class Layout:
     @functools.cached_property
     def children(self) -> tuple[Layout, ...]:
         """The layouts of the tree's children."""
-        found, start = [], 0
-        for child in self.treedef.children():
-            stop = start + child.num_leaves
-            found.append(Layout(child, self.leaves[start:stop], self.sizes, self.mesh, self.dim))
-            start = stop
-        return tuple(found)
+        leaves = iter(self.leaves)
+        return tuple(self.of(child, itertools.islice(leaves, child.num_leaves)) for child in self.treedef.children())
+
+    def of(self, treedef: Any, leaves: Iterable[Leaf]) -> Layout:
+        """The layout of another tree, with these chunks."""
+        return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim)
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
@@ -274,6 +274,7 @@ def cut_along(mesh: Mesh, axis: int | None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_names[0]))
 
 
+@functools.cache
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that is whole on every device of the mesh."""
     return cut_along(mesh, None)
@@ -287,16 +288,17 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, _KEY)
 
 
-def outline(name: str, tree: Tree, most: int = 12) -> str:
-    """The tree in a few lines, one for each leaf: its path, dtype, shape and place, and never a value."""
+def outline(name: str, tree: Tree) -> str:
+    """The tree in a few lines, one for each leaf: its path and what it is."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {_leaf(x)}" for path, x in leaves[:most]]
-    if len(leaves) > most:
-        lines.append(f"  ... and {len(leaves) - most} more of {len(leaves)}")
+    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {outline_of_leaf(x)}" for path, x in leaves[:12]]
+    if len(leaves) > 12:
+        lines.append(f"  ... and {len(leaves) - 12} more of {len(leaves)}")
     return "\n".join([f"{name}(", *lines, ")"]) if lines else f"{name}()"
 
 
-def _leaf(x: Any) -> str:
+def outline_of_leaf(x: Any) -> str:
+    """The dtype, shape and place of an array, and never its values; a short Python value itself."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
         return type(x).__name__ + f" {text}" * (0 < len(text) < 40)

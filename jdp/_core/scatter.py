@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import Outline, begin, fail, finish
 from .agreement import layout_of_all, outline_of
-from .devices import Devices, mesh_of, own_mesh, processes_of, spans_processes
+from .devices import Devices, mesh_of, names_of, own_mesh, processes_of, spans_processes
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
     ARRAYS,
@@ -30,7 +31,7 @@ from .inputs import (
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, cut_along, given_sizes, pad
 from .programs import SIZES, Recent, capturing
-from .scattered import Scattered, is_scattered, leaf_by_leaf, on_mesh, placed
+from .scattered import Scattered, leaf_by_leaf, on_mesh, placed
 
 
 def scatter(
@@ -72,25 +73,6 @@ def scatter(
     return split(inputs, Cutting(mesh_of("scatter", devices), dim, "scatter", "inputs", sizes=chunk_sizes))
 
 
-def split(inputs: Tree, how: Cutting) -> Scattered:
-    """`scatter`, as `how` says; what is `Scattered` already stays so."""
-    processes = processes_of(how.mesh)
-    try:
-        batch = prepare(inputs, how)
-    except Exception as error:
-        if spans_processes(how.mesh):
-            fail(processes, how.verb, error)
-        raise
-    layout = batch.layout
-    if batch.outline is not None:
-        if capturing():
-            told = dict.fromkeys(processes, layout.rows)
-        else:
-            told = finish(begin(processes, how.verb, layout.rows, batch.outline)).rows
-        layout = layout_of_all(layout, how.mesh, told)
-    return filled(batch.arrays, layout, how.place)
-
-
 class Cutting(NamedTuple):
     """How a batch is cut, and by which names errors call it."""
 
@@ -104,6 +86,25 @@ class Cutting(NamedTuple):
     # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
     layouts: Recent[Any, Layout] | None = None
     place: bool = True  # else numpy arrays stay on the host, for the program's call to move
+
+
+def split(inputs: Tree, how: Cutting) -> Scattered:
+    """`scatter`, as `how` says; what is `Scattered` already stays so."""
+    try:
+        batch = prepare(inputs, how)
+    except Exception as error:
+        if spans_processes(how.mesh):
+            fail(processes_of(how.mesh), how.verb, error)
+        raise
+    layout = batch.layout
+    if batch.outline is not None:
+        processes = processes_of(how.mesh)
+        if capturing():
+            told = dict.fromkeys(processes, layout.rows)
+        else:
+            told = finish(begin(processes, how.verb, layout.rows, batch.outline)).rows
+        layout = layout_of_all(layout, how.mesh, told)
+    return filled(batch.arrays, layout, how.place)
 
 
 class Prepared(NamedTuple):
@@ -124,8 +125,8 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     layout = None if how.layouts is None else how.layouts.used(key)
     if layout is not None:
         return Prepared(arrays, layout)
-    if any(map(is_scattered, leaves)):
-        inputs = treedef.unflatten([leaf_by_leaf(_on_mesh(x, how)) if is_scattered(x) else x for x in leaves])
+    if any(type(x) is Scattered for x in leaves):
+        inputs = treedef.unflatten([leaf_by_leaf(_on_mesh(x, how)) if type(x) is Scattered else x for x in leaves])
         leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
 
     def name(i: int) -> str:
@@ -135,7 +136,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     values, specs = _look(leaves, axes, how, name)
     arrays = [x for x, spec in zip(values, specs, strict=True) if not isinstance(spec, Static)]
     # All processes know the rows of what came scattered: its own, or that nothing is cut.
-    came = [x._layout for x in leaves if is_scattered(x)]
+    came = [x._layout for x in leaves if type(x) is Scattered]
     is_cut = any(isinstance(spec, Cut | Stack) for spec in specs)
     several = spans_processes(how.mesh)
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
@@ -144,37 +145,23 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
         mesh, outline = own_mesh(mesh), outline_of(values, specs, treedef, how.root)
     sizes = _sizes(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
+    converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
     layout = Layout(treedef, given, sizes, mesh, how.dim)
     if how.verb != "scatter":
         refuse_rows_of_numbers(inputs, sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
-    converted = any(x is not y and not is_scattered(x) for x, y in zip(leaves, values, strict=True))
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)
 
 
-def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
-    """The arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
-    own = layout.here
-    if not own.is_even:
-        arrays = [_padded(x, leaf, own.mesh.size) for x, leaf in zip(arrays, own.arrays, strict=True)]
-    if spans_processes(layout.mesh):
-        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
-    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
-    as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
-    s = Scattered(arrays, layout)
-    return s if as_it_is else placed(s)
-
-
-def _padded(x: Any, leaf: Leaf, n: int) -> Any:
-    if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # what came scattered is padded
-        return x
-    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
-
-
-@functools.lru_cache(SIZES)
-def _padding(leaf: Cut, n: int) -> Any:
-    return jax.jit(lambda x: pad(x, leaf, n))
+def _refuse_trace(how: Cutting) -> None:
+    """A `ValueError` inside of a transformation that would see one process's rows."""
+    if spans_processes(how.mesh) and not trace_state_clean() and not capturing():
+        raise ValueError(
+            f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
+            f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
+            f"dp.value_and_grad and dp.train_step give gradients over all processes."
+        )
 
 
 def flat(
@@ -196,7 +183,7 @@ def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     key: list[Any] = []
     arrays: list[Any] = []
     for x in leaves:
-        if is_scattered(x):
+        if type(x) is Scattered:
             key.append(x._layout)
             arrays += x._arrays
         elif isinstance(x, ARRAYS):
@@ -207,23 +194,12 @@ def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return key, arrays
 
 
-def _refuse_trace(how: Cutting) -> None:
-    """A `ValueError` inside of a transformation that would see one process's rows."""
-    if spans_processes(how.mesh) and not trace_state_clean() and not capturing():
-        raise ValueError(
-            f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
-            f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
-            f"dp.value_and_grad and dp.train_step give gradients over all processes."
-        )
-
-
 def _on_mesh(s: Scattered, how: Cutting) -> Scattered:
     s = on_mesh(s, how.mesh)
     if s._layout.mesh != how.mesh:
         raise ValueError(
-            f"jdp.{how.verb}: an input is scattered over ({', '.join(map(str, s.devices))}), the call runs on "
-            f"({', '.join(map(str, how.mesh.devices.flat))}); one call runs on one set of devices. Scatter it over "
-            f"these."
+            f"jdp.{how.verb}: an input is scattered over ({names_of(s.devices)}), the call runs on "
+            f"({names_of([*how.mesh.devices.flat])}); one call runs on one set of devices. Scatter it over these."
         )
     return s
 
@@ -236,7 +212,7 @@ def _look(
     specs: list[Leaf] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
         spec: Leaf
-        if is_scattered(x):
+        if type(x) is Scattered:
             (x,), (spec,) = x._arrays, x._layout.arrays
             if isinstance(spec, Cut) and axis != how.dim and (axis is None or axis % x.ndim != spec.axis):
                 raise ValueError(
@@ -266,7 +242,7 @@ def _look(
 
 def _own_rows(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
     """This process's own rows of an array: all, but those of a global one that lie on its devices."""
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
     if not x.sharding.is_equivalent_to(cut_along(how.mesh, axis), x.ndim):
         raise ValueError(
@@ -312,3 +288,27 @@ def _sizes(
     if cut:
         return chunk_sizes(rows, mesh.size)
     return (1,) * (mesh.size if any(isinstance(spec, Stack) for spec in specs) else 1)
+
+
+def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
+    """The arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
+    own = layout.here
+    if not own.is_even:
+        arrays = [_padded(x, leaf, own.mesh.size) for x, leaf in zip(arrays, own.arrays, strict=True)]
+    if spans_processes(layout.mesh):
+        return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
+    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
+    as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
+    s = Scattered(arrays, layout)
+    return s if as_it_is else placed(s)
+
+
+def _padded(x: Any, leaf: Leaf, n: int) -> Any:
+    if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # what came scattered is padded
+        return x
+    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
+
+
+@functools.lru_cache(SIZES)
+def _padding(leaf: Cut, n: int) -> Any:
+    return jax.jit(lambda x: pad(x, leaf, n))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -14,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
-from .devices import Device, own_replicas, spans_processes
-from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline, replicated, unpad
+from .devices import Device, names_of, own_replicas, spans_processes
+from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
 
 
 @jax.tree_util.register_pytree_node_class
@@ -38,7 +39,7 @@ class Scattered(Sequence[Tree]):
     _arrays: tuple[Any, ...]
     _layout: Layout
 
-    def __init__(self, arrays: Sequence[Any], layout: Layout) -> None:
+    def __init__(self, arrays: Iterable[Any], layout: Layout) -> None:
         object.__setattr__(self, "_arrays", tuple(arrays))
         object.__setattr__(self, "_layout", layout)
 
@@ -93,24 +94,19 @@ class Scattered(Sequence[Tree]):
         )
 
     def __repr__(self) -> str:
-        sizes, devices = f"sizes={self.sizes}", _names(self.devices)
+        sizes, devices = f"sizes={self.sizes}", names_of(self.devices)
         if len(self) > 8:
             sizes = f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows"
             devices = f"{len(self)} devices"
-        # Not the values, which hold padding.
-        arrays = [outline("padded", x).split(": ", 1)[-1][:-2] for x in self._arrays[:8]]
+        arrays = map(outline_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
 
 
 def children(s: Scattered) -> tuple[Scattered, ...]:
     """One `Scattered` for each child of the tree: `children(scatter((a, b)))` is `scatter(a), scatter(b)`."""
-    found, start = [], 0
-    for layout in s._layout.children:
-        stop = start + len(layout.arrays)
-        found.append(Scattered(s._arrays[start:stop], layout))
-        start = stop
-    return tuple(found)
+    arrays = iter(s._arrays)
+    return tuple(Scattered(itertools.islice(arrays, len(one.arrays)), one) for one in s._layout.children)
 
 
 def leaf_by_leaf(s: Scattered) -> Tree:
@@ -120,25 +116,24 @@ def leaf_by_leaf(s: Scattered) -> Tree:
 
 def placed(s: Scattered) -> Scattered:
     """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
-    shardings, mesh = s._layout.shardings, s._layout.mesh
-    arrays, away = list(s._arrays), []
-    for i, x in enumerate(arrays):
-        value = concrete(x)
-        if value is None or (found := getattr(value, "sharding", None)) == shardings[i]:
+    mesh, arrays, away = s._layout.mesh, list(s._arrays), []
+    for i, (x, to) in enumerate(zip(s._arrays, s._layout.shardings, strict=True)):
+        value = concrete(x) if isinstance(x, Tracer) else x
+        if value is None or (found := getattr(value, "sharding", None)) == to:
             continue
         if mesh.size == 1 and getattr(found, "mesh", None) == mesh:
             continue  # what a program gives on one device JAX calls replicated, and it is where it belongs
-        if value is x and isinstance(x, jax.Array) and not x.is_fully_addressable:
-            arrays[i] = reshard(x, shardings[i])
-        elif value is x:
-            away.append(i)
+        if value is not x:
+            arrays[i] = reshard(jax.device_put(x, replicated(mesh)), to)
+        elif isinstance(x, jax.Array) and not x.is_fully_addressable:
+            arrays[i] = reshard(x, to)
         else:
-            arrays[i] = reshard(jax.device_put(x, replicated(mesh)), shardings[i])
-    if all(map(operator.is_, arrays, s._arrays)) and not away:
-        return s
-    for i, x in zip(away, put_all([arrays[i] for i in away], [shardings[i] for i in away]), strict=True):
-        arrays[i] = x
-    return Scattered(arrays, s._layout)
+            away.append(i)
+    if away:
+        moved = put_all([arrays[i] for i in away], [s._layout.shardings[i] for i in away])
+        for i, x in zip(away, moved, strict=True):
+            arrays[i] = x
+    return s if all(map(operator.is_, arrays, s._arrays)) else Scattered(arrays, s._layout)
 
 
 def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
@@ -280,17 +275,13 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
     for other in layouts:
         if other.mesh != first.mesh or other.is_cut and other.sizes != first.sizes:
             raise ValueError(
-                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {_names(first.devices)}, others "
-                f"{other.sizes} on {_names(other.devices)}; all are cut alike. Scatter them together."
+                f"jdp.parallel_apply: inputs have chunks {first.sizes} on {names_of(first.devices)}, others "
+                f"{other.sizes} on {names_of(other.devices)}; all are cut alike. Scatter them together."
             )
     return first
 
 
-def _names(devices: Sequence[Device]) -> str:
-    return ", ".join(map(str, devices))
-
-
-def without_padding(s: Scattered) -> list[Any]:
+def unpadded(s: Scattered) -> list[Any]:
     """The arrays without padding and without the entries of idle replicas."""
     used, n = s._layout.used, len(s._layout.devices)
     out = []
@@ -308,7 +299,7 @@ def trim(s: Scattered) -> Sequence[Any]:
     if s._layout.is_even:
         return s._arrays
     mesh, found = s._layout.mesh, []
-    for x, leaf in zip(without_padding(s), s._layout.arrays, strict=True):
+    for x, leaf in zip(unpadded(s), s._layout.arrays, strict=True):
         divides = isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.size == 0
         found.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, leaf.axis if divides else None)))
     return found
