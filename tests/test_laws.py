@@ -28,7 +28,7 @@ Each of these breaks, made by hand, one at a time, fails a law here:
   `law_3_equal_arrays_in_other_trees_and_beside_other_values`;
 * `calls.run_known` does not look where a known call's parameters are: `law_3_calls`;
 * `scatter._specs`: in_axes None is cut: `law_1_axes`;
-* `nnx.nnx_function`: a replica works on the model's own variables: `law_4_calls`.
+* `nnx.with_nodes`: a replica works on the model's own variables: `law_4_calls`.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
@@ -16,11 +17,12 @@ from .._core.devices import (
     Devices,
     are_described,
     make_mesh,
+    names_of,
     resolve_devices,
     resolve_output,
     warn_imbalance,
 )
-from .._core.inputs import ARRAYS, USUAL, check_dim, is_array, no_further, refuse_loader
+from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
 from .._core.layout import Layout, Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
@@ -29,9 +31,9 @@ from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
 from .linen import linen_function, mark_outputs
-from .nnx import filters_of, holds_nodes, is_node, nnx_function, put_nodes, take_nodes, with_nodes
+from .nnx import filters_of, put_nodes, take_nodes, with_nodes
 
-_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs", "_current")
+_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs")
 Kind = Literal["linen", "nnx", "function"]
 
 
@@ -89,7 +91,6 @@ class Config:
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
-        self._current: tuple[Any, bool, Compiled] | None = None  # the module that was called last, and its program
         self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
@@ -118,18 +119,8 @@ class Config:
 
     def program(self, module: Any, beside: bool = False) -> Compiled:
         """The compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
-        if self.kind == "nnx":
-            module = None  # its graph is an argument
-        found = self._current
-        if found is None or found[0] is not module or found[1] != beside:
-            found = self._current = module, beside, self._program_of(module, beside)
-        return found[2]
-
-    def _program_of(self, module: Any, beside: bool) -> Compiled:
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
-        axis_name, name = self.axis_name, _name(module)
-        if kind == "nnx":
-            return spmd(nnx_function(out_axes, reduce_state, state_axes, axis_name), name)
+        axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not beside:
             return kept(module, "program", spmd)  # shared with parallel_apply
 
@@ -138,9 +129,12 @@ class Config:
                 call = linen_function(call, out_axes, reduce_state, state_axes)
             elif out_axes is not None:
                 call = _marking(call, out_axes)
-            return spmd(with_nodes(call, reduce_state, axis_name) if beside else call, name)
+            filters = filters_of(state_axes) if kind == "nnx" else []
+            return spmd(with_nodes(call, reduce_state, axis_name, filters) if beside else call, name)
 
-        return kept(module.apply if kind == "linen" else module, ("program", beside), program, self._programs)
+        # An NNX module is one of the objects, and its graph an argument.
+        call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
+        return kept(call, ("program", beside), program, self._programs)
 
     def on(self, mesh: Mesh) -> Config:
         """The same arguments, on other devices."""
@@ -207,10 +201,6 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
     )
 
 
-def _name(module: Any) -> str:
-    return getattr(module, "__name__", None) or type(module).__name__
-
-
 def _portable(device: Any) -> Any:
     return (device.platform, device.id) if isinstance(device, Device) else device
 
@@ -222,7 +212,7 @@ def _here(devices: list[Any]) -> list[Any]:
     if missing:
         raise ValueError(
             f"jdp.DataParallel: the pickled wrapper runs on {', '.join(missing)}, which this machine lacks; it has "
-            f"{', '.join(map(str, jax.devices()))}. Pickle the variables instead, and make a wrapper here."
+            f"{names_of(jax.devices())}. Pickle the variables instead, and make a wrapper here."
         )
     return found
 
@@ -251,46 +241,38 @@ class BatchAxes(NamedTuple):
     layouts: Recent[Any, Layout]
 
 
-class Taken(NamedTuple):
-    """A batch in which there are NNX objects: scattered with stand-ins for them, and the objects by number."""
-
-    rows: Scattered
-    nodes: dict[int, Any]
-
-
-def taken(batch: Scattered | Taken) -> tuple[Scattered, list[Any]]:
-    """A batch, scattered, and the NNX objects in it."""
-    return (batch.rows, list(batch.nodes.values())) if isinstance(batch, Taken) else (batch, [])
-
-
 def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
     """A batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
-    found = scatter_batch(config, batch, "prefetch", own)
-    if isinstance(found, Taken):
-        return put_nodes(leaf_by_leaf(placed(found.rows)), found.nodes)
-    return placed(found) if type(batch) is Scattered else leaf_by_leaf(placed(found))
+    rows, nodes = scatter_batch(config, batch, "prefetch", own)
+    return placed(rows) if type(batch) is Scattered else put_nodes(leaf_by_leaf(placed(rows)), nodes)
 
 
-def scatter_batch(config: Config, batch: Tree, verb: str, own: BatchAxes | None = None) -> Scattered | Taken:
-    """One batch, scattered: by the `in_axes` of a door of its `own`, else by the wrapper's."""
-    if type(batch) is Taken or type(batch) is Scattered and batch._layout.mesh == config.mesh:
-        return batch
+def scatter_batch(
+    config: Config, batch: Tree, verb: str, own: BatchAxes | None = None
+) -> tuple[Scattered, dict[int, Any]]:
+    """One batch, scattered by the `in_axes` of a door of its `own`, else by the wrapper's.
+
+    Beside it the NNX objects of the batch by number, for which it has stand-ins.
+    """
+    if type(batch) is Scattered and batch._layout.mesh == config.mesh:
+        return batch, {}
     layouts = config.batch_layouts if own is None else own.layouts
-    inputs, nodes = take_objects(config, batch) if holds_nodes(batch, verb) else (batch, {})
-    if not isinstance(batch, (*ARRAYS, dict, list, tuple)) and not nodes:
-        leaves = jax.tree.leaves(batch, is_leaf=no_further)
-        if len(leaves) == 1 and leaves[0] is batch:
+    inputs, nodes = take_objects(config, batch, verb)
+    if not nodes and not isinstance(batch, (*ARRAYS, *NESTED)):
+        if jax.tree_util.treedef_is_leaf(jax.tree.structure(batch, is_leaf=no_further)):
             refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, own)
-    rows = split(inputs, Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False))
-    return Taken(rows, nodes) if nodes else rows
+    how = Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False)
+    return split(inputs, how), nodes
 
 
-def take_objects(config: Config, batch: Tree) -> tuple[Tree, dict[int, Any]]:
+def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int, Any]]:
     """The batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
+    if isinstance(batch, ARRAYS):
+        return batch, {}
     first = int(config.kind == "nnx")
-    inputs, nodes = take_nodes(batch, first)
-    return inputs, dict(enumerate(nodes, first))
+    inputs, nodes = take_nodes(batch, first, verb, "batch")
+    return inputs if nodes else batch, dict(enumerate(nodes, first))
 
 
 def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
@@ -302,11 +284,6 @@ def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
     if own is None and not fits:
         return axes[0]
     return type(batch)(axes) if type(batch) in (tuple, list) else axes
-
-
-def stop_at_objects(x: Any) -> bool:
-    """Where flattening a batch stops: as anywhere else, and at NNX objects."""
-    return type(x) not in USUAL and (no_further(x) or is_node(x))
 
 
 class WithNodes(NamedTuple):
@@ -324,8 +301,7 @@ def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scatter
     arrays = jax.tree.leaves(state)
     tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
     leaves = (*layout.leaves, *[Whole()] * len(arrays))
-    whole = Layout(jax.tree.structure(tree), leaves, layout.sizes, layout.mesh, layout.dim)
-    return Scattered((*rows._arrays, *arrays), whole)
+    return Scattered((*rows._arrays, *arrays), layout.of(jax.tree.structure(tree), leaves))
 
 
 def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:

@@ -152,10 +152,8 @@ def _normal(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             del kwargs[name]
     if "rngs" in kwargs:
         # Keys of the old style (jax.random.PRNGKey): in rngs there is no doubt what they are.
-        kwargs["rngs"] = jax.tree.map(
-            lambda k: jax.random.wrap_key_data(k) if getattr(k, "ndim", 0) == 1 and k.dtype == "uint32" else k,
-            kwargs["rngs"],
-        )
+        rngs = kwargs["rngs"]
+        kwargs["rngs"] = jax.tree.map(lambda k: jax.random.wrap_key_data(k) if _is_old_key(k) else k, rngs)
     if isinstance(kwargs.get("mutable"), set | frozenset | tuple):
         kwargs["mutable"] = sorted(kwargs["mutable"])
     return kwargs
@@ -180,7 +178,7 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
 
 def _is_old_key(x: Any) -> bool:
     """Of any of JAX's generators: two words, or four."""
-    return x.ndim == 1 and x.dtype == "uint32"
+    return getattr(x, "ndim", 0) == 1 and x.dtype == "uint32"
 
 
 def _check_key(rngs: Any) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from .._core.inputs import ARRAYS, no_further, refuse_deep
+from .._core.inputs import USUAL, no_further, refuse_deep
 from .._core.layout import Tree, is_key
 from .._core.outputs import Reduce
 from .._core.scattered import Scattered, fold_key
 from .._jax.private import CAPTURES
-from .linen import mark_outputs, mark_sown, mark_state
+from .linen import mark_sown, mark_state
 
 Filter = Callable[[Any, Any], bool]
 """Of a path and a variable: an NNX predicate."""
@@ -54,47 +55,32 @@ def _filter(kind: Any) -> Filter:
         ) from None
 
 
-def nnx_function(
-    out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[Any, int], axis_name: str
-) -> Callable[..., Tree]:
-    """A pure function of (graph, batched state, rest of the state) and the module's own arguments."""
-    filters = filters_of(state_axes)
-
-    def call(replicas: Tree, /, *args: Any, **kwargs: Any) -> Tree:
-        graph, cut, sown, rest = replicas
-        index = jax.lax.axis_index(axis_name)
-        before = [(path, v, None) for state in (sown, rest) for path, v in nnx.to_flat_state(state)]
-        for state, (_, axis) in zip(cut, filters, strict=True):
-            before += [(path, v, axis) for path, v in nnx.to_flat_state(state)]
-        # Copies, for merge takes the variables as they are, and the module changes them in place.
-        own = [(path, _fold(v, index) if _is_rng_key(v) else copies(v)) for path, v, _ in before]
-        nodes = nnx.merge(graph, nnx.from_flat_state(own))
-        module, *given = nodes
-        args, kwargs = put_nodes((args, kwargs), given)
-        out = module(*args, **kwargs)
-        updates = mark_updates(nnx.state(nodes), before, reduce_state, filters)
-        return mark_outputs(out, out_axes), updates
-
-    return call
-
-
 class Beside(NamedTuple):
-    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments."""
+    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments.
+
+    Of an NNX module, which is one of the objects, the parameters are its stand-in.
+    """
 
     params: Tree
     graph: Any
-    state: Tree
+    states: tuple[Tree, ...]  # of the objects: what each filter of state_axes takes, then the rest
 
 
-def with_nodes(function: Callable[..., Tree], reduce_state: Reduce, axis_name: str) -> Callable[..., Tree]:
+def with_nodes(
+    function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
+) -> Callable[..., Tree]:
     """`function`, called with `Beside` for its parameters: returns what it does, and the updates of the objects."""
 
     def call(replicas: Beside, /, *args: Any, **kwargs: Any) -> Tree:
-        nodes = nnx.merge(replicas.graph, fold_state(copies(replicas.state), axis_name))
+        # Copies, for merge takes the variables as they are, and the objects change them in place.
+        own = [fold_state(state, axis_name) for state in copies(replicas.states)]
+        nodes = nnx.merge(replicas.graph, *own)
         params, args, kwargs = put_nodes((replicas.params, args, kwargs), nodes)
         out = function(params, *args, **kwargs)
-        before = [(path, v, None) for path, v in nnx.to_flat_state(replicas.state)]
-        return out, mark_updates(nnx.state(nodes), before, reduce_state)
+        axes = [axis for _, axis in filters]
+        each = itertools.zip_longest(replicas.states, axes)
+        before = [(path, v, axis) for state, axis in each for path, v in nnx.to_flat_state(state)]
+        return out, mark_updates(nnx.state(nodes), before, reduce_state, filters)
 
     return call
 
@@ -191,33 +177,31 @@ def with_updates(state: Tree, updates: Tree) -> Tree:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Node:
+class StandIn:
     """Stands for an NNX object among the arguments; static, for which argument it was is part of the program."""
 
     index: int
 
 
-def holds_nodes(batch: Tree, verb: str) -> bool:
-    """Whether there is an NNX object in a batch."""
-    if isinstance(batch, ARRAYS):
-        return False
-    refuse_deep(batch, verb, "batch")
-    found = jax.tree.leaves(batch, is_leaf=lambda x: is_node(x) or no_further(x))
-    return any(map(is_node, found))
-
-
-def take_nodes(arguments: Tree, first: int = 0) -> tuple[Tree, list[Any]]:
+def take_nodes(
+    arguments: Tree, first: int = 0, verb: str = "DataParallel", root: str | tuple[str, ...] = ("args", "kwargs")
+) -> tuple[Tree, list[Any]]:
     """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
-    refuse_deep(arguments, "DataParallel", ("args", "kwargs"))
+    refuse_deep(arguments, verb, root)
     taken: list[Any] = []
 
     def take(x: Any) -> Any:
         if not is_node(x):
             return x
         taken.append(x)
-        return _Node(first + len(taken) - 1)
+        return StandIn(first + len(taken) - 1)
 
-    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered)), taken
+    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered | Iterator)), taken
+
+
+def stop_at_objects(x: Any) -> bool:
+    """Where flattening arguments stops: as anywhere else, and at NNX objects."""
+    return type(x) not in USUAL and (no_further(x) or is_node(x))
 
 
 def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
@@ -232,7 +216,7 @@ def stand_ins(argument: Tree) -> tuple[int, ...]:
 
 
 def _is_stand_in(x: Any) -> bool:
-    return isinstance(x, _Node)
+    return isinstance(x, StandIn)
 
 
 def is_node(x: Any) -> bool:

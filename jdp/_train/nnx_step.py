@@ -14,7 +14,7 @@ from .._core.devices import spans_processes
 from .._core.global_arrays import put
 from .._core.layout import Tree, replicated
 from .._core.scattered import Scattered
-from .._model.config import BatchAxes, Config, scatter_batch, taken, with_objects
+from .._model.config import BatchAxes, Config, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .arguments import divide, loss_of
 from .loss import FORMS, VERB, check_signature, results_of, rows_explained
@@ -141,7 +141,8 @@ class NNXTrainStep:
     ) -> tuple[Program, TrainState, Scattered, list[Any]]:
         config: Config = self._dp._config
         config.refuse_other_mesh()
-        scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
+        scattered, objects = scatter_batch(self._dp._config, batch, VERB, self._axes)
+        nodes = list(objects.values())
         check_rows(VERB, scattered)
         # The objects in the batch are divided with the model, for they may share variables with it.
         call = divide((self._dp.module, nodes), {}, ((0, hashable(self.optimizer.wrt)),), True, [None, 0], VERB)

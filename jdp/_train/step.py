@@ -18,7 +18,7 @@ from .._core.layout import Tree
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
 from .._core.scattered import Scattered
-from .._model.config import BatchAxes, Config, Wrapper, scatter_batch, taken, with_objects
+from .._model.config import BatchAxes, Config, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .gradients import Loss
 from .loss import VERB, check_signature, variables_loss
@@ -273,7 +273,8 @@ class TrainStep:
     ) -> tuple[TrainState, Scattered, Flat, list[Any]]:
         """The state of `owned` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
         self._program.config.refuse_other_mesh()
-        scattered, nodes = taken(scatter_batch(self._dp._config, batch, VERB, self._axes))
+        scattered, objects = scatter_batch(self._dp._config, batch, VERB, self._axes)
+        nodes = list(objects.values())
         check_rows(VERB, scattered)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)

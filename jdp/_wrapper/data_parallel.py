@@ -194,7 +194,8 @@ class DataParallel(nnx.Module, Generic[M]):
         (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
         nodes += given
         if nodes:  # a model, an nnx.Rngs: whole on every replica, and updated
-            whole = _nnx.Beside(whole, *nnx.split(nodes))
+            graph, *states = nnx.split(nodes)
+            whole = Beside(whole, graph, tuple(states))
         try:
             out = self._forward(whole, args, kwargs, stateful, cut, variables if nodes else None)
         except Exception as error:
@@ -327,7 +328,7 @@ class DataParallel(nnx.Module, Generic[M]):
         config = self._config
         filters = _nnx.filters_of(config.state_axes)
         # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
-        (args, kwargs), given = _nnx.take_nodes((args, kwargs))
+        (args, kwargs), given = _nnx.take_nodes((args, kwargs), 1)
         nodes = [self.module, *given]
         graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
         cut = {
@@ -335,8 +336,8 @@ class DataParallel(nnx.Module, Generic[M]):
             for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
         }
         sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
-        params = (graph, tuple(cut.values()), sown, rest)
-        out, updates = self._forward(params, args, kwargs, stateful=True, cut=cut, home=rest.get(0, ()))
+        params = Beside(_nnx.StandIn(0), graph, (*cut.values(), sown, rest))
+        out, updates = self._forward(params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
         nnx.update(nodes, updates)
         return out
 
@@ -359,8 +360,8 @@ class DataParallel(nnx.Module, Generic[M]):
         _refuse_other_rows(cut, inputs, kw)
         replicas = self.replicate(params, self.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        in_place, beside = replicas is params, type(params) is _nnx.Beside
-        if in_place and not cut and not beside and self._config.kind != "nnx" and self._takes_own_steps:
+        in_place, beside = replicas is params, type(params) is Beside
+        if in_place and not cut and not beside and self._takes_own_steps:
             remember(self, params, args, kwargs, inputs, kw)
         stay = self._stays(params, params if home is None else home, in_place)
         if not beside:

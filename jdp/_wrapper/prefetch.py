@@ -20,8 +20,8 @@ from .._core.layout import Cut, Tree
 from .._core.programs import Recent
 from .._core.scatter import Cutting, Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
-from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, stop_at_objects, take_objects
-from .._model.nnx import put_nodes
+from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
+from .._model.nnx import put_nodes, stop_at_objects
 from .._processes.agree import Pending, begin, finish, outline_of_others
 from .._processes.coordination import DesyncError
 
@@ -76,7 +76,7 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
             raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
-        inputs, nodes = take_objects(config, batch)
+        inputs, nodes = take_objects(config, batch, "prefetch")
         how = Cutting(config.mesh, config.dim, "prefetch", "batch", axes=axes_of_batch(config, batch, own))
         return prepare(inputs, how)._replace(nodes=nodes)
 

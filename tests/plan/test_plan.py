@@ -115,7 +115,7 @@ def test_a_script_without_a_step(script, capsys, text, match, said):
 def test_a_batch_is_spread_over_other_devices(devices):
     dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
     batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
-    scattered = scatter_batch(dp._config, batch, "train_step")
+    scattered = scatter_batch(dp._config, batch, "train_step")[0]
     other = spread(scattered, Mesh(np.array(devices), ("data",)), 6)
     assert other.sizes == (6,) * 8
     shapes = {x.shape for x in other._arrays}
