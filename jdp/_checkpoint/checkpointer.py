@@ -158,7 +158,7 @@ class Checkpointer:
         step = None if step is None else _number(step)
         self.wait()
         leaves = leaves_of(state)
-        found = self._steps.find(leaves, step, self._quiet)
+        found = self._steps.find(leaves, step)
         if found is None:
             return state, None
         arrays, data = found

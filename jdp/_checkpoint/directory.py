@@ -204,8 +204,8 @@ os.register_at_fork(after_in_child=lambda: [lock._forget() for lock in _held])
 class Quiet(logging.Filter):
     """Keeps to itself what Orbax logs, as long as a Checkpointer is open: its failures come as exceptions.
 
-    So too the reads and writes that Orbax abandons when another fails, and which report in their own threads that
-    nobody waits for them any more.
+    So too the writes that Orbax abandons when another fails, and which report in their own threads that nobody waits
+    for them any more.
     """
 
     def __init__(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import stat
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,34 +29,36 @@ from .items import (
 )
 
 ARRAYS, MANIFEST = "state", "jdp"  # the items of a checkpoint, each a directory
-_ABANDONED = 0.2  # seconds in which reads that were abandoned end, for the most part
 _TEXT = 1000  # bytes of what one process tells the others
 _FILES = 10**6  # of a checkpoint
-_PIECE = 256 << 20  # bytes that `intact` has on the host at a time, or one array
+_PIECE = 256 << 20  # bytes that are read at a time, or one array
 
 
 class Damaged(Exception):
-    """The checkpoint is not what was written; in every process, with the same text."""
+    """The checkpoint is not what was written."""
 
 
 def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The arrays, as `encode` gave them but with the shardings of `leaves`, and the data cursor.
 
-    Raises:
-        Damaged: anything cannot be read, or is not what its checksum says.
-        ValueError: the checkpoint is of another model.
+    Raises in every process alike: `Damaged` where anything cannot be read, or is not what its checksum says;
+    ValueError where the checkpoint is of another model.
     """
-    content, problem = _read_manifest(path)
-    if content is not None and (difference := _difference(content, leaves)):
-        problem = f"!{difference}"
+    item = encode(leaves)
+    where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
+    content: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
-    if not problem:
-        arrays, problem = _read_arrays(path / ARRAYS, leaves)
+    try:
+        content = _read_manifest(path)
+        difference = _difference(content, leaves)
+        problem = f"!{difference}" if difference else ""
+        if not problem:
+            arrays = _read_arrays(path / ARRAYS, item, where)
+    except Exception as e:  # noqa: BLE001 whatever is wrong with it
+        problem = _brief(e)
     # A process that cannot read a file must not leave the others alone in the collectives of the fingerprints.
     _agree(path, problem)
-    assert content is not None
-    found, expected = fingerprints(arrays), content["fingerprints"]
-    _agree(path, _not_saved(found, expected))
+    _agree(path, _not_saved(arrays, content))
     data = content["data"]
     own = content.get("apart") and len(data) == jax.process_count()
     return arrays, data[jax.process_index()] if own else data
@@ -64,21 +66,20 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 def intact(path: Any) -> str:
     """What is wrong with a checkpoint, or ""; for one process alone, on the host, with little memory, in any thread."""
-    content, problem = _read_manifest(path)
-    if content is None:
-        return problem
-    if content["format"] > FORMAT:
-        return f"its form is {content['format']}, which this version of jdp does not know"
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to do without
         host = None
     try:
-        for arrays in _pieces(path / ARRAYS, content):
+        content = _read_manifest(path)
+        if content["format"] > FORMAT:
+            return f"its form is {content['format']}, which this version of jdp does not know"
+        # What stands for no arrays at all is no leaf.
+        expected = {name: content["leaves"].get(name, ["uint8", [1]]) for name in content["fingerprints"]}
+        for arrays in _pieces(path / ARRAYS, expected, {}):
             with jax.default_device(host):
-                found = fingerprints(arrays)
-            if problem := _not_saved(found, content["fingerprints"]):
-                return problem
+                if problem := _not_saved(arrays, content):
+                    return problem
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
         return _brief(e)
     return ""
@@ -114,19 +115,6 @@ def absent(error: BaseException | None) -> str:
     return f"another process of the job has ended, or does not answer ({said:.300})"
 
 
-def array_handler() -> Any:
-    """Orbax's handler of a tree of arrays, for writing and reading."""
-    import orbax.checkpoint as ocp
-
-    kinds = ocp.type_handlers
-    registry = kinds.create_type_handler_registry(
-        # Of a replicated array the first copy is written, which is the one that the fingerprint was made of.
-        (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
-        (np.ndarray, kinds.NumpyHandler()),
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
 def _agree(path: Any, problem: str) -> None:
     """Raises in every process what any has found."""
     told = tell_all(problem[:_TEXT])
@@ -142,30 +130,39 @@ def _agree(path: Any, problem: str) -> None:
     raise Damaged(text)
 
 
-def _read_manifest(path: Any) -> tuple[dict[str, Any] | None, str]:
-    """What the checkpoint says that it is, or what is wrong with it; after a look at all files that are in it."""
+def _read_manifest(path: Any) -> dict[str, Any]:
+    """What the checkpoint says that it is; after a look at all files that are in it."""
     file = path / MANIFEST / "metadata"
-    try:
+    if is_local(path):
+        _check_files(os.fspath(path))
+    with _named(f"{MANIFEST}/metadata"):
         if is_local(path):
-            if foreign := _foreign(os.fspath(path)):
-                return None, foreign
             with open(open_file(os.fspath(file)), "rb") as opened:
                 text = opened.read(os.fstat(opened.fileno()).st_size)
         else:
             text = file.read_text()
         whole = json.loads(text)
         content, told = whole["content"], whole["sha256"]
-        same = digest(content) == told
-        problem = misformed(content, int(path.name)) if same else "not what was saved (its SHA-256 is another)"
+        if digest(content) != told:
+            raise Damaged("not what was saved (its SHA-256 is another)")
+        if problem := misformed(content, int(path.name)):
+            raise Damaged(problem)
+    return content
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What goes wrong here is damage of what is called so."""
+    try:
+        yield
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
-        problem, content = _brief(e), None
-    return (None, f"{MANIFEST}/metadata: {problem}") if problem else (content, "")
+        raise Damaged(f"{name}: {_brief(e)}") from e
 
 
-def _foreign(top: str) -> str:
-    """What below a checkpoint leads out of it, blocks who opens it, or is too large to be read at once; or ""."""
+def _check_files(top: str) -> None:
+    """Refuses what leads out of a checkpoint, blocks who opens it, or is too large to be read at once."""
     if not stat.S_ISDIR(mode := os.lstat(top).st_mode):
-        return f"it is {kind(mode)}, and nothing outside of the directory is read"
+        raise Damaged(f"it is {kind(mode)}, and nothing outside of the directory is read")
     todo, seen = [top], 0
     while todo:
         folder = todo.pop()
@@ -176,17 +173,11 @@ def _foreign(top: str) -> str:
                 if stat.S_ISDIR(mode):
                     todo.append(entry.path)
                 elif not stat.S_ISREG(mode):
-                    return f"{name}: it is {kind(mode)}, and only files of the checkpoint are read"
+                    raise Damaged(f"{name}: it is {kind(mode)}, and only files of the checkpoint are read")
                 elif size > LARGEST and os.path.basename(folder) != "d":  # where the bytes of the arrays are
-                    return f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read"
+                    raise Damaged(f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read")
                 if (seen := seen + 1) > _FILES:
-                    return f"it has more than {_FILES:,} files"
-    return ""
-
-
-def _size(path: Any) -> int:
-    """The bytes of all files below a directory."""
-    return sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+                    raise Damaged(f"it has more than {_FILES:,} files")
 
 
 def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | None:
@@ -196,88 +187,82 @@ def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | 
     return manifest_difference(content["leaves"], describe(leaves))
 
 
-def _not_saved(found: Mapping[str, str], expected: Mapping[str, Any]) -> str:
+def _not_saved(arrays: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    found, expected = fingerprints(arrays), content["fingerprints"]
     wrong = [name for name in found if found[name] != expected.get(name)]
     more = f" and {len(wrong) - 1} more leaves" if len(wrong) > 1 else ""
     return f"{wrong[0]}{more}: not the values that were saved" if wrong else ""
 
 
-def _stored(path: Any, name: str) -> Any:
-    """An array as it is stored: with what it says of itself, and not read yet.
+def _read_arrays(path: Any, item: Mapping[str, Any], where: Mapping[str, Any]) -> dict[str, Any]:
+    if is_local(path):
+        size = sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+        if size > 2 * sum(x.nbytes for x in item.values()) + LARGEST:
+            raise Damaged(f"{path.name}: it has {size / 2**20:,.0f} MiB, far more than what was saved")
+    return {name: x for some in _pieces(path, describe(item), where) for name, x in some.items()}
 
-    Raises:
-        ValueError: it cannot be opened, or its chunks are larger than it is.
+
+def _pieces(path: Any, expected: Mapping[str, list[Any]], where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arrays, some at a time, in the shardings of `where`; those that have none there come onto the host.
+
+    Not by Orbax, which reads all of an array of any size, and does not say which one it could not read.
     """
     import tensorstore
 
-    base = {"driver": "file", "path": f"{os.fspath(path)}/"}
-    where = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    array = tensorstore.open({"driver": "zarr", "kvstore": where}, open=True, read=True).result()
+    # Of a local path no URL, in which some letters have a meaning.
+    base = {"driver": "file", "path": f"{os.fspath(path)}/"} if is_local(path) else f"{os.fspath(path)}/"
+    context = tensorstore.Context()
+    with _named(next(iter(expected))):
+        about = path / "_METADATA"  # without it the arrays are there all the same
+        driver = "zarr3" if about.exists() and json.loads(about.read_text()).get("use_zarr3") else "zarr"
+    begun: dict[str, Callable[[], Any]] = {}
+    size = 0
+    for name, entry in expected.items():
+        with _named(name):
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            array = tensorstore.open({"driver": driver, "kvstore": kvstore}, context=context, read=True).result()
+            _check_form(array, *entry)
+            more = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+        if begun and size + more > _PIECE:
+            yield _ended(begun)
+            begun, size = {}, 0
+        with _named(name):
+            begun[name], size = _begin(array, where.get(name)), size + more
+    yield _ended(begun)
+
+
+def _check_form(array: Any, dtype: str, shape: list[int]) -> None:
+    """Before it is read: an array of any size may be said to be there."""
     chunk = array.chunk_layout.read_chunk.shape or ()
     if any((c or 0) > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
-        raise ValueError(f"{name}: it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
-    return array
+        raise Damaged(f"it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
+    if dtype.startswith("key<"):  # described as a key, and stored as its data
+        return
+    if (stored := list(array.shape)) != shape:
+        raise Damaged(f"{stored!s:.100} are stored, and not {shape!s:.100}")
+    if str(array.dtype.numpy_dtype) != dtype:
+        raise Damaged(f"not the {dtype:.50} that was saved")
 
 
-def _pieces(path: Any, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arrays, some at a time.
-
-    Raises:
-        ValueError: one is stored in another shape than the manifest says, or cannot be read.
-    """
-    some: dict[str, Any] = {}
-    size = 0
-    for name in content["fingerprints"]:
-        array = _stored(path, name)
-        dtype, told = content["leaves"].get(name, ["key<", []])  # what stands for no arrays at all is no leaf
-        if not dtype.startswith("key<") and list(array.shape) != told:
-            raise ValueError(f"{name}: {array.shape!s:.100} are stored, and not {told!s:.100}")
-        more = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
-        if some and size + more > _PIECE:
-            yield {n: read.result() for n, read in some.items()}
-            some, size = {}, 0
-        some[name] = array.read()
-        size += more
-    yield {n: read.result() for n, read in some.items()}
-
-
-def _read_arrays(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    # By Orbax's handler, not by its manager, which makes all processes wait for one that has failed.
-    import orbax.checkpoint as ocp
-
-    handler = array_handler()
-    item = encode(leaves)
-    how = {name: _how(x, leaves.get(name)) for name, x in item.items()}
-    try:
-        if is_local(path) and (size := _size(path)) > 2 * sum(x.nbytes for x in item.values()) + LARGEST:
-            return {}, f"{path.name}: it has {size / 2**20:,.0f} MiB, far more than what was saved"
-        for name, x in item.items() if is_local(path) else ():
-            if (shape := list(_stored(path, name).shape)) != list(x.shape):  # of any size, and all of it would be read
-                return {}, f"{name}: {shape!s:.100} are stored, and not {list(x.shape)}"
-        arrays = dict(handler.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=how)))
-        other = [name for name, x in item.items() if getattr(arrays.get(name), "dtype", None) != x.dtype]
-        return arrays, f"{other[0]}: not the {item[other[0]].dtype} that was saved" if other else ""
-    except Exception as e:  # noqa: BLE001 Orbax raises all kinds, the bare Exception among them
-        first = e
-    time.sleep(_ABANDONED)
-    for name in item:  # which leaf it was
-        one = ocp.args.PyTreeRestore(item={name: item[name]}, restore_args={name: how[name]}, partial_restore=True)
-        try:
-            handler.restore(path, args=one)
-        except Exception as e:  # noqa: BLE001
-            return {}, f"{name}: {_brief(e)}"
-    return {}, _brief(first)
-
-
-def _how(x: Any, like: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    where = target_of(like) if isinstance(x, jax.Array) else None
+def _begin(array: Any, where: Any) -> Callable[[], Any]:
+    """Begins to read what this process has of an array; the result waits for it."""
     if where is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=where, global_shape=x.shape, dtype=x.dtype)
+        return array.read().result
+    parts = {str(index): index for index in where.addressable_devices_indices_map(array.shape).values()}
+    reads = {part: array[index].read() for part, index in parts.items()}
+    return lambda: jax.make_array_from_callback(array.shape, where, lambda index: reads[str(index)].result())
+
+
+def _ended(begun: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    arrays = {}
+    for name, end in begun.items():
+        with _named(name):
+            arrays[name] = end()
+    return arrays
 
 
 def _brief(e: BaseException) -> str:
+    if isinstance(e, Damaged):
+        return str(e)
     lines = str(e).strip().splitlines() or [""]
     return f"{type(e).__name__}: {lines[0]:.300}"

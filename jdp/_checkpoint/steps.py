@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .directory import Quiet, free_name, remove_unfinished, steps_in
+from .directory import free_name, remove_unfinished, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all
 
@@ -31,7 +31,7 @@ class Steps:
         """The newest complete checkpoint that was not found to be damaged, or None."""
         return max((s for s in steps_in(self._directory) if s not in self._damaged), default=None)
 
-    def find(self, leaves: Mapping[str, Any], step: int | None, quiet: Quiet) -> tuple[dict[str, Any], Any] | None:
+    def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any] | None:
         """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint.
 
         Raises:
@@ -44,7 +44,6 @@ class Steps:
                 found = read(self._directory / str(candidate), leaves)
             except Damaged as e:
                 damaged[candidate] = str(e)
-                quiet.abandoned = True
                 continue
             self._went_back(candidate, damaged)
             return found

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._processes.coordination import client
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
-from .read import ARRAYS, MANIFEST, absent, array_handler, intact
+from .read import ARRAYS, MANIFEST, absent, intact
 from .steps import Steps, listed
 
 _saves = itertools.count()  # the same in all processes
@@ -168,8 +169,14 @@ def _checkpointer() -> Any:
     """Orbax's `AsyncCheckpointer`, of one item with the arrays and one with what is said about them."""
     import orbax.checkpoint as ocp
 
+    kinds = ocp.type_handlers
+    arrays = kinds.create_type_handler_registry(
+        # Of a replicated array the first copy is written, which is the one that the fingerprint was made of.
+        (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
+        (np.ndarray, kinds.NumpyHandler()),
+    )
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(ARRAYS, ocp.args.PyTreeSave, array_handler())
+    registry.add(ARRAYS, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(type_handler_registry=arrays))
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     # A directory that cannot be made leaves threads of Orbax waiting, and the process with them, if a thread was to
     # make it. In many processes it has to be one: else Orbax runs collectives in a thread that is not the user's.

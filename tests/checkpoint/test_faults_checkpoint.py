@@ -435,7 +435,11 @@ TWO = """
         if fault == "unreadable" and rank == 1:  # a file system that fails this process alone
             import jdp._checkpoint.read as module
             read = real = module._read_arrays
-            module._read_arrays = lambda path, leaves: ({}, "gone") if "/2/" in str(path) else read(path, leaves)
+            def gone(path, *args):
+                if "/2/" in str(path):
+                    raise module.Damaged("gone")
+                return read(path, *args)
+            module._read_arrays = gone
         if fault == "flipped" and rank == 0:
             import pathlib
             files = [p for p in pathlib.Path(directory, "2").rglob("*") if p.is_file()]
