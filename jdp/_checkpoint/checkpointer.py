@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,10 +126,13 @@ class Checkpointer:
         if not ending and step % self._every:
             return False
         if saving := step != self._steps.newest:
-            self._begin(step, state, data)
+            self._steps.check_grows(step)
+            self.wait()
+            self._writer.write(step, *agree(self._writer.prepare, state, data))
         if ending:
             self.wait()
-            self._close(acted=True)
+            self._preemption.acted = True
+            self.close()
             if jax.process_index() == 0:
                 print(f"jdp: SIGTERM: saved step {step} in {self.directory}; ending", flush=True)
             sys.exit(0)
@@ -174,7 +177,11 @@ class Checkpointer:
 
     def close(self) -> None:
         """`wait`, and gives the lock back, and SIGTERM to who had it before; `with` does this at its end."""
-        self._close(acted=False)
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._finalizer()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -187,21 +194,6 @@ class Checkpointer:
                 raise
             error.add_note(str(e))
 
-    def _begin(self, step: int, state: Tree, data: Any) -> None:
-        self._steps.check_grows(step)
-        self.wait()
-        leaves, data, apart = agree(self._writer.prepare, state, data)
-        self._writer.write(step, leaves, data, apart)
-
-    def _close(self, acted: bool) -> None:
-        try:
-            self.wait()
-        finally:
-            self._writer.close()
-            self._finalizer.detach()
-            self._quiet.close()
-            self._preemption.close(acted)
-
 
 def _let_go(preemption: Preemption, quiet: Quiet) -> None:
     quiet.close()
@@ -211,14 +203,14 @@ def _let_go(preemption: Preemption, quiet: Quiet) -> None:
 def _number(step: int) -> int:
     """The step as Python's int, of any kind of integer."""
     try:
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
+            raise TypeError
         number = operator.index(step)
     except TypeError:
-        number = None
-    if number is None or isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
         raise TypeError(
             f"jdp.{VERB}: step is {step!r:.100}, a {type(step).__name__}; a checkpoint is called by the number of its "
             f"step. Pass an int."
-        )
+        ) from None
     if number < 0:
         raise ValueError(f"jdp.{VERB}: step is {number}; the numbers of steps are 0 or more. Pass such a number.")
     return number
@@ -233,29 +225,22 @@ def _positive(name: str, value: int) -> int:
 def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """The leaves to save and the data, and whether that is a list with each process's own, for they differ.
 
-    Args:
-        prepare: makes sure that this process can save, or raises.
-
-    Raises:
-        TypeError: a leaf is no array, or `data` is no JSON.
-        ValueError: a leaf that each process holds for itself is another in another process.
-        RuntimeError: a process cannot save: another job does, or the directory cannot be written.
-        OSError: the latter, in a job of one process.
+    All processes raise if one cannot save, with what is wrong there; `prepare` raises if another job saves.
     """
-    if jax.process_count() == 1:
-        check_data(data)
-        leaves = leaves_of(state)
-        prepare()
-        return leaves, data, False
     leaves: dict[str, Any] = {}
     failed: Exception | None = None
     mine: dict[str, Any] = {"problem": None, "local": {}, "data": None}
     try:
-        leaves = leaves_of(state)
         check_data(data)
+        leaves = leaves_of(state)
         prepare()
-        mine |= {"local": fingerprints(encode(_local(leaves))), "data": data}
+        if jax.process_count() == 1:
+            return leaves, data, False
+        local = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
+        mine |= {"local": fingerprints(encode(local)), "data": data}
     except Exception as error:
+        if jax.process_count() == 1:
+            raise
         failed = error
         mine["problem"] = str(error)
     every = [json.loads(text) for text in tell_all(json.dumps(mine))]
@@ -274,8 +259,3 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
             )
     apart = any(e["data"] != data for e in every)
     return leaves, [e["data"] for e in every] if apart else data, apart
-
-
-def _local(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that this process holds for itself."""
-    return {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}

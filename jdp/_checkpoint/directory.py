@@ -28,11 +28,7 @@ _LATE = 5.0  # seconds for which a failed save may go on: Orbax waits for none o
 
 
 def absolute(directory: str | os.PathLike[str]) -> Any:
-    """The absolute path that is meant, without links; `~` is the user's home.
-
-    Raises:
-        OSError: there is something else than a directory.
-    """
+    """The absolute path that is meant, without links; `~` is the user's home."""
     from etils import epath  # Orbax's own paths: those of cloud storage too
 
     path = os.fspath(directory)
@@ -55,11 +51,7 @@ def is_local(path: Any) -> bool:
 
 
 def make_writable(directory: Any) -> None:
-    """Makes the directory if need be, and a file in it.
-
-    Raises:
-        OSError: either is impossible.
-    """
+    """Makes the directory if need be, and a file in it, or raises."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if is_local(directory):  # under a name that is free: one that is known may be a link to elsewhere
@@ -88,11 +80,7 @@ def kind(mode: int) -> str:
 
 
 def open_file(path: str, flags: int = os.O_RDONLY) -> int:
-    """Opens a file of the directory, for its descriptor; nothing but a file, for a link leads out and a FIFO blocks.
-
-    Raises:
-        OSError: it is something else, or cannot be opened.
-    """
+    """Opens a file of the directory, for its descriptor; nothing but a file, for a link leads out and a FIFO blocks."""
     with contextlib.suppress(FileNotFoundError):  # before it is opened, which for a device is more than a look
         _check_file(os.lstat(path).st_mode)
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -122,12 +110,7 @@ class Lock:
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Takes the lock, if it is not held already; warns where the file system has none.
-
-        Raises:
-            RuntimeError: another process has it, or another `Checkpointer` of this one.
-            OSError: the directory cannot be written.
-        """
+        """Takes the lock, if it is not held already; refuses where somebody has it, warns where there are no locks."""
         if self._holds():
             return
         self.release()
@@ -175,7 +158,7 @@ class Lock:
             warnings.warn(
                 f"jdp.{VERB}: {self._directory} is on a file system without locks ({e.strerror or e}); a second writer "
                 f"would not be noticed. See to it that one job at a time saves there.",
-                stacklevel=7,  # the user's line, beyond `save`
+                stacklevel=6,  # the user's line, beyond `save`
             )
 
     def _holds(self) -> bool:
@@ -255,11 +238,7 @@ def steps_in(directory: Any) -> list[int]:
 
 
 def delete(path: Any) -> None:
-    """Deletes a checkpoint; of a link the link.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Deletes a checkpoint; of a link the link."""
     if os.path.islink(path):
         path.unlink()
     else:
@@ -273,15 +252,7 @@ def free_name(directory: Any, name: str) -> str:
 
 
 def remove_unfinished(directory: Any, patience: float = _LATE) -> None:
-    """Deletes what saves have left that were killed, or failed.
-
-    Args:
-        directory: that of the checkpoints.
-        patience: the seconds for which a failed save may go on writing there.
-
-    Raises:
-        OSError: something cannot be deleted.
-    """
+    """Deletes what saves have left that were killed, or that failed and may go on writing for `patience` seconds."""
     end = time.monotonic() + patience
     for path in directory.iterdir() if directory.is_dir() else ():
         while _UNFINISHED.fullmatch(path.name) and path.is_dir() and not os.path.islink(path):

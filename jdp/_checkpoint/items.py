@@ -22,12 +22,7 @@ LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint
 
 
 def leaves_of(state: Tree) -> dict[str, Any]:
-    """The leaves by their paths; of an NNX object those of its state.
-
-    Raises:
-        TypeError: a leaf is no array and no number.
-        ValueError: there are none.
-    """
+    """The leaves by their paths, arrays and numbers all; of an NNX object those of its state."""
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
         if not is_array(x) and not isinstance(x, bool | int | float | complex):
@@ -63,11 +58,9 @@ def decode(arrays: Mapping[str, Any], state: Tree) -> Tree:
     """The inverse of `encode`: a tree like `state`, whose leaves tell the kind of each array; NNX objects change."""
 
     def leaf(path: Any, like: Any) -> Any:
-        x = arrays.get(jax.tree_util.keystr(path) or "state")
-        return _like(like, x)
+        return _like(like, arrays.get(jax.tree_util.keystr(path) or "state"))
 
-    tree = plain(state)
-    new = jax.tree_util.tree_map_with_path(leaf, tree)
+    new = jax.tree_util.tree_map_with_path(leaf, plain(state))
 
     def put(old: Any, value: Any) -> Any:
         if not _is_node(old):
@@ -89,9 +82,6 @@ def manifest(
     """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that.
 
     `apart`: whether the data is a list with each process's own.
-
-    Raises:
-        ValueError: it is larger than what is read back.
     """
     from orbax.checkpoint import __version__ as orbax
 
@@ -144,9 +134,7 @@ def digest(content: Any) -> str:
 
 
 def check_data(data: Any) -> None:
-    """Raises:
-    TypeError: `data` does not come back from JSON as it went in.
-    """
+    """Refuses what does not come back from JSON as it went in."""
     try:
         back = json.loads(json.dumps(data))
     except (TypeError, ValueError) as e:

@@ -27,6 +27,7 @@ class Preemption:
         self._service = jax.distributed.is_initialized()
         self._handler: Any = None
         self._over = False
+        self.acted = False  # whether the SIGTERM has been acted on
         self._before = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
         if main and not self._service and self._before not in (signal.SIG_IGN, None):
@@ -43,8 +44,8 @@ class Preemption:
 
         return multihost_utils.reached_preemption_sync_point(next(_calls))
 
-    def close(self, acted: bool = False) -> None:
-        """Puts the earlier handler back; a SIGTERM on which nobody has `acted` is delivered to it now."""
+    def close(self) -> None:
+        """Puts the earlier handler back; a SIGTERM on which nobody has acted is delivered to it now."""
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             return
         self._handler, self._over = None, True
@@ -53,7 +54,7 @@ class Preemption:
             handler = one._before  # of several the first to close need not be the last that began
         if handler is not found:
             signal.signal(signal.SIGTERM, handler)
-        if self._told and not acted and not callable(self._before):
+        if self._told and not self.acted and not callable(self._before):
             signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: Any) -> None:

@@ -22,7 +22,6 @@ class Steps:
     def __init__(self, directory: Any) -> None:
         self._directory = directory
         self.newest: int | None = None  # the step that this run has restored or saved last
-        self._before: int | None = None  # what `newest` was before the last save
         self._looked = False  # whether it is known what this run goes on from
         self._cleared = False  # whether nothing in the directory is newer than what this run saves
         self._damaged: list[int] = []
@@ -32,12 +31,7 @@ class Steps:
         return max((s for s in steps_in(self._directory) if s not in self._damaged), default=None)
 
     def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any] | None:
-        """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint.
-
-        Raises:
-            RuntimeError: all are damaged, or the one of `step` is.
-            ValueError: the checkpoint is of another model, or there is none of `step`.
-        """
+        """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint."""
         damaged: dict[int, str] = {}
         while (candidate := self._next(step, damaged)) is not None:
             try:
@@ -57,9 +51,7 @@ class Steps:
         return None
 
     def check_grows(self, step: int) -> None:
-        """Raises:
-        ValueError: the step is less than the newest.
-        """
+        """Refuses a step that is less than the newest."""
         if self.newest is not None and step < self.newest:
             raise ValueError(
                 f"jdp.{VERB}: step {step} comes after step {self.newest}; steps grow from save to save. To go back, "
@@ -69,9 +61,7 @@ class Steps:
     def set_aside(self, step: int) -> None:
         """Renames what is damaged or of a future that this run has left, and deletes what other saves did not finish.
 
-        Raises:
-            ValueError: there is such a future, and this run has not restored anything.
-            OSError: something cannot be renamed or deleted.
+        Refuses where there is such a future, and this run has not restored anything.
         """
         if self._cleared:
             return
@@ -95,41 +85,22 @@ class Steps:
             raise failed or OSError(problem)
         self._damaged, self._cleared = [], True
 
-    def advance(self, step: int) -> None:
-        """The save of this step begins."""
-        self._before, self.newest = self.newest, step
-
-    def take_back(self) -> None:
-        """That save has failed."""
-        self.newest = self._before
-
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
-        """The step to read after those that are damaged, or None; and takes out of those what is there no more.
-
-        Raises:
-            ValueError: there is no checkpoint of `step`.
-        """
+        """The step to read after those that are damaged, or None; and takes out of those what is there no more."""
         # What process 0 sees counts, for a network file system may show the others something older.
         there = steps_in(self._directory)
-        if step is not None:
-            seen: dict[str, Any] = {"next": step if step in there else None, "newest": there[-_FEW:]}
-        else:
-            gone = [s for s in [*damaged][-1:] if s not in there]  # its writer has deleted it meanwhile
-            seen = {"next": max((s for s in there if s not in damaged), default=None), "gone": gone}
-        told = json.loads(tell_all(json.dumps(seen))[0])
-        for s in told.get("gone", ()):
+        found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
+        gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # its writer has deleted it meanwhile
+        told = json.loads(tell_all(json.dumps({"next": found, "gone": gone, "newest": there[-_FEW:]}))[0])
+        for s in told["gone"]:
             del damaged[s]
-        if step is None:
-            return told["next"]
-        if step in damaged:
-            return None
-        if told["next"] is None:
+        if step is not None and step not in damaged and told["next"] is None:
             has = "it has" if len(told["newest"]) < _FEW else "the newest are"
             raise ValueError(
                 f"jdp.{VERB}: {self._directory} has no step {step}; {has} {told['newest'] or 'none'}. "
                 f"Pass one of these, or None."
             )
-        return step
+        return told["next"]
 
     def _rename(self, steps: list[int]) -> None:
         for s in steps:

@@ -30,6 +30,7 @@ class Writer:
         self._directory, self._keep, self._steps, self._quiet = directory, keep, steps, quiet
         self._orbax: Any = None  # made by the first save: who only reads has none
         self._running: int | None = None  # the step whose save may not have ended yet
+        self._before: int | None = None  # what was the newest before it
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._news: list[str] = []  # what the thread has to tell
@@ -38,32 +39,20 @@ class Writer:
         weakref.finalize(self, self._lock.release)  # not before the thread has ended, which holds `self`
 
     def prepare(self) -> None:
-        """Makes sure that this process can write; of a job, process 0 takes the lock for all.
-
-        Raises:
-            RuntimeError: another job writes there.
-            OSError: the directory cannot be written.
-        """
+        """Makes sure that this process can write, or raises; of a job, process 0 takes the lock for all."""
         if jax.process_index() == 0:
             self._lock.acquire()
         if jax.process_count() > 1:
             make_writable(self._directory)
 
     def write(self, step: int, leaves: Mapping[str, Any], data: Any, apart: bool) -> None:
-        """Begins the save, and returns when the arrays are on the host.
-
-        Raises:
-            RuntimeError: it could not begin.
-            OSError: what a save before it has left cannot be deleted.
-            ValueError: the directory holds a newer checkpoint, and nothing was restored; or `data` is too large.
-        """
+        """Begins the save, and returns when the arrays are on the host."""
         import orbax.checkpoint as ocp
 
         arrays = encode(leaves)
         content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
         self._steps.set_aside(step)
-        self._steps.advance(step)
-        self._running = step
+        self._running, self._before, self._steps.newest = step, self._steps.newest, step
         if self._quiet.abandoned:  # writes of a save that failed may have come when it had been deleted
             self._delete_unfinished()
         try:
@@ -77,11 +66,7 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -90,7 +75,7 @@ class Writer:
             self._failed(failure)
         self._running = None
         while self._news:
-            warnings.warn(self._news.pop(0), stacklevel=5)  # the user's line, beyond `save`
+            warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
 
     def close(self) -> None:
         """Ends Orbax's threads, and gives the lock back."""
@@ -148,7 +133,7 @@ class Writer:
         step, self._running = self._running, None
         self._quiet.abandoned = True
         if step is not None:
-            self._steps.take_back()
+            self._steps.newest = self._before
         self._delete_unfinished()
         last = self._steps.latest()
         left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
