@@ -66,15 +66,17 @@ def _attempt(job: Job, attempt: int, gpus: int, guard: Guard, events: Events, pr
     culprit = crew.culprit()
     if culprit is not None and asked is None and attempt < job.max_restarts:
         again = f"restart {attempt + 1} of {job.max_restarts}"
-        printer.say(f"{_end(culprit)}; all {job.processes} processes start again ({again})")
+        printer.say(f"{culprit.end()}; all {job.processes} processes start again ({again})")
         asked = _pause(job, events)
         return None if asked is None else 128 + asked
-    if culprit is not None and _is_news(culprit, asked):
+    # Who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it.
+    code = culprit.code if culprit is not None and culprit.code else 0
+    if culprit is not None and (asked is None or (asked != signal.SIGINT and code != -signal.SIGTERM)):
         _report(culprit, reader.last_words(culprit.rank), printer)
     if asked is not None:
         clean = all(worker.code == 0 for worker in crew.workers)
         return 0 if clean and asked in (signal.SIGTERM, signal.SIGHUP) else 128 + asked
-    return 0 if culprit is None else _exit_code(culprit)
+    return code if code >= 0 else 128 - code
 
 
 def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | None:
@@ -85,7 +87,8 @@ def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | 
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             if asked is not None:
-                printer.say(f"{_ranks(crew.running())} did not end in time; killed")
+                ranks = [str(worker.rank) for worker in crew.running()]
+                printer.say(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not end in time; killed")
             crew.kill()
             deadline = math.inf
             continue
@@ -110,10 +113,6 @@ def _handing_on(number: int, job: Job) -> str:
     return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
 
 
-def _ranks(workers: list[Worker]) -> str:
-    return f"rank{'s' * (len(workers) > 1)} {', '.join(str(worker.rank) for worker in workers)}"
-
-
 def _pause(job: Job, events: Events) -> int | None:
     """Waits before a restart where that is needed; gives the signal that asks the launcher to end, if one came."""
     # With several nodes the other launchers may still be ending their workers, rank 0 among them: a new
@@ -128,22 +127,8 @@ def _pause(job: Job, events: Events) -> int | None:
             return event
 
 
-def _end(worker: Worker) -> str:
-    return f"rank {worker.rank} {worker.how()} after {worker.seconds:.1f} s"
-
-
-def _is_news(culprit: Worker, asked: int | None) -> bool:
-    # who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it
-    return asked is None or (asked != signal.SIGINT and culprit.code != -signal.SIGTERM)
-
-
-def _exit_code(culprit: Worker) -> int:
-    assert culprit.code is not None
-    return culprit.code if culprit.code > 0 else 128 - culprit.code
-
-
 def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
-    said = f"{_end(culprit)}, before any other"
+    said = f"{culprit.end()}, before any other"
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
     last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
     if last_words:

@@ -21,21 +21,21 @@ def environments(job: Job, attempt: int, gpus: int, base: Mapping[str, str]) -> 
     if job.cpu_devices is not None:
         _set_cpu_devices(shared, job.cpu_devices)
     share = 0 if "JAX_LOCAL_DEVICE_IDS" in base else gpus // job.processes
-    return [shared | _own(job, local, share) for local in range(job.processes)]
-
-
-def _own(job: Job, local: int, gpus: int) -> dict[str, str]:
-    own = {"JDP_PROCESS_ID": str(job.node * job.processes + local), "JDP_LOCAL_PROCESS_ID": str(local)}
-    if gpus:
-        own["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(gpu) for gpu in range(local * gpus, (local + 1) * gpus))
-    return own
+    every = []
+    for local in range(job.processes):
+        rank = (job.node or 0) * job.processes + local
+        own = {"JDP_PROCESS_ID": str(rank), "JDP_LOCAL_PROCESS_ID": str(local)}
+        if share:
+            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(local * share, (local + 1) * share)))
+        every.append(shared | own)
+    return every
 
 
 def _set_cpu_devices(env: dict[str, str], devices: int) -> None:
     env["JAX_PLATFORMS"] = "cpu"
     env["JAX_NUM_CPU_DEVICES"] = str(devices)
-    words = env.get("XLA_FLAGS", "").split()
-    if any(word.startswith(_CPU_DEVICES_FLAG) for word in words):  # the older way; JAX refuses two answers
+    if _CPU_DEVICES_FLAG in env.get("XLA_FLAGS", ""):  # the older way; JAX refuses two answers
+        words = env["XLA_FLAGS"].split()
         env["XLA_FLAGS"] = " ".join(word for word in words if not word.startswith(_CPU_DEVICES_FLAG))
     # Two threads for each device, else a plain loop of steps with collectives deadlocks on few cores;
     # jdp.virtual_cpu_devices does the same within a process. PJRT_NPROC would win over NPROC.
@@ -44,11 +44,7 @@ def _set_cpu_devices(env: dict[str, str], devices: int) -> None:
 
 
 def gpus_to_divide(job: Job, env: Mapping[str, str]) -> int:
-    """The number of GPUs to divide among the processes of this node; 0 where there is nothing to divide.
-
-    Raises:
-        ValueError: there are GPUs, and no even share for each process.
-    """
+    """The number of GPUs to divide among the processes of this node, evenly; 0 where there is nothing to divide."""
     platforms = env.get("JAX_PLATFORMS", "")
     gpu_wanted = not platforms or any(name in platforms for name in ("cuda", "gpu"))
     if job.processes == 1 or job.cpu_devices is not None or "JAX_LOCAL_DEVICE_IDS" in env or not gpu_wanted:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
 import sys
-from collections.abc import Iterator
 
 _ABOUT = """\
 Run a script as N processes of one JAX job, as torchrun does for torch.
@@ -61,7 +59,7 @@ class Job:
     command: tuple[str, ...]
     processes: int
     nodes: int = 1
-    node: int = 0
+    node: int | None = None
     coordinator: str | None = None
     cpu_devices: int | None = None
     max_restarts: int = 0
@@ -72,23 +70,16 @@ class Job:
 def parse(argv: list[str]) -> Job:
     """The job that the command line asks for; prints what is wrong with it and exits with 2 otherwise."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    given = vars(parser.parse_args(argv))
+    script, args, module = (given.pop(name) for name in ("script", "args", "module"))
+    job = Job((sys.executable, *["-m"] * module, script, *args), **given)
     try:
-        _check(given)
+        _check_numbers(job)
+        _check_nodes(job)
+        _check_script(script, module)
     except ValueError as error:
         parser.error(str(error))
-    module = ["-m"] if given.module else []
-    return Job(
-        command=(sys.executable, *module, given.script, *given.args),
-        processes=given.n,
-        nodes=given.nnodes,
-        node=given.node_rank or 0,
-        coordinator=given.coordinator,
-        cpu_devices=given.devices_per_process,
-        max_restarts=given.max_restarts,
-        grace=given.grace,
-        preemption_grace=given.preemption_grace,
-    )
+    return job
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,15 +91,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # Each is called as the field of `Job` that it sets.
     add = parser.add_argument
-    add("-n", "--nproc-per-node", dest="n", type=int, required=True, metavar="N", help="processes on this machine")
+    text = "processes on this machine"
+    add("-n", "--nproc-per-node", dest="processes", type=int, required=True, metavar="N", help=text)
     add("--max-restarts", type=int, default=0, metavar="K", help="after a failure start all again, K times (0)")
-    add("--devices-per-process", type=int, metavar="K", help="run on the CPU, as K devices in each process")
+    text = "run on the CPU, as K devices in each process"
+    add("--devices-per-process", dest="cpu_devices", type=int, metavar="K", help=text)
     add("--grace", type=float, default=3.0, metavar="S", help="seconds from SIGTERM to SIGKILL after a failure (3)")
     text = "seconds to save and end after Ctrl-C or SIGTERM (30)"
     add("--preemption-grace", type=float, default=30.0, metavar="S", help=text)
-    add("--nnodes", type=int, default=1, metavar="N", help="machines (1)")
-    add("--node-rank", type=int, metavar="R", help="which of them this is, 0 to N-1")
+    add("--nnodes", dest="nodes", type=int, default=1, metavar="N", help="machines (1)")
+    add("--node-rank", dest="node", type=int, metavar="R", help="which of them this is, 0 to N-1")
     add("--coordinator", metavar="HOST:PORT", help="where rank 0 listens (one machine: a free port is found)")
     add("-m", "--module", action="store_true", help="script is the name of a module, as in python -m")
     add("script", help="what to run: a file, or a module with -m")
@@ -116,39 +110,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(given: argparse.Namespace) -> None:
-    if given.n < 1:
-        raise ValueError(f"-n is {given.n}; a machine runs 1 process or more. Pass -n 1 or more.")
-    if given.max_restarts < 0:
-        raise ValueError(f"--max-restarts is {given.max_restarts}; it is a number of restarts. Pass 0 or more.")
-    if given.devices_per_process is not None and given.devices_per_process < 1:
-        raise ValueError(
-            f"--devices-per-process is {given.devices_per_process}; a process has 1 or more. Pass 1 or more."
-        )
-    for name, seconds in (("--grace", given.grace), ("--preemption-grace", given.preemption_grace)):
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{name} is {seconds}; it is a number of seconds. Pass 0 or more.")
-    _check_nodes(given.nnodes, given.node_rank, given.coordinator)
-    _check_script(given.script, given.module)
+def _check_numbers(job: Job) -> None:
+    for option, number, least, rule in (
+        ("-n", job.processes, 1, "a machine runs 1 process or more. Pass -n 1 or more."),
+        ("--max-restarts", job.max_restarts, 0, "it is a number of restarts. Pass 0 or more."),
+        ("--devices-per-process", job.cpu_devices, 1, "a process has 1 or more. Pass 1 or more."),
+        ("--grace", job.grace, 0, "it is a number of seconds. Pass 0 or more."),
+        ("--preemption-grace", job.preemption_grace, 0, "it is a number of seconds. Pass 0 or more."),
+        ("--nnodes", job.nodes, 1, "a job has 1 machine or more. Pass 1 or more."),
+    ):
+        if number is not None and not least <= number < math.inf:
+            raise ValueError(f"{option} is {number}; {rule}")
 
 
-def _check_nodes(nodes: int, node: int | None, coordinator: str | None) -> None:
-    if nodes < 1:
-        raise ValueError(f"--nnodes is {nodes}; a job has 1 machine or more. Pass 1 or more.")
+def _check_nodes(job: Job) -> None:
+    nodes, node, coordinator = job.nodes, job.node, job.coordinator
     if nodes > 1 and node is None:
         raise ValueError(
             f"--nnodes is {nodes} and --node-rank is missing; each machine has its own, 0 to {nodes - 1}. Pass it."
         )
     if node is not None and not 0 <= node < nodes:
         raise ValueError(f"--node-rank is {node} with --nnodes {nodes}; it is 0 to {nodes - 1}. Pass one of them.")
-    if coordinator is None:
-        if node is not None:
-            raise ValueError(
-                f"--node-rank is {node} and --coordinator is missing; the machines meet there. "
-                "Pass --coordinator HOST:PORT, with the host of node rank 0 and a port that is free there."
-            )
-        return
-    host, _, port = coordinator.rpartition(":")
+    if node is not None and coordinator is None:
+        raise ValueError(
+            f"--node-rank is {node} and --coordinator is missing; the machines meet there. "
+            "Pass --coordinator HOST:PORT, with the host of node rank 0 and a port that is free there."
+        )
+    host, _, port = (coordinator or "localhost:1").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--coordinator is {coordinator!r}; it is a host and a port. Pass it as 10.0.0.1:29500.")
 
@@ -159,19 +147,12 @@ def _check_script(script: str, module: bool) -> None:
             f"there is no file {script!r} in {os.getcwd()}; a script is a file. Pass its path, or a module with -m."
         )
     if module:
-        with _working_directory_importable():
+        sys.path.insert(0, os.getcwd())  # `python -m` looks there first, but a console script such as `jdp` does not
+        try:
             found = importlib.util.find_spec(script.partition(".")[0])  # the parent only: looking deeper imports it
+        finally:
+            sys.path.remove(os.getcwd())
         if found is None:
             raise ValueError(
                 f"there is no module {script!r}; -m takes one that Python finds from {os.getcwd()}. Check the name."
             )
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    # `python -m` looks there first, but a console script such as `jdp` does not
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.remove(os.getcwd())

@@ -29,17 +29,14 @@ class Worker:
     ended: float = 0.0
     code: int | None = None
 
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.started
-
-    def how(self) -> str:
+    def end(self) -> str:
         """How it ended, in words."""
+        how = f"failed with exit code {self.code}"
         if self.code is not None and self.code < 0:
+            how = f"was ended by signal {-self.code}"
             with contextlib.suppress(ValueError):
-                return f"was ended by {signal.Signals(-self.code).name}"
-            return f"was ended by signal {-self.code}"
-        return f"failed with exit code {self.code}"
+                how = f"was ended by {signal.Signals(-self.code).name}"
+        return f"rank {self.rank} {how} after {self.ended - self.started:.1f} s"
 
 
 Events = queue.SimpleQueue[Worker | int]
@@ -62,13 +59,8 @@ class Guard:
             start_new_session=True,
         )
 
-    def add(self, group: int) -> None:
-        self._tell(b"+%d\n" % group)
-
-    def remove(self, group: int) -> None:
-        self._tell(b"-%d\n" % group)
-
-    def _tell(self, line: bytes) -> None:
+    def tell(self, line: bytes) -> None:
+        """`+GROUP` or `-GROUP`: one that is to be killed then, or no more."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed it; the kernel still guards the workers
             self._process.stdin.write(line)
@@ -103,7 +95,7 @@ class Crew:
                 bufsize=0,
                 start_new_session=True,  # so that a Ctrl-C in the terminal comes once, from the launcher
             )
-            self._guard.add(process.pid)
+            self._guard.tell(b"+%d\n" % process.pid)
             self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
         self._watchers = watch([worker.process for worker in self.workers], self._ended)
 
@@ -155,7 +147,7 @@ class Crew:
         for watcher in self._watchers:
             watcher.join()
         for worker in self.workers:
-            self._guard.remove(worker.process.pid)  # first: once it is reaped, the number may be another's
+            self._guard.tell(b"-%d\n" % worker.process.pid)  # first: once it is reaped, the number may be another's
             worker.process.wait()
 
 
@@ -169,51 +161,34 @@ def watch(processes: Sequence[Process], ended: Ended) -> list[threading.Thread]:
     The process stays a zombie, so that its number cannot be given to another: a signal to it or to its
     group never reaches a stranger. `wait` it after the threads have ended.
     """
-    poll = _poll(processes)
-    if poll is not None:
-        threads = [threading.Thread(target=_note_in_order, args=(*poll, processes, ended), daemon=True)]
-    else:
-        threads = [threading.Thread(target=_note, args=(i, p, ended), daemon=True) for i, p in enumerate(processes)]
+
+    def note(i: int) -> None:
+        ended(i, _code(processes[i]))
+
+    # The kernel queues what it tells an epoll, and gives it out in that order however late we ask. Threads
+    # that wait for a process each are woken in any order on a busy machine, tens of milliseconds apart.
+    with contextlib.ExitStack() as opened:
+        try:
+            poll, files = opened.enter_context(select.epoll()), {}
+            for i, process in enumerate(processes):
+                files[file := os.pidfd_open(process.pid)] = i
+                opened.callback(os.close, file)
+                poll.register(file, select.EPOLLIN | select.EPOLLONESHOT)
+        except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
+            threads = [threading.Thread(target=note, args=(i,), daemon=True) for i in range(len(processes))]
+        else:
+            calls = (poll, files, note, opened.pop_all())
+            threads = [threading.Thread(target=_note_in_order, args=calls, daemon=True)]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _poll(processes: Sequence[Process]) -> tuple[Any, dict[int, int]] | None:
-    """What tells of the ends, and the process of each of its files; `None` where there is no such thing."""
-    # The kernel queues what it tells an epoll, and gives it out in that order however late we ask. Threads
-    # that wait for a process each are woken in any order on a busy machine, tens of milliseconds apart.
-    if sys.platform != "linux":
-        return None
-    poll, files = select.epoll(), {}
-    try:
-        for i, process in enumerate(processes):
-            files[os.pidfd_open(process.pid)] = i
-    except (AttributeError, OSError):  # a kernel before 5.3
-        _close(poll, files)
-        return None
-    for file in files:
-        poll.register(file, select.EPOLLIN | select.EPOLLONESHOT)
-    return poll, files
-
-
-def _close(poll: Any, files: dict[int, int]) -> None:
-    poll.close()
-    for file in files:
-        os.close(file)
-
-
-def _note_in_order(poll: Any, files: dict[int, int], processes: Sequence[Process], ended: Ended) -> None:
-    left = len(files)
-    while left:
-        for file, _ in poll.poll():
-            ended(files[file], _code(processes[files[file]]))
-            left -= 1
-    _close(poll, files)
-
-
-def _note(i: int, process: Process, ended: Ended) -> None:
-    ended(i, _code(process))
+def _note_in_order(poll: Any, files: dict[int, int], note: Callable[[int], None], opened: contextlib.ExitStack) -> None:
+    with opened:
+        for _ in files:
+            ((file, _),) = poll.poll(maxevents=1)
+            note(files[file])
 
 
 def _code(process: Process) -> int:
