@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 GPU = ("gpu", "cuda", "rocm")
@@ -68,53 +68,74 @@ def _start(failure: str) -> list[str]:
 def notes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Note]:
     """The traps that this machine is in: `problem`s fail the examination, `note`s do not."""
     platform = devices[0]["platform"] if devices else ""
-    found = _gpus(facts, platform, environ) if devices else []
-    found += _versions(facts["versions"]) + _threads(facts["cores"], platform, len(devices), environ)
-    found += _network(environ) + _shared_memory(platform, len(devices))
-    if facts.get("gpus_error"):
-        found.append(_problem(f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."))
-    if platform in GPU and "LD_LIBRARY_PATH" in environ:
-        found.append(
-            _note(
-                "LD_LIBRARY_PATH is set: it goes before the CUDA libraries that pip installed. Unset it if JAX fails."
+    found = [*_of_software(facts, platform, environ), *_of_settings(facts, platform, len(devices), environ)]
+    return [{"level": level, "text": text} for level, text in found]
+
+
+def _of_software(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    cards, versions = facts["gpus"], facts["versions"]
+    if cards and platform == "cpu":
+        here = f"{len(cards)} GPUs are here and"
+        plugins = [p for p in versions if re.fullmatch(r"jax-cuda\d+-plugin", p)]
+        asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
+        if asked == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield "note", f"{len(cards)} GPUs are here, and the environment keeps JAX on the CPU."
+        elif plugins:
+            yield (
+                "problem",
+                f"{here} {plugins[0]} is installed, and yet JAX runs on the CPU: the plugin did not start. "
+                f"JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why.",
             )
+        else:
+            yield (
+                "problem",
+                f"{here} JAX runs on the CPU: no CUDA plugin is installed. pip install "
+                f'"jax-data-parallel[{cuda_extra(cards)}]", or set JAX_PLATFORMS=cpu if that is what you want.',
+            )
+    jaxlib = versions.get("jaxlib")
+    for p in versions if jaxlib else ():
+        if re.fullmatch(r"jax|jax-(cuda|rocm)\d+-(plugin|pjrt)", p) and versions[p] != jaxlib:
+            yield (
+                "note",
+                f"{p} is {versions[p]} and jaxlib is {jaxlib}; they belong together. pip install --upgrade {p} jaxlib.",
+            )
+
+
+def _of_settings(
+    facts: Mapping[str, Any], platform: str, n: int, environ: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    said = environ.get("PJRT_NPROC") or environ.get("NPROC") or ""
+    threads = int(said) if said.isdecimal() else facts["cores"]
+    if platform == "cpu" and 2 <= n and threads < 2 * n:
+        yield (
+            "note",
+            f"{n} CPU devices share {threads} threads ({'NPROC' if said else 'cores; NPROC is unset'}): a plain loop "
+            f"of steps with collectives deadlocks there, and XLA ends the process after a minute. Call "
+            f"jdp.virtual_cpu_devices({n}) first in the program, or set NPROC={2 * n}.",
         )
+    proxies = sorted(k for k, v in environ.items() if re.fullmatch("(https?|grpc|all)_proxy", k, re.I) and v)
+    spared = ",".join(v for k, v in environ.items() if k.lower() == "no_proxy")
+    if proxies and not ("*" in spared or "localhost" in spared and "127.0.0.1" in spared):
+        yield (
+            "note",
+            f"{', '.join(proxies)} is set and no_proxy spares neither side of jax.distributed: processes may wait for "
+            f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy.",
+        )
+    if platform in GPU and n >= 2 and os.path.isdir("/dev/shm"):
+        shared = os.statvfs("/dev/shm")
+        if (mebibytes := shared.f_bavail * shared.f_frsize >> 20) < 64 * n:
+            yield (
+                "note",
+                f"/dev/shm has {mebibytes} MiB free for {n} GPUs, NCCL may need more: docker run --shm-size=1g.",
+            )
+    if facts.get("gpus_error"):
+        yield "problem", f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."
+    if platform in GPU and "LD_LIBRARY_PATH" in environ:
+        text = "it goes before the CUDA libraries that pip installed. Unset it if JAX fails."
+        yield "note", f"LD_LIBRARY_PATH is set: {text}"
     left = sorted(k for k, v in environ.items() if re.fullmatch(r"NCCL_(P2P|SHM|IB)_DISABLE", k) and v not in ("", "0"))
     if left and platform in GPU:
-        found.append(_note(f"{', '.join(left)} is set: it costs bandwidth. Unset it once the cause is gone."))
-    return found
-
-
-def _note(text: str) -> Note:
-    return {"level": "note", "text": text}
-
-
-def _problem(text: str) -> Note:
-    return {"level": "problem", "text": text}
-
-
-def _gpus(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> list[Note]:
-    cards = facts["gpus"]
-    asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME") or ""
-    if not cards or platform != "cpu":
-        return []
-    if asked == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return [_note(f"{len(cards)} GPUs are here, and the environment keeps JAX on the CPU.")]
-    plugins = [p for p in facts["versions"] if re.fullmatch(r"jax-cuda\d+-plugin", p)]
-    if plugins:
-        return [
-            _problem(
-                f"{len(cards)} GPUs are here and {plugins[0]} is installed, and yet JAX runs on the CPU: the plugin "
-                f"did not start. JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why."
-            )
-        ]
-    extra = cuda_extra(cards)
-    return [
-        _problem(
-            f"{len(cards)} GPUs are here and JAX runs on the CPU: no CUDA plugin is installed. "
-            f'pip install "jax-data-parallel[{extra}]", or set JAX_PLATFORMS=cpu if that is what you want.'
-        )
-    ]
+        yield "note", f"{', '.join(left)} is set: it costs bandwidth. Unset it once the cause is gone."
 
 
 def cuda_extra(cards: Sequence[Mapping[str, str]]) -> str:
@@ -131,50 +152,3 @@ def cuda_extra(cards: Sequence[Mapping[str, str]]) -> str:
 
     old = any(number(c["driver_version"]) < 580 or number(c["compute_cap"]) < 7.5 for c in cards)
     return "cuda12" if old else "cuda13"
-
-
-def _versions(versions: Mapping[str, str]) -> list[Note]:
-    jaxlib = versions.get("jaxlib")
-    others = [p for p in versions if p == "jax" or re.fullmatch(r"jax-(cuda|rocm)\d+-(plugin|pjrt)", p)]
-    return [
-        _note(f"{p} is {versions[p]} and jaxlib is {jaxlib}; they belong together. pip install --upgrade {p} jaxlib.")
-        for p in others
-        if jaxlib and versions[p] != jaxlib
-    ]
-
-
-def _threads(cores: int, platform: str, n: int, environ: Mapping[str, str]) -> list[Note]:
-    said = environ.get("PJRT_NPROC") or environ.get("NPROC") or ""
-    threads = int(said) if said.isdecimal() else cores
-    if platform != "cpu" or n < 2 or threads >= 2 * n:
-        return []
-    return [
-        _note(
-            f"{n} CPU devices share {threads} threads ({'NPROC' if said else 'cores; NPROC is unset'}): a plain loop "
-            f"of steps with collectives deadlocks there, and XLA ends the process after a minute. Call "
-            f"jdp.virtual_cpu_devices({n}) first in the program, or set NPROC={2 * n}."
-        )
-    ]
-
-
-def _network(environ: Mapping[str, str]) -> list[Note]:
-    proxies = sorted(k for k, v in environ.items() if re.fullmatch("(https?|grpc|all)_proxy", k, re.I) and v)
-    spared = ",".join(v for k, v in environ.items() if k.lower() == "no_proxy")
-    if not proxies or "*" in spared or "localhost" in spared and "127.0.0.1" in spared:
-        return []
-    return [
-        _note(
-            f"{', '.join(proxies)} is set and no_proxy spares neither side of jax.distributed: processes may wait for "
-            f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy."
-        )
-    ]
-
-
-def _shared_memory(platform: str, n: int) -> list[Note]:
-    if platform not in GPU or n < 2 or not os.path.isdir("/dev/shm"):
-        return []
-    stat = os.statvfs("/dev/shm")
-    mebibytes = stat.f_bavail * stat.f_frsize >> 20
-    if mebibytes >= 64 * n:
-        return []
-    return [_note(f"/dev/shm has {mebibytes} MiB free for {n} GPUs, NCCL may need more: docker run --shm-size=1g.")]

@@ -49,21 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examines the machine and prints a report.
+    """Examines the machine and prints a report: 0 if all is well, 1 if something failed, 2 for usage, 130 for Ctrl-C.
 
     GPUs are asked through a process that is killed when it gives no answer; the calling process starts no device.
-    The remedies that are named for GPUs and TPUs are the known ones; they were not tried on hardware here.
-
-    Args:
-        argv: the arguments after `jdp doctor`; `None` takes those of this process.
-
-    Returns:
-        0 if all is well, 1 if something failed, 2 for arguments that make no sense, 130 after Ctrl-C.
-
-    Example:
-        >>> from jdp._doctor.cli import main
-        >>> main(["--no-links", "--json"])  # doctest: +SKIP
-        0
     """
     parser = _parser()
     try:
@@ -114,16 +102,12 @@ def examine(chosen: str | None, links: bool, seconds: float, size: int) -> dict[
 
 
 def _links(results: list[dict[str, Any]], n: int, asked: bool, size: int) -> dict[str, Any]:
-    why = (
-        "not tested: --no-links"
-        if not asked
-        else "none: there is one device"
-        if n == 1
-        else "not tested: JAX did not start"
-    )
+    why = "none: there is one device" if n == 1 else "not tested: JAX did not start"
+    if results or not asked:
+        why = "" if results else "not tested: --no-links"
     return {
         "tests": results,
-        "why": "" if results else why,
+        "why": why,
         "devices": n,
         "pairs": pairs(n)[1] if results else "",
         "sizes": f"Latency: one run of 4 KiB, called from Python. GB/s: bytes of the whole buffer ({size / 2**20:g} "

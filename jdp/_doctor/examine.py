@@ -20,14 +20,8 @@ Say = Callable[[str], None]
 def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, float]:
     """Algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests define them.
 
-    The first is `size / seconds`. The second is the first times the share of the data that a link must carry, however
-    clever the algorithm: 2 (n-1) / n for all_reduce, (n-1) / n for reduce_scatter and all_gather, 1 otherwise.
-
-    Args:
-        test: its name.
-        size: bytes of the whole: of the buffer that is summed, scattered, or gathered.
-        seconds: of one run.
-        n: number of devices that take part.
+    The first is `size / seconds`, with the bytes of the whole buffer that is summed, scattered, or gathered. The second
+    is the first times the share of the data that a link must carry, however clever the algorithm.
 
     Source: doc/PERFORMANCE.md of NVIDIA's nccl-tests.
 
@@ -80,9 +74,9 @@ class Examination:
             self._worker.close()
 
     def start(self) -> Result:
-        """A worker whose JAX runs: its devices, or the failure. It has twice the deadline: drivers are slow."""
+        """A worker whose JAX runs: its devices, or the failure."""
         self.close()
-        self._worker, answer = _started(self.environ, 2 * self.seconds, self.chosen)
+        self._worker, answer = self._started(self.environ)
         return answer
 
     def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int, say: Say) -> list:
@@ -115,9 +109,11 @@ class Examination:
 
     def _one(self, test: str, numbers: tuple[int, ...], names: list[str], size: int) -> Result:
         assert self._worker
-        answer = self._worker.ask(_request(test, numbers, size), self.seconds)
+        answer = self._ask(self._worker, test, numbers, size)
         if "failure" in answer:
-            return {"ok": False, **_named(answer, names), "text": _worded(answer, names, test in ("copy", "permute"))}
+            named = {k: v for k, v in answer.items() if k not in ("at", "from", "took_s", "text")}
+            named |= {k: names[answer[k]] for k in ("at", "from") if answer.get(k) is not None}
+            return {"ok": False, **named, "text": _worded(answer, names, test in ("copy", "permute"))}
         if test == "compute":
             return {"ok": True}
         algorithm, bus = bandwidth(test, answer["bytes"], answer["bandwidth"], len(names))
@@ -128,40 +124,28 @@ class Examination:
         if self.environ.get("NCCL_P2P_DISABLE", "0") != "0" or test in self._tried:
             return {}
         self._tried.add(test)
-        worker, answer = _started(self.environ | {"NCCL_P2P_DISABLE": "1"}, 2 * self.seconds, self.chosen)
+        worker, answer = self._started(self.environ | {"NCCL_P2P_DISABLE": "1"})
         with worker:
             if "failure" not in answer:
-                answer = worker.ask(_request(test, numbers, size), self.seconds)
+                answer = self._ask(worker, test, numbers, size)
         return {"cured_by_nccl_p2p_disable": "failure" not in answer}
 
+    def _ask(self, worker: Worker, test: str, numbers: tuple[int, ...], size: int) -> Result:
+        return worker.ask({"test": test, "devices": numbers, "words": max(1, size // 4)}, self.seconds)
 
-def _request(test: str, numbers: tuple[int, ...], size: int) -> Result:
-    return {"test": test, "devices": numbers, "words": max(1, size // 4)}
-
-
-def _started(environ: Mapping[str, str], seconds: float, chosen: str | None) -> tuple[Worker, Result]:
-    worker = Worker(environ, seconds)
-    try:
-        answer = worker.ask(None, seconds)
-        step = "importing jax and jdp"
-        if "failure" not in answer:
-            answer, step = worker.ask({"test": "start", "devices": chosen}, seconds), "jax.devices()"
-    except BaseException:
-        worker.close()
-        raise
-    if answer.get("failure", "refused") != "refused":
-        answer["text"] = f"{step}: {_worded(answer, [])}"
-    return worker, answer
-
-
-def _named(answer: Result, names: list[str]) -> Result:
-    """The answer with names in the place of the devices' numbers."""
-    named = {k: v for k, v in answer.items() if k not in ("at", "from", "took_s", "text")}
-    if answer.get("at") is not None:
-        named["at"] = names[answer["at"]]
-    if answer.get("from") is not None:
-        named["from"] = names[answer["from"]]
-    return named
+    def _started(self, environ: Mapping[str, str]) -> tuple[Worker, Result]:
+        seconds = 2 * self.seconds  # drivers are slow
+        worker = Worker(environ, seconds)
+        try:
+            answer, step = worker.ask(None, seconds), "importing jax and jdp"
+            if "failure" not in answer:
+                answer, step = worker.ask({"test": "start", "devices": self.chosen}, seconds), "jax.devices()"
+        except BaseException:
+            worker.close()
+            raise
+        if answer.get("failure", "refused") != "refused":
+            answer["text"] = f"{step}: {_worded(answer, [])}"
+        return worker, answer
 
 
 def _worded(answer: Result, names: list[str], pair: bool = False) -> str:

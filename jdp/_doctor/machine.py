@@ -34,24 +34,19 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "python": platform.python_version(),
         "executable": sys.executable,
-        "cores": cores(),
+        # those that this process may use
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_bytes": total,
         "memory_available_bytes": available,
         "versions": versions(),
         "settings": {
-            k: _without_password(v) for k, v in sorted(environ.items()) if SETTINGS.fullmatch(k) and k not in OURS
+            # Of a proxy without the password: a report is made to be pasted into an issue.
+            k: re.sub(r"//[^/@\s]*@", "//***@", v)
+            for k, v in sorted(environ.items())
+            if SETTINGS.fullmatch(k) and k not in OURS
         },
         **nvidia_smi(),
     }
-
-
-def _without_password(value: str) -> str:
-    return re.sub(r"//[^/@\s]*@", "//***@", value)  # of a proxy: a report is made to be pasted into an issue
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> tuple[int | None, int | None]:

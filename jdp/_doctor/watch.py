@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -59,9 +60,7 @@ class Worker:
     def ask(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """The answer; or that it hangs (no line in `seconds`) or died, and then the process is gone.
 
-        Args:
-            request: what to do; `None` waits for the process to be ready.
-            seconds: the deadline.
+        The request `None` waits for the process to be ready.
         """
         started = time.monotonic()
         try:
@@ -99,10 +98,9 @@ class Worker:
             return {"failure": "died", "text": "the process closed its pipe and lives on"}
         if code >= 0:
             return {"failure": "died", "text": f"the process ended with code {code}"}
-        try:
+        name = f"signal {-code}"
+        with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
         return {"failure": "died", "text": f"the process was ended by {name}"}
 
     def close(self) -> None:
@@ -110,24 +108,19 @@ class Worker:
         if not self.alive:
             return
         self.alive = False
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        try:
+        # A driver can hold a process in the kernel, where not even SIGKILL reaches it: go on without.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            pass  # a driver can hold a process in the kernel, where not even SIGKILL reaches it: go on without
         self._printed.seek(0, os.SEEK_END)
         self._printed.seek(max(0, self._printed.tell() - 20_000))
         self.printed = telling(self._printed.read().decode(errors="replace"))
         self._printed.close()
         os.close(self._replies)
-        if self._process.stdin:
-            try:
-                self._process.stdin.close()
-            except BrokenPipeError:
-                pass
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 def telling(text: str, lines: int = 3) -> str:

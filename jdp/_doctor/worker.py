@@ -79,14 +79,6 @@ def start(spec: str | None) -> tuple[tuple[Device, ...], dict[str, Any]]:
     return devices, {"devices": [_described(d) for d in devices], "platform_version": version, "imbalance": imbalance}
 
 
-def _answer(request: dict[str, Any], devices: tuple[Device, ...]) -> dict[str, Any]:
-    chosen = [devices[i] for i in request["devices"]]
-    count = rounded(request["words"], len(chosen))
-    if request["test"] == "compute":
-        return compute(chosen[0], count)
-    return link(request["test"], chosen, count) | {"bytes": 4 * count}
-
-
 def _told(error: Exception) -> str:
     if str(error):
         return f"{type(error).__name__}: {error}"[:2000]
@@ -116,44 +108,37 @@ def serve(reply: int) -> None:
                 if request["test"] == "start":
                     devices, answer = start(request["devices"])
                 else:
-                    answer = _answer(request, devices)
+                    chosen = [devices[i] for i in request["devices"]]
+                    test, count = request["test"], request["words"]
+                    answer = compute(chosen[0], count) if test == "compute" else link(test, chosen, count)
             except Exception as error:
                 answer = {"failure": "error", "text": _told(error)}
             replies.write(json.dumps(answer) + "\n")
 
 
 PLACE, DEVICE = 2654435761, 40503  # odd: no two neighbouring words or devices look alike
-REPEATS = {"latency": 10, "bandwidth": 3}
 
 
-def broadcast(x: jax.Array, mesh: Mesh) -> jax.Array:
-    return jax.device_put(x, replicated(mesh))  # what jdp.replicate does
-
-
-def copy(x: jax.Array, mesh: Mesh) -> jax.Array:
-    return jax.device_put(x, mesh.devices[1])
+BODIES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+    "all_reduce": jax.lax.psum,
+    "reduce_scatter": lambda x, axis: jax.lax.psum_scatter(x[0], axis, tiled=True)[None],
+    "all_gather": lambda x, axis: jax.lax.all_gather(x[0], axis, tiled=True)[None],
+    "permute": lambda x, axis: jax.lax.ppermute(x, axis, [(0, 1)]),
+}
 
 
 @functools.cache
 def _program(name: str, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    axis = mesh.axis_names[0]
-    body = {
-        "all_reduce": lambda x: jax.lax.psum(x, axis),
-        "reduce_scatter": lambda x: jax.lax.psum_scatter(x[0], axis, tiled=True)[None],
-        "all_gather": lambda x: jax.lax.all_gather(x[0], axis, tiled=True)[None],
-        "permute": lambda x: jax.lax.ppermute(x, axis, [(0, 1)]),
-    }[name]
+    body, axis = BODIES[name], mesh.axis_names[0]
     spec = PartitionSpec(axis)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(jax.shard_map(lambda x: body(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
-def _collective(name: str) -> Callable[[jax.Array, Mesh], jax.Array]:
-    return lambda x, mesh: _program(name, mesh)(x)
-
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "permute")
-MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {"broadcast": broadcast, "copy": copy}
-MOVES |= {name: _collective(name) for name in COLLECTIVES}
+MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
+    "broadcast": lambda x, mesh: jax.device_put(x, replicated(mesh)),  # what jdp.replicate does
+    "copy": lambda x, mesh: jax.device_put(x, mesh.devices[1]),
+    **{name: lambda x, mesh, name=name: _program(name, mesh)(x) for name in BODIES},
+}
 
 
 def words(device: int, count: int, seed: int) -> np.ndarray:
@@ -254,15 +239,12 @@ def compute(device: Device, count: int) -> dict[str, Any]:
 
 def link(test: str, devices: Sequence[Device], count: int) -> dict[str, Any]:
     """One test at both sizes: `{"latency": s, "bandwidth": s}` in seconds, or what went wrong."""
-    taken = {}
-    for size, repeats in REPEATS.items():
-        answer = measure(test, devices, count if size == "bandwidth" else rounded(1024, len(devices)), repeats)
+    n = len(devices)
+    small, large = (-(-c // n) * n for c in (1024, count))  # the devices share these without a rest
+    taken: dict[str, Any] = {"bytes": 4 * large}
+    for size, c, repeats in (("latency", small, 10), ("bandwidth", large, 3)):
+        answer = measure(test, devices, c, repeats)
         if "failure" in answer:
-            return answer
+            return answer | {"bytes": 4 * large}
         taken[size] = answer["seconds"]
     return taken
-
-
-def rounded(count: int, n: int) -> int:
-    """The next count that `n` devices share without a rest."""
-    return -(-count // n) * n
