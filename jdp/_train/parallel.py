@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import make_mesh, own_mesh
 from .._core.gather import join
-from .._core.inputs import STACKED, axes_of, classify, no_further
+from .._core.inputs import STACKED, axes_of, classify, name_of, no_further
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
@@ -23,10 +23,18 @@ from .._core.programs import Compiled, dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
-from .._jax.jaxprs import SAME, VARYING, Value, varying
-from .._model import nnx as _nnx
+from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
-from .parallel_results import each, kept_nodes, mark_nodes, mark_results, refuse_one_replicas_rows, states_of
+from .._model.nnx import copies, fold_state, put_nodes, stand_ins, take_nodes
+from .parallel_results import (
+    each,
+    kept_nodes,
+    mark_nodes,
+    mark_results,
+    numbered,
+    refuse_one_replicas_rows,
+    states_of,
+)
 
 VERB = "parallel"
 
@@ -97,28 +105,40 @@ def parallel(
 
     Source: `pmap` in jax/_src/pmap.py.
     """
-    chosen = checked_options(in_axes, out_axes, static_broadcasted_argnums, donate_argnums)
-    return written_for_pmap(dp._config, step_fn, axis_name, chosen)
+    if not callable(step_fn):
+        raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
+    static = _positions("static_broadcasted_argnums", static_broadcasted_argnums)
+    donated = _positions("donate_argnums", donate_argnums)
+    config: Config = dp._config
+    axis_name = axis_name or config.axis_name
+    mesh = config.mesh if axis_name == config.axis_name else make_mesh(config.devices, axis_name)
+    label = getattr(step_fn, "__name__", type(step_fn).__name__)
+    reduce_state, dim = config.reduce_state, config.dim  # not the config, which a program must not keep alive
 
+    def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
+        return Compiled(on_replicas(_call_of(step_fn, out_axes, reduce_state, dim), label), donates=bool(donated))
 
-class ParallelOptions(NamedTuple):
-    """What `jax.pmap` is told of the arguments and the results."""
+    options = repr((in_axes, out_axes, static, donated))
+    program = kept(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
 
-    in_axes: Any
-    out_axes: Any
-    static: tuple[int, ...]
-    donated: tuple[int, ...]
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return step_fn(*args, **kwargs)
+        config.refuse_other_mesh()
+        (args, kwargs), nodes = take_nodes((_hold_static(args, static), kwargs))
+        axes = _axes_of_arguments(in_axes, static, args, dim, bool(nodes))
+        whole = {p: x for p, x in enumerate(args) if axes[p] is None}
+        replicas = _replicas(whole, nodes, donated, mesh)
+        # The others are None among those that are cut, so that each has its own position.
+        cut = tuple(None if p in whole else x for p, x in enumerate(args))
+        scattered = _cut(cut, kwargs, axes, mesh, dim, by_default=in_axes is None)
+        out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
+        if nodes:
+            nnx.update(nodes, updates)
+        return out
 
-
-def checked_options(
-    in_axes: Any, out_axes: Any, static_broadcasted_argnums: Any, donate_argnums: Any
-) -> ParallelOptions:
-    return ParallelOptions(
-        in_axes,
-        out_axes,
-        _positions("static_broadcasted_argnums", static_broadcasted_argnums),
-        _positions("donate_argnums", donate_argnums),
-    )
+    step.__name__ = label
+    return step
 
 
 def _positions(name: str, given: Any) -> tuple[int, ...]:
@@ -130,56 +150,22 @@ def _positions(name: str, given: Any) -> tuple[int, ...]:
     return tuple(sorted({*found}))
 
 
-def written_for_pmap(
-    config: Config, step_fn: Callable[..., Any], axis_name: str | None, options: ParallelOptions
-) -> Callable[..., Any]:
-    """The function that `DataParallel.parallel` returns."""
-    if not callable(step_fn):
-        raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
-    axis_name = axis_name or config.axis_name
-    mesh = config.mesh if axis_name == config.axis_name else make_mesh(config.devices, axis_name)
-    label = getattr(step_fn, "__name__", type(step_fn).__name__)
-    reduce_state, dim = config.reduce_state, config.dim
-
-    def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        run = on_replicas(_call_of(step_fn, options, reduce_state, dim), label)
-        return Compiled(run, donates=bool(options.donated))
-
-    program = kept(step_fn, (VERB, weakref.ref(config), axis_name, repr(options)), make)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return step_fn(*args, **kwargs)
-        config.refuse_other_mesh()
-        (args, kwargs), nodes = _nnx.take_nodes((_hold_static(args, options.static), kwargs))
-        axes = _axes_of_arguments(options, args, dim, bool(nodes))
-        whole = tuple(p for p, axis in enumerate(axes) if axis is None)
-        replicas = _replicas(args, whole, nodes, options.donated, mesh)
-        cut = tuple(None if p in whole else x for p, x in enumerate(args))
-        scattered = _cut(cut, kwargs, axes, mesh, dim, options)
-        outputs = dispatch(program, mesh, replicas, *children(scattered))
-        out, updates = join(outputs, "sharded")
-        if nodes:
-            nnx.update(nodes, updates)
-        return out
-
-    step.__name__ = label
-    return step
-
-
 @jax.tree_util.register_static
-class _Static(tuple):
-    """Values that are part of the program."""
+class _Object(Static):
+    """An argument, or a part of one, that is part of the program."""
 
 
 class Replicas(NamedTuple):
     """What is whole on every replica: arguments by their positions, and NNX objects."""
 
-    donated: tuple[Tree, ...]  # the arguments that the program may free
-    held: tuple[Tree, ...]
-    positions: _Static  # of the donated ones, then of the others
+    donated: dict[int, Tree]  # which the program may free
+    held: dict[int, Tree]
     graph: Any
-    rest: Any
+    state: Tree
+
+    @property
+    def arguments(self) -> dict[int, Tree]:
+        return self.donated | self.held
 
 
 def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, ...]:
@@ -198,90 +184,83 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
                 f"static_broadcasted_argnums; what is static is part of the program. Pass what is hashable (a tuple "
                 f"for a list), or leave {p} out there."
             ) from None
-    return tuple(_Static((Static(x),)) if p in static else x for p, x in enumerate(args))
+    return tuple(_Object(x) if p in static else x for p, x in enumerate(args))
 
 
-def _is_static(x: Any) -> bool:
-    return isinstance(x, _Static)
-
-
-def _axes_of_arguments(options: ParallelOptions, args: Sequence[Any], dim: int, has_nodes: bool) -> tuple[Any, ...]:
+def _axes_of_arguments(
+    in_axes: Any, static: tuple[int, ...], args: Sequence[Any], dim: int, has_nodes: bool
+) -> tuple[Any, ...]:
     """For each argument its axis, a tree of axes, or None for what is whole."""
     if not args:
         raise TypeError(
             f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
         )
-    if options.in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
-        first = next((p for p in range(len(args)) if p not in options.static), 0)
+    if in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
+        first = next((p for p in range(len(args)) if p not in static), 0)
         given = [None if p == first and not has_nodes else dim for p in range(len(args))]
     else:
-        given = each(options.in_axes, len(args), "in_axes", "arguments")
-    return tuple(None if p in options.static else axis for p, axis in enumerate(given))
+        given = each(in_axes, len(args), "in_axes", "arguments")
+    return tuple(None if p in static else axis for p, axis in enumerate(given))
 
 
-def _replicas(
-    args: Sequence[Any], whole: tuple[int, ...], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh
-) -> Replicas:
+def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh) -> Replicas:
     """What is whole, in its place on every device."""
-    donated, held = tuple(p for p in whole if p in donate), tuple(p for p in whole if p not in donate)
-    names = {p: f"args[{p}]" for p in whole}
-    given = {p: _without_objects(args[p], names[p]) for p in whole}
-    placed = {p: broadcast(tree, mesh, VERB, names[p]) for p, tree in given.items()}
-    for p in donated:
-        # What was moved may share its memory with what the caller has; what is in its place he has given away.
-        placed[p] = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), placed[p], given[p])
-        _refuse_deleted(placed[p], names[p], mesh)
-    graph, rest = nnx.split(nodes) if nodes else (None, None)
-    return Replicas(
-        tuple(placed[p] for p in donated),
-        tuple(placed[p] for p in held),
-        _Static((*donated, *held)),
-        graph,
-        broadcast(rest, mesh, VERB, "NNX objects"),
-    )
+    whole = _without_objects(whole)
+    placed = broadcast(whole, mesh, VERB, "args")
+    given, donated = ({p: x for p, x in tree.items() if p in donate} for tree in (whole, placed))
+    # What was moved may share its memory with what the caller has; what is in its place he has given away.
+    donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)
+    _refuse_deleted(donated, mesh)
+    held = {p: x for p, x in placed.items() if p not in donate}
+    graph, state = nnx.split(nodes) if nodes else (None, None)
+    return Replicas(donated, held, graph, broadcast(state, mesh, VERB, "NNX objects"))
 
 
-def _without_objects(tree: Tree, name: str) -> Tree:
-    """The tree, with strings, functions and other objects as parts of the program."""
-
-    def hold(path: Any, x: Any) -> Any:
-        if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
-            return x
-        is_array, x = classify(x, VERB, lambda: name + jax.tree_util.keystr(path))
-        return x if is_array else _Static((Static(x),))
-
-    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
-        return tree
-    return jax.tree_util.tree_map_with_path(hold, tree, is_leaf=no_further)
+def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
+    """The arguments, with strings, functions and other objects as parts of the program."""
+    leaves, treedef = jax.tree.flatten(whole, is_leaf=no_further)
+    for i, x in enumerate(leaves):
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            classify(x, VERB, lambda i=i: name_of(whole, i, "args"))
+            leaves[i] = _Object(x)
+    return treedef.unflatten(leaves)
 
 
-def _refuse_deleted(tree: Tree, name: str, mesh: Mesh) -> None:
+def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
+    """The inverse of `_without_objects`."""
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, _Object)
+
+    return jax.tree.map(lambda x: x.value if is_object(x) else x, whole, is_leaf=is_object)
+
+
+def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
     """A `RuntimeError` for what was donated already."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for i, x in enumerate(jax.tree.leaves(donated)):
         if isinstance(x, Tracer) or not isinstance(x, jax.Array):  # in jit; in explain, which moves nothing
             continue
         if x.is_deleted():
             raise RuntimeError(
-                f"jdp.{VERB}: {name}{jax.tree_util.keystr(path)} is of shape {x.shape} and was donated to an earlier "
-                f"call; what is in donate_argnums cannot be used again. Pass what that call returned."
+                f"jdp.{VERB}: {name_of(donated, i, 'args')} is of shape {x.shape} and was donated to an earlier call; "
+                f"what is in donate_argnums cannot be used again. Pass what that call returned."
             )
         if may_deadlock(mesh):  # the queue of what is in flight may hold it, and would no longer know when it is there
             x.block_until_ready()
 
 
-def _cut(args: Sequence[Any], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, options: ParallelOptions) -> Any:
-    """The arguments that are cut, scattered; the others are None among them, so that each has its own position."""
+def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, *, by_default: bool) -> Any:
+    """The arguments that are cut, scattered; `by_default` nobody has said which those are."""
     n = own_mesh(mesh).size
-    for p, axis in enumerate(axes):
-        if axis is not None and type(axis) is not int:
-            _check_stacked(args[p], axis, n, f"args[{p}]")
+    if any(axis is not None and type(axis) is not int for axis in axes):
+        _check_stacked(args, axes, n)
     cut = [x for x, axis in zip(args, axes, strict=True) if type(axis) is int]
     stacked, where = _per_replica((cut, kwargs), n, dim), (axes, dim)
     try:
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), axes=where, place=False, stacked=stacked)
-        return split((tuple(args), kwargs), how)
+        return split((args, kwargs), how)
     except ValueError:
-        if options.in_axes is None:
+        if by_default:
             _refuse_states(args, axes, dim, stacked)
         raise
 
@@ -305,14 +284,14 @@ def _refuse_states(args: Sequence[Any], axes: Sequence[Any], dim: int, stacked: 
         )
 
 
-def _check_stacked(arg: Tree, axes: Tree, n: int, name: str) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(arg, is_leaf=no_further)
-    for (path, x), axis in zip(leaves, axes_of(axes, arg, VERB), strict=True):
+def _check_stacked(args: tuple[Any, ...], axes: Sequence[Any], n: int) -> None:
+    leaves = jax.tree.leaves(args, is_leaf=no_further)
+    for i, (x, axis) in enumerate(zip(leaves, axes_of(axes, args, VERB), strict=True)):
         if axis is STACKED and hasattr(x, "shape") and x.shape[:1] != (n,):
             raise ValueError(
-                f"jdp.{VERB}: {name}{jax.tree_util.keystr(path)} has shape {x.shape} and is 'stacked' by in_axes; that "
-                f"is one entry for each of {n} replicas, along the first axis. Pass an int for what is cut into "
-                f"chunks, None for what is whole."
+                f"jdp.{VERB}: {name_of(args, i, 'args')} has shape {x.shape} and is 'stacked' by in_axes; that is one "
+                f"entry for each of {n} replicas, along the first axis. Pass an int for what is cut into chunks, None "
+                f"for what is whole."
             )
 
 
@@ -330,7 +309,7 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
 
-def _call_of(step_fn: Callable[..., Any], options: ParallelOptions, reduce_state: Reduce, dim: int) -> CallOf:
+def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, dim: int) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
             values = signature.of_replica(operands, replica)
@@ -340,23 +319,25 @@ def _call_of(step_fn: Callable[..., Any], options: ParallelOptions, reduce_state
                 x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)  # a number that the step returns
                 for x, aval in zip(jax.extend.core.jaxpr_as_fun(jaxpr)(*values), jaxpr.out_avals, strict=True)
             ]
-            found = varying(jaxpr, _known(values, signature), signature.axis_name)
-            treedef = jax.tree.structure(shapes)
-            out, after = jax.tree.unflatten(treedef, arrays)
-            numbers, after_numbers = jax.tree.unflatten(treedef, range(len(arrays)))
-            replicas, args, _ = signature.fill(range(len(values)))
-            whole, _, rest = _whole(replicas)
-            default = (None if rest is None else dim, dim)
-            states = states_of(whole, values)
-            marked, kept = mark_results(out, numbers, found, states, options.out_axes, default, reduce_state)
+            # What is whole is the same on all replicas, but for keys among the inputs, which are folded.
+            known = [
+                Value(False, None, 1 << i) if i < signature.weights else Value(not isinstance(leaf, Whole) or is_key(x))
+                for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
+            ]
+            results = numbered(arrays, varying(jaxpr, known, signature.axis_name))
+            out, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
+            replicas, args, _ = signature.fill(numbered(values, known))
+            held = Replicas(*replicas)
+            whole = held.arguments
+            first = None if held.graph is None else dim
+            marked, kept = mark_results(out, states_of(whole), out_axes, (first, dim), reduce_state)
             updates: Tree = ()
-            if rest is not None:
-                names = {i: f"args[{p}]" for p, x in enumerate(args) for i in _nnx.stand_ins(whole.get(p, x))}
-                kept += kept_nodes(rest, after_numbers, names)
-                before = _whole(signature.fill(values)[0])[2]
-                updates = mark_nodes(after, after_numbers, found, before, reduce_state)
+            if held.graph is not None:
+                names = {i: f"args[{p}]" for p, x in enumerate(args) for i in stand_ins(whole.get(p, x))}
+                kept += kept_nodes(held.state, after, names)
+                updates = mark_nodes(held.state, after, reduce_state)
             if (n := len(signature.layout.used)) > 1:
-                refuse_one_replicas_rows(jaxpr, found, kept, signature.axis_name, n, reduce_state)
+                refuse_one_replicas_rows(jaxpr, results, kept, signature.axis_name, n, reduce_state)
             return marked, updates
 
         return call
@@ -369,35 +350,13 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
 
     def run(*values: Any) -> tuple[Any, Tree]:
         replicas, args, kwargs = signature.fill(values)
-        whole, graph, rest = _whole(replicas)
-        args = [_with_objects(whole[p]) if p in whole else x for p, x in enumerate(args)]
-        if graph is None:
+        held = Replicas(*replicas)
+        whole = _with_objects(held.arguments)
+        args = [whole.get(p, x) for p, x in enumerate(args)]
+        if held.graph is None:
             return step_fn(*args, **kwargs), None
-        nodes = nnx.merge(graph, _nnx.fold_state(_nnx.copies(rest), signature.axis_name))
-        args, kwargs = _nnx.put_nodes((args, kwargs), nodes)
+        nodes = nnx.merge(held.graph, fold_state(copies(held.state), signature.axis_name))
+        args, kwargs = put_nodes((args, kwargs), nodes)
         return step_fn(*args, **kwargs), nnx.state(nodes)
 
     return run
-
-
-def _whole(replicas: Any) -> tuple[dict[int, Tree], Any, Any]:
-    """The whole arguments by their positions, and the graph and state of the NNX objects."""
-    held = Replicas(*replicas)
-    return dict(zip(held.positions, (*held.donated, *held.held), strict=True)), held.graph, held.rest
-
-
-def _with_objects(tree: Tree) -> Tree:
-    """The inverse of `_without_objects`."""
-    return jax.tree.map(lambda x: x[0].value if _is_static(x) else x, tree, is_leaf=_is_static)
-
-
-def _known(values: Sequence[Any], signature: Signature) -> list[Value]:
-    """What is known of the operands: what is whole is the same on all replicas, but for keys, which are folded."""
-    return [
-        Value(False, None, 1 << i)
-        if i < signature.weights
-        else SAME
-        if isinstance(leaf, Whole) and not is_key(x)
-        else VARYING
-        for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
-    ]

@@ -471,3 +471,16 @@ def test_an_nnx_step_is_that_of_pmap():
         want, expected = pmapped(want, stacked(X), stacked(Y))
         close(losses, expected)
     close(nnx.state((model, optimizer)), jax_utils.unreplicate(want), atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_a_step_sows_is_gathered_also_where_replicas_agree():
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "rows", x)
+            self.sow(nnx.Intermediate, "mean", jax.lax.pmean(x.mean(), "data"))
+
+    model = Sowing()
+    DP.parallel(lambda model, x: model(x) or x)(model, X)
+    np.testing.assert_array_equal(model.rows[0], X)
+    np.testing.assert_allclose(model.mean[0], np.full(N, X.mean()), rtol=1e-5)
