@@ -94,6 +94,8 @@ class Layout:
     is_cut: bool
     is_even: bool
     """Whether the arrays hold no padding, so that gathering them is nothing to do."""
+    is_gathered: bool
+    """Whether over the replicas gathering is nothing to do, of arrays that come out of a program as they are."""
     used: tuple[int, ...]
     """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
     fill: Callable[[Sequence[Any]], Tree]
@@ -120,6 +122,7 @@ class Layout:
                 or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
                 for leaf in found.arrays
             )
+            found.is_gathered = found.is_even and not any(isinstance(leaf, Cut) and leaf.axis for leaf in found.arrays)
             # Without statics a tree is made of its arrays with no Python between.
             found.fill = found.treedef.unflatten if found.arrays == found.leaves else found._fill
             found = _layouts.setdefault(key, found)

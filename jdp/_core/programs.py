@@ -30,7 +30,6 @@ from .scattered import Scattered, concrete
 K = TypeVar("K")
 S = TypeVar("S")
 T = TypeVar("T")
-ROOTS = ("params", "args", "kwargs")
 
 
 class Compiled:
@@ -42,62 +41,89 @@ class Compiled:
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
         self.__name__ = run.__name__
         self._run, self._donates = run, donates
-        # By the layouts; of one process with the layouts of what it returns.
-        self.programs: Recent[Any, Any] = Recent()
+        self.programs: Recent[Any, Any] = Recent()  # by the layouts
 
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         intercepted(self, replicas, inputs, kwargs)
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
-        if not spans_processes(inputs._layout.mesh):
-            program, layouts = self.of_arrays(inputs._layout, kw)
-            operands = (*self._split(replicas), *inputs._arrays, *rest)
-            out = program(*operands) if is_plain() else arguments_of_this_jit_need_jdp_replicate(program, operands)
-            return layouts.unwrap(out)
-        key = inputs._layout, kw
-        program = self.programs.used(key)
-        if program is None:
-            roots = ("donated", *ROOTS) if self._donates else ROOTS
-            jitted = self._jit(self._run, self._where(inputs, kwargs))
-            program = self.programs[key] = same_program(jitted, inputs._layout.mesh.devices.flat, roots)
-        return program(*self._split(replicas), inputs, kwargs)
+        if spans_processes(inputs._layout.mesh):
+            donated, held = (replicas[0], replicas[1:]) if self._donates else (None, replicas)
+            return self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
+        program = self.flat(inputs._layout, kw)
+        leaves, treedef = jax.tree.flatten(replicas)
+        count = treedef.children()[0].num_leaves if self._donates else 0
+        operands = (treedef, leaves[:count], leaves[count:], *inputs._arrays, *rest)
+        out = program.run(*operands) if is_plain() else arguments_of_this_jit_need_jdp_replicate(program.run, operands)
+        return program.scattered(out)
 
-    def _split(self, replicas: Tree) -> tuple[Tree, ...]:
-        return (replicas[0], replicas[1:]) if self._donates else (replicas,)
-
-    def _jit(self, run: Callable[..., Any], where: tuple[Any, ...]) -> Any:
-        """`run` of the replicas as `_split` gives them, and of what lies `where`."""
-        if not self._donates:
-            return jax.jit(run, in_shardings=(None, *where))
-
-        def donating(donated: Tree, held: tuple[Tree, ...], *rest: Any) -> Any:
-            return run((donated, *held), *rest)
-
-        donating.__name__ = donating.__qualname__ = run.__name__
-        return jax.jit(donating, in_shardings=(None, None, *where), donate_argnums=0)
-
-    def of_arrays(self, inputs: Layout, kwargs: Layout | None) -> tuple[Any, Layouts]:
-        """The jitted function of the replicas and the arrays of inputs and kwargs, one after the other."""
+    def flat(self, inputs: Layout, kwargs: Layout | None) -> Flat:
+        """The program for inputs and kwargs of these layouts."""
         found = self.programs.used((inputs, kwargs))
         if found is None:
-            run, cut, layouts = self._run, len(inputs.arrays), Layouts()
+            found = self.programs[inputs, kwargs] = Flat(self._run, inputs, kwargs)
+        return found
 
-            def of_arrays(replicas: Tree, *arrays: Any) -> tuple[Any, ...]:
-                kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
-                return layouts.wrap(run(replicas, Scattered(arrays[:cut], inputs), kw))
+    def _of_trees(self, inputs: Scattered, kwargs: Scattered | None) -> Callable[..., Scattered]:
+        """The program of several processes, which tell each other its operands by their names."""
+        key = inputs._layout, None if kwargs is None else kwargs._layout
+        found = self.programs.used(key)
+        if found is None:
+            run, donates = self._run, self._donates
 
-            of_arrays.__name__ = of_arrays.__qualname__ = run.__name__
-            # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
-            # before it costs, and into the one program that placed arrays run as well.
-            where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-            found = self.programs[inputs, kwargs] = self._jit(of_arrays, where), layouts
+            def of_trees(donated: Tree, held: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+                return run((donated, *held) if donates else held, inputs, kwargs)
+
+            of_trees.__name__ = of_trees.__qualname__ = run.__name__
+            program = jax.jit(of_trees, in_shardings=(None, None, *_where(inputs, kwargs)), donate_argnums=0)
+            roots = ("donated", "params", "args", "kwargs")
+            found = self.programs[key] = same_program(program, inputs._layout.mesh.devices.flat, roots)
         return found
 
     def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
         """The function of the trees themselves: names in it are those of the operands."""
-        return jax.jit(self._run, in_shardings=(None, *self._where(inputs, kwargs)))
+        return jax.jit(self._run, in_shardings=(None, *_where(inputs, kwargs)))
 
-    def _where(self, inputs: Scattered | None, kwargs: Scattered | None) -> tuple[Any, ...]:
-        return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in (inputs, kwargs))
+
+def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
+    return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in arguments)
+
+
+class Flat:
+    """A program for inputs and kwargs of some layouts, in which JAX has no tree to flatten but what comes out.
+
+    To see where parameters lie each call flattens them; JAX would do it again, and sort the keys of every dict.
+    `run` takes the replicas' treedef, their leaves that are donated, the others, and the arrays of inputs and kwargs.
+    """
+
+    def __init__(self, run: Callable[..., Scattered], inputs: Layout, kwargs: Layout | None) -> None:
+        # Of what comes out: each is known once JAX has traced the program for operands of some shapes.
+        layouts: list[Layout] = []
+        cut = len(inputs.arrays)
+
+        def of_leaves(treedef: Any, donated: list[Any], held: list[Any], *arrays: Any) -> tuple[Any, ...]:
+            kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
+            out = run(treedef.unflatten([*donated, *held]), Scattered(arrays[:cut], inputs), kw)
+            layout = out._layout
+            if layout not in layouts:
+                layouts.append(layout)
+            # A None for each layout before this one tells which it is. A `Scattered` would be a call back into Python.
+            values = layout.fill(out._arrays) if layout.is_gathered else out._arrays
+            return *[None] * layouts.index(layout), values
+
+        of_leaves.__name__ = of_leaves.__qualname__ = run.__name__
+        # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
+        # before it costs, and into the one program that placed arrays run as well.
+        where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
+        self.run = jax.jit(of_leaves, in_shardings=(None, None, *where), static_argnums=0, donate_argnums=1)
+        self._layouts = layouts
+
+    def layout(self, out: tuple[Any, ...]) -> Layout:
+        """That of what a run gave: the last of it, which is the tree itself where the layout `is_gathered`."""
+        return self._layouts[len(out) - 1]
+
+    def scattered(self, out: tuple[Any, ...]) -> Scattered:
+        """What a run gave, scattered."""
+        return Scattered(jax.tree.leaves(out), self.layout(out))
 
 
 def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
@@ -107,29 +133,6 @@ def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[An
     this has returned. Its text ends with the name of this function, the one place where jdp can say what to do.
     """
     return program(*operands)
-
-
-class Layouts:
-    """The layouts of what a program returns: each is known once JAX has traced it for operands of some shapes."""
-
-    def __init__(self) -> None:
-        self._seen: list[Layout] = []
-
-    def wrap(self, outputs: Scattered) -> tuple[Any, ...]:
-        """While it is traced: the outputs behind a None for each layout before theirs.
-
-        A `Scattered` would be a call back into Python: it is the tree itself, or the padded arrays where gather has to
-        trim them.
-        """
-        layout = outputs._layout
-        if layout not in self._seen:
-            self._seen.append(layout)
-        values = layout.fill(outputs._arrays) if layout.is_even else outputs._arrays
-        return *[None] * self._seen.index(layout), values
-
-    def unwrap(self, out: tuple[Any, ...]) -> Scattered:
-        """What the program returned, scattered again."""
-        return Scattered(jax.tree.leaves(out), self._seen[len(out) - 1])
 
 
 def is_plain() -> bool:
@@ -341,8 +344,3 @@ def capturing() -> bool:
     """Whether this call is made with shapes, for its program to be looked at."""
     found = _interceptor.get()
     return found is not None and found.shapes
-
-
-def is_intercepted() -> bool:
-    """Whether somebody looks at the programs that are about to run."""
-    return _interceptor.get() is not None

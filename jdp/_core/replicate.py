@@ -82,9 +82,11 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
 def all_lie(leaves: list[Any], where: Sharding) -> bool:
     """Whether all of them are arrays with that very sharding."""
     try:
-        return [x.sharding for x in leaves].count(where) == len(leaves)
+        found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none
         return False
+    # Most often it is one object for all of them, and another than `where`.
+    return not found or found[0] == where and found.count(found[0]) == len(found)
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import are_described, make_mesh, own_mesh
 from .._core.layout import Cut, Layout, Stack, Tree, replicated
-from .._core.programs import Compiled, intercept
+from .._core.programs import Compiled, Flat, intercept
 from .._core.scattered import Scattered, is_scattered
 from .._jax.private import compilations
 from .._train.program import Program, jit_of_state
@@ -168,8 +168,8 @@ class ReplicasCall(Call):
 
 
 def _jitted_of(programs: Any) -> list[Any]:
-    """The jitted functions among what is kept by layout: with what they return, or compared between processes."""
-    runs = [x[0] if isinstance(x, tuple) else x for x in programs.values()]
+    """The jitted functions among what is kept by layout: of flat operands, or compared between processes."""
+    runs: list[Any] = [x.run if isinstance(x, Flat) else x for x in programs.values()]
     return [run.__wrapped__ if hasattr(run, "make_ready") else run for run in runs]
 
 

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
 
 from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
-from .._core.layout import Tree, is_key
-from .._core.programs import Layouts, dispatch, is_intercepted, is_plain
+from .._core.layout import Tree, is_key, replicated
+from .._core.programs import Flat, dispatch, is_plain
 from .._core.replicate import all_lie
 from .._core.scattered import Scattered
 from .._model.config import Config, Wrapper
@@ -30,14 +29,12 @@ class Known(NamedTuple):
     """A call that ran: what it takes to run its program again."""
 
     module: Any
-    where: Sharding  # of every parameter
-    program: Any  # of the parameters and the arrays of the batch, one after the other
-    layouts: Layouts
+    program: Flat
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
 
 
-def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> Scattered | None:
-    """The outputs of a call like one that ran; None where this is no such call, and nothing has run."""
+def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Flat, tuple[Any, ...]] | None:
+    """The program of a call like one that ran, and what it gave; None where this is none such, and nothing has run."""
     config = dp._config
     if not config.calls:
         return None
@@ -45,16 +42,16 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> Scattere
     known: Known | None = config.calls.used(key)
     if known is None or known.module is not dp.module:
         return None
-    if not is_plain() or is_intercepted() or not jax.sharding.get_abstract_mesh().empty:
+    if not is_plain() or not jax.sharding.get_abstract_mesh().empty:
         return None
-    leaves = jax.tree.leaves(params)
-    if not leaves or not all_lie(leaves, known.where):
+    leaves, treedef = jax.tree.flatten(params)
+    if not leaves or not all_lie(leaves, replicated(config.mesh)):
         return None
     batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
-    return known.layouts.unwrap(dispatch(known.program, config.mesh, params, *batch))
+    return known.program, dispatch(known.program.run, config.mesh, treedef, [], leaves, *batch)
 
 
-def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
+def remember(dp: Wrapper, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
     if config.state_axes or spans_processes(config.mesh):
@@ -64,13 +61,9 @@ def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scat
     arrays = [*inputs._arrays, *kw._arrays]
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
         return
-    where = getattr(next(iter(jax.tree.leaves(params)), None), "sharding", None)
-    if where is None:
-        return
-    program, layouts = config.program(dp.module).of_arrays(inputs._layout, kw._layout)
     if is_plain():
-        places = None if len(at) == len(leaves) else at
-        config.calls[key] = Known(dp.module, where, program, layouts, places)
+        program = config.program(dp.module).flat(inputs._layout, kw._layout)
+        config.calls[key] = Known(dp.module, program, None if len(at) == len(leaves) else at)
 
 
 _STATICS = (bool, int, str)

@@ -174,10 +174,13 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        known = self._takes_own_steps and not of_objects
-        outputs = run_known(self, variables, args, kwargs) if known else None
-        if outputs is not None:
-            return self._gather(outputs, True, stateful)
+        may_be_known = self._takes_own_steps and not of_objects
+        found = run_known(self, variables, args, kwargs) if may_be_known else None
+        if found is not None:
+            program, out = found
+            if program.layout(out).is_gathered and config.output_device in (None, "sharded"):
+                return out[-1]
+            return self._gather(program.scattered(out), True, stateful)
         if in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":
@@ -362,7 +365,7 @@ class DataParallel(nnx.Module, Generic[M]):
         outputs = self.parallel_apply(replicas, inputs, kw)
         in_place, beside = replicas is params, type(params) is Beside
         if in_place and not cut and not beside and self._takes_own_steps:
-            remember(self, params, args, kwargs, inputs, kw)
+            remember(self, args, kwargs, inputs, kw)
         stay = self._stays(params, params if home is None else home, in_place)
         if not beside:
             return self._gather(outputs, stay, stateful)

@@ -80,7 +80,7 @@ def test_a_dropped_program_is_freed(few):
     for call in calls.values():
         call(np.ones((2, 2), np.float32))
     programs = [
-        next(iter(dp._config.program(dp.module).programs.values()))[0],
+        next(iter(dp._config.program(dp.module).programs.values())),
         next(iter(step._program.compiled.values())),
     ]
     refs = [weakref.ref(program) for program in programs]

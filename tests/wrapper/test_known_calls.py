@@ -148,7 +148,7 @@ def test_parameters_that_are_cut_are_refused_as_ever(evicted):
     (known,) = dp._config.calls.values()
     cut = jax.device_put(params["b"], NamedSharding(params["a"].sharding.mesh, PartitionSpec("data")))
     if evicted:  # as happens to the oldest of thousands
-        known.program._clear_cache()
+        known.program.run._clear_cache()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
             dp.apply(params | {"b": cut}, X)
