@@ -53,10 +53,7 @@ class Chip:
 
     def flops(self, dtype: str) -> float:
         """Operations per second of matrix products whose operands are of that dtype, by HLO's name for it."""
-        for peak in _DONE_IN.get(dtype, ("f32",)):
-            if peak in self.peaks:
-                return self.peaks[peak]
-        return self.peaks["f32"]
+        return next(self.peaks[unit] for unit in (*_DONE_IN.get(dtype, ()), "f32") if unit in self.peaks)
 
     @property
     def memory_share(self) -> float:
@@ -81,38 +78,24 @@ _NVLINK = "NVLink: both directions together in the data sheet, half of it in eac
 _PROPERTIES = "CUDA device properties (totalGlobalMem), as in OpenXLA's target_config specs"
 _NCCL = "NCCL's model of itself, rings with the protocols Simple and LL: src/graph/tuning.cc"
 _PROTOCOLS = (Protocol(8.4e-6, 3.4e-6, 9.6e-6), Protocol(3.6e-6, 0.47e-6, 2.7e-6, 1 / 4))
+_INFINIBAND = {25: "HDR", 50: "NDR"}  # by GB/s
 
 
 def _gpu(
-    name: str,
-    device_kind: str,
-    sheet: str,
-    peaks: Mapping[str, float],
-    memory: tuple[int, float],
-    link: float,
-    network: float,
-    nic: str,
+    name: str, device_kind: str, sheet: str, peaks: Mapping[str, float], memory: tuple[int, float], link: int, nic: int
 ) -> Chip:
+    """One of a DGX; links and network cards in GB/s, peaks in TFLOP/s."""
+    cards = f"8 x {8 * nic} Gb/s InfiniBand {_INFINIBAND[nic]}, one for each GPU"
     sources = {
         "peaks": f"{sheet}; dense, without sparsity",
         "memory_bytes": _PROPERTIES,
         "bytes_per_second": sheet,
         "link": f"{sheet}; {_NVLINK}",
-        "network": nic,
+        "network": f"NVIDIA DGX {name.upper()} Data Sheet: {cards}",
         "protocols": _NCCL,
     }
-    return Chip(
-        name,
-        "gpu",
-        device_kind,
-        {kind: value * TERA for kind, value in peaks.items()},
-        *memory,
-        link * GB,
-        (8,),
-        _PROTOCOLS,
-        sources,
-        network * GB,
-    )
+    peaks = {kind: value * TERA for kind, value in peaks.items()}
+    return Chip(name, "gpu", device_kind, peaks, *memory, link * GB, (8,), _PROTOCOLS, sources, nic * GB)
 
 
 def _tpu(
@@ -130,58 +113,29 @@ def _tpu(
     return Chip(name, "tpu", device_kind, peaks, *memory, link * GB, domain, (Protocol(0.0, 1e-6),), sources)
 
 
+_A100 = {"bf16": 312, "f16": 312, "s8": 624, "tf32": 156, "f32": 19.5, "f64": 19.5}
 _H100 = {"bf16": 989.4, "f16": 989.4, "f8": 1978.9, "s8": 1978.9, "tf32": 494.7, "f32": 66.9, "f64": 66.9}
-_NDR, _HDR = "8 x 400 Gb/s InfiniBand NDR, one for each GPU", "8 x 200 Gb/s InfiniBand HDR, one for each GPU"
-_SHEETS = "NVIDIA {} Tensor Core GPU Data Sheet, SXM"
+_B200 = {"bf16": 2250, "f16": 2250, "f8": 4500, "s8": 4500, "tf32": 1125, "f32": 75, "f64": 37}
+_SHEET = "NVIDIA {} Tensor Core GPU Data Sheet, SXM"
+_BRIEF = "NVIDIA DGX B200 Data Sheet and Blackwell Architecture Technical Brief"
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        _gpu(
-            "a100",
-            "NVIDIA A100-SXM4-80GB",
-            _SHEETS.format("A100 80GB"),
-            {"bf16": 312, "f16": 312, "s8": 624, "tf32": 156, "f32": 19.5, "f64": 19.5},
-            (85_100_068_864, 2.039e12),
-            300,
-            25,
-            f"NVIDIA DGX A100 Data Sheet: {_HDR}",
-        ),
-        _gpu(
-            "h100",
-            "NVIDIA H100 80GB HBM3",
-            _SHEETS.format("H100"),
-            _H100,
-            (84_942_979_072, 3.35e12),
-            450,
-            50,
-            f"NVIDIA DGX H100 Data Sheet: {_NDR}",
-        ),
-        _gpu(
-            "h200",
-            "NVIDIA H200",
-            _SHEETS.format("H200"),
-            _H100,
-            (151_397_597_184, 4.8e12),
-            450,
-            50,
-            f"NVIDIA DGX H200 Data Sheet: {_NDR}",
-        ),
-        _gpu(
-            "b200",
-            "NVIDIA B200",
-            "NVIDIA DGX B200 Data Sheet and Blackwell Architecture Technical Brief",
-            {"bf16": 2250, "f16": 2250, "f8": 4500, "s8": 4500, "tf32": 1125, "f32": 75, "f64": 37},
-            (191_514_411_008, 8.0e12),
-            900,
-            50,
-            f"NVIDIA DGX B200 Data Sheet: {_NDR}",
-        ),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", _SHEET.format("A100 80GB"), _A100, (85_100_068_864, 2.039e12), 300, 25),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", _SHEET.format("H100"), _H100, (84_942_979_072, 3.35e12), 450, 50),
+        _gpu("h200", "NVIDIA H200", _SHEET.format("H200"), _H100, (151_397_597_184, 4.8e12), 450, 50),
+        _gpu("b200", "NVIDIA B200", _BRIEF, _B200, (191_514_411_008, 8.0e12), 900, 50),
         _tpu("v4", "TPU v4", 275, (int(30.75 * 2**30), 1.2e12), 45, (16, 16, 16)),
         _tpu("v5e", "TPU v5 lite", 197, (int(15.75 * 2**30), 8.1e11), 45, (16, 16)),
         _tpu("v5p", "TPU v5", 459, (int(95.73 * 2**30), 2.8e12), 90, (16, 20, 28)),
         _tpu("v6e", "TPU v6 lite", 920, (int(31.24 * 2**30), 1.6e12), 90, (16, 16)),
     )
 }
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX names so, if its figures are known."""
+    return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 
 class Target(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 
 from .._core.devices import Device, are_described, make_mesh
-from .chips import CHIPS, TARGETS, Chip, target_config
+from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 
 GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind == "gpu")
@@ -62,23 +62,20 @@ def topology(
             f"{', '.join(TPUS)}. Pass one of them."
         )
     if chip.kind == "tpu":
-        return _known(_tpus(name, _checked_shape(chip, shape, hosts, per_host)))
-    if shape is not None:
+        devices = _tpus(name, _checked_shape(chip, shape, hosts, per_host))
+    elif shape is not None:
         raise ValueError(
             f"jdp.topology: shape is {shape!r}, and {name} is a GPU; shapes are those of TPU slices. Pass hosts=...."
         )
-    hosts = _checked_count("hosts", 1 if hosts is None else hosts)
-    per_host = _checked_count("per_host", chip.domain[0] if per_host is None else per_host)
-    if per_host > chip.domain[0]:
-        raise ValueError(
-            f"jdp.topology: per_host is {per_host}; NVLink connects {chip.domain[0]} {name}s. Pass more hosts."
-        )
-    return _known(_gpus(name, hosts, per_host))
-
-
-def _known(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The devices, if jdp can tell them from those that are here; else it would run programs on them."""
-    if not are_described(make_mesh(devices[:1])):
+    else:
+        hosts = _checked_count("hosts", 1 if hosts is None else hosts)
+        per_host = _checked_count("per_host", chip.domain[0] if per_host is None else per_host)
+        if per_host > chip.domain[0]:
+            raise ValueError(
+                f"jdp.topology: per_host is {per_host}; NVLink connects {chip.domain[0]} {name}s. Pass more hosts."
+            )
+        devices = _gpus(name, hosts, per_host)
+    if not are_described(make_mesh(devices[:1])):  # jdp would run programs on them
         raise NotImplementedError(
             f"jdp.topology: JAX {jax.__version__} does not tell described devices from real ones; nothing runs on "
             f"described ones. Install a version that does (0.10 to 0.12)."
@@ -120,7 +117,7 @@ def _checked_shape(chip: Chip, shape: str | None, hosts: int | None, per_host: i
 @functools.cache
 def _gpus(name: str, hosts: int, per_host: int) -> tuple[Device, ...]:
     plugins = [p for p in ("xla_cuda12", "xla_cuda13") if _installed(f"jax_plugins.{p}")]
-    if not plugins or name not in TARGETS:
+    if not plugins:
         raise _missing(name, "JAX's CUDA plugin", "plan-gpu")
     # JAX looks for CUDA's libraries when it loads the plugin, and the compiler needs none of them.
     absent = {} if glob.glob("/dev/nvidia[0-9]*") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
