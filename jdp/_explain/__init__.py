@@ -6,9 +6,8 @@
 
 What is read in the optimized program's text:
 
-    hlo.py          computations and instructions
-    collectives.py  the collectives: what they carry, and what is computed meanwhile
-    origin.py       which of the user's arrays a collective carries
+    hlo.py          computations, their instructions, and where values go
+    collectives.py  the collectives: what they carry, which parameters that is, and what is computed meanwhile
     cost.py         operations and bytes
 
 It imports `_train`, `_topology`, `_tables` and what they may. `jdp/__init__.py` and `_plan` import it.

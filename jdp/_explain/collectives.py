@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from .cost import trips
-from .hlo import CONTROL, KINDS, Computation, Instruction, Module, Shape, nbytes, target, work
-from .origin import Place, parts
+from .hlo import CONTROL, KINDS, Computation, Instruction, Module, Shape, is_work, nbytes, target
 
 _SCOPE = re.compile(r"(?:^|[/(:])(?:reduce|gather)\.([^/:()]+)")
 
@@ -58,22 +58,21 @@ def collectives(module: Module) -> list[Collective]:
 
 
 def carried(collective: Collective, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-    """The parameters (path: dtype, shape) that a collective carries; those that cannot be told apart are left out.
+    """The parameters (path: dtype, shape) that a collective carries, as far as they can be told apart.
 
     A parameter is known by the scope that its reduction is traced in, `jax.named_scope("reduce.<path>")` or
     `"gather.<path>"`, or else by its shape, where no other parameter has as many elements: XLA transposes and
     reshapes arrays before it sends them.
     """
-    named = (path for op_name in collective.op_names for path in _SCOPE.findall(op_name))
+    found = {path for op_name in collective.op_names for path in _SCOPE.findall(op_name)}
     alike: dict[int, list[str]] = {}
     for path, (_, shape) in leaves.items():
         alike.setdefault(math.prod(shape), []).append(path)
-    found = [path for path in named if path in leaves]
     for _, shape in collective.arrays:
-        path, *others = alike.get(math.prod(shape), [""])
-        if path and not others and _sides(shape) == _sides(leaves[path][1]) != []:  # any loss is a single number
-            found.append(path)
-    return tuple(dict.fromkeys(found))
+        paths = alike.get(math.prod(shape), [])
+        if len(paths) == 1 and _sides(shape) == _sides(leaves[paths[0]][1]) != []:  # any loss is a single number
+            found.add(paths[0])
+    return tuple(path for path in leaves if path in found)
 
 
 def _sides(shape: tuple[int, ...]) -> list[int]:
@@ -83,23 +82,40 @@ def _sides(shape: tuple[int, ...]) -> list[int]:
 
 def of_computation(
     module: Module, computation: Computation, runs: int | None = 1, in_loop: bool = False
-) -> list[Collective]:
-    """Those of one computation, without those of what it calls."""
+) -> dict[str, list[Collective]]:
+    """Those of one computation, by the instruction that begins them; without those of what it calls."""
     here = [(one, group) for one in begun(module, computation) if (group := group_size(module, one.inner)) > 1]
-    places, names = work(module, computation) if here else ([], [])
-    found = []
+    works = [is_work(module, computation, i) for i in computation] if here else []
+    order = {instruction.name: n for n, instruction in enumerate(computation)}
+    found: dict[str, list[Collective]] = {}
     for one, group in here:
-        first, last = (computation.order[i.name] for i in (one.start, one.done))
-        overlapped = names[bisect.bisect_right(places, first) : bisect.bisect_left(places, last)]
-        found.append(_describe(module, one, runs, in_loop, group, tuple(overlapped)))
+        payload = _payload(one)
+        arrays, names = _carries(module.dissolved(computation), one, payload)
+        meanwhile = slice(order[one.start.name] + 1, order[one.done.name])
+        dtypes = {dtype for dtype, _ in payload}
+        found.setdefault(one.start.name, []).append(
+            Collective(
+                kind=one.kind,
+                dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
+                bytes=sum(map(nbytes, payload)),
+                arrays=arrays,
+                op_names=names,
+                runs=runs,
+                in_loop=in_loop,
+                group=group,
+                asynchronous=one.done is not one.start,
+                overlapped=tuple(i.name for i in itertools.compress(computation[meanwhile], works[meanwhile])),
+                name=one.start.name,
+                done=one.done.name,
+                computation=computation.name,
+            )
+        )
     return found
 
 
 def _in(module: Module, computation: Computation, runs: int | None, in_loop: bool) -> Iterator[Collective]:
     """Those of a computation and of what it calls, in the order of its schedule."""
-    here: dict[str, list[Collective]] = {}
-    for one in of_computation(module, computation, runs, in_loop):
-        here.setdefault(one.name, []).append(one)
+    here = of_computation(module, computation, runs, in_loop)
     for instruction in computation:
         yield from here.get(instruction.name, [])
         if instruction.name not in here and instruction.opcode in CONTROL:
@@ -110,107 +126,108 @@ def _in(module: Module, computation: Computation, runs: int | None, in_loop: boo
                 yield from _in(module, module.computations[name], times, in_loop or loop)
 
 
-def _describe(
-    module: Module, one: Begun, runs: int | None, in_loop: bool, group: int, overlapped: tuple[str, ...]
-) -> Collective:
-    payload = _payload(one)
-    origins = parts(module, one.place, one.inner.operands[: len(payload)], one.done)
-    names = [i.op_name for i in (one.start, one.inner, one.done)] + [n for part in origins for n in part.op_names]
-    dtypes = {dtype for dtype, _ in payload}
-    if one.kind == "all-gather" or not origins:  # what was gathered has another shape
-        arrays = payload
-    elif len(origins) == len(payload):
-        arrays = [(dtype, part.shape) for (dtype, _), part in zip(payload, origins, strict=True)]
-    else:
-        arrays = [(payload[0][0], part.shape) for part in origins]
-    return Collective(
-        kind=one.kind,
-        dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
-        bytes=sum(map(nbytes, payload)),
-        arrays=tuple(arrays),
-        op_names=tuple(dict.fromkeys(filter(None, names))),
-        runs=runs,
-        in_loop=in_loop,
-        group=group,
-        asynchronous=one.done is not one.start,
-        overlapped=overlapped,
-        name=one.start.name,
-        done=one.done.name,
-        computation=one.place.computation.name if one.place.outer is None else one.place.outer.computation.name,
-    )
-
-
 def _payload(one: Begun) -> list[Shape]:
     """What is sent: the arrays that an all-gather gives, those that any other takes."""
-    operands = [one.place.producer(name)[1] for name in one.inner.operands]
+    operands = [one.inside.by_name[name] for name in one.inner.operands]
     taken = [operand.shapes[0] for operand in operands if operand.shapes]
     if one.kind == "ragged-all-to-all":
         return taken[:1]  # the others say which rows go where
     if one.kind != "all-gather":
         return taken
-    given = one.done if one.place.fusion is None and one.done.opcode.endswith("done") else one.inner
+    given = one.done if one.inner is one.start and one.done.opcode.endswith("done") else one.inner
     return list(given.shapes)[-len(taken) :]  # a start gives its operands too, before its results
 
 
-_STARTS = {f"{kind}-start": kind for kind in KINDS}
+_MOVES = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
+_GIVES = ("get-tuple-element", "slice", "all-reduce-done", "all-gather-done", "reduce-scatter-done", "async-done")
+
+
+def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
+    """The arrays that it carries, as they were before XLA flattened and concatenated them; where all that is from.
+
+    Each is followed through the instructions that only move it, for on the way XLA may lose what the user called it:
+    up to what computed it, and down to what uses it.
+    """
+    inner = flat.by_name[one.inner.name if one.inner is one.start else f"{one.start.name}/{one.inner.name}"]
+    names = dict.fromkeys(i.op_name for i in (one.start, one.inner, one.done))
+    arrays = []
+    for (dtype, _), name in zip(payload, inner.operands, strict=False):
+        arrays += [(dtype, shape) for shape in _origins(flat, flat.by_name[name], names)]
+    below = [inner]
+    for mover in below:  # it grows
+        users = [user for user in flat.users.get(mover.name, []) if user.opcode in (*_MOVES, *_GIVES)]
+        names |= dict.fromkeys(user.op_name for user in users)
+        below += [user for user in users if user not in below]
+    # What is gathered has another shape than what it is put together from.
+    return tuple(payload if one.kind == "all-gather" else arrays), tuple(filter(None, names))
+
+
+def _origins(flat: Computation, one: Instruction, names: dict[str, None]) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that an operand was put together from, in their order; adds to the names."""
+    shape = _shape(one)
+    while True:
+        if len(shape) == 1 and _flattened(_shape(one), shape[0]):
+            shape = _shape(one)
+        above = [flat.by_name[name] for name in one.operands]
+        if one.opcode in _MOVES:
+            names[one.op_name], one = None, above[0]
+        elif one.opcode == "concatenate" and len(shape) == 1:
+            return [origin for operand in above for origin in _origins(flat, operand, names)]
+        else:
+            return [shape]
+
+
+def _shape(one: Instruction) -> tuple[int, ...]:
+    return one.shapes[0][1] if one.shapes else ()
+
+
+def _flattened(shape: tuple[int, ...], size: int) -> bool:
+    """Whether a vector of that size can be an array of that shape; (1, n) is no shape that a vector comes from."""
+    return math.prod(shape) == size and sum(length > 1 for length in shape) > 1
+
+
 _IOTA = re.compile(r"\[(\d+(?:,\d+)*)\]<=")  # groups as rows of a reshaped range: [2,4]<=[8]
 _MESH = re.compile(r"mesh\[([^]]*)\][^{]*\{([^}]*)\}")  # groups along axes: mesh['a'=2,'b'=4] {'b'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """A collective where it is begun: `start` and `done` stand in the schedule, and are one where the program waits."""
 
     kind: str
     start: Instruction
     done: Instruction
     inner: Instruction
-    """The collective itself, and where its operands are to be looked up."""
-    place: Place
+    """The collective itself, and the computation that it stands in."""
+    inside: Computation
 
 
-def begun(module: Module, computation: Computation) -> Iterator[Begun]:
+def begun(module: Module, computation: Computation) -> list[Begun]:
     """The collectives of a computation, not those of what it calls, in the order of its schedule."""
-    here = Place(computation)
-    waits, steps = _chains(module, computation)
+    found: list[Begun] = []
+    running: dict[str | None, Instruction] = {}  # TPU's fusions that begin one, by what all fusions of a chain have
     for one in computation:
-        if one.opcode in KINDS:
-            yield Begun(one.opcode, one, one, one, here)
-        elif one.opcode in _STARTS:
-            pulled_apart = '"is_sync":true' not in one.attributes
-            yield Begun(_STARTS[one.opcode], one, _done(computation, one) if pulled_apart else one, one, here)
-        elif one.name not in steps:
-            for inner in _collectives(module, one):
-                done = _done(computation, one) if one.opcode == "async-start" else waits.get(one.name, one)
-                yield Begun(_kind(one, inner), one, done, inner, here.inside(one, module))
-
-
-def _collectives(module: Module, one: Instruction) -> list[Instruction]:
-    """The collectives that a fusion, or what is run asynchronously, has inside."""
-    if one.opcode not in ("fusion", "async-start"):
-        return []
-    return [i for _, name in one.called for i in module.computations[name] if i.opcode in KINDS]
-
-
-def _chains(module: Module, computation: Computation) -> tuple[dict[str, Instruction], set[str]]:
-    """TPU's: what waits for each fusion that begins a collective, and the fusions that only carry it on."""
-    waits: dict[str, Instruction] = {}
-    steps: set[str] = set()
-    running: dict[str | None, str] = {}
-    for one in computation:
-        if one.opcode != "fusion" or not (inner := _collectives(module, one)):
+        kind = one.opcode.removesuffix("-start")
+        if kind in KINDS:
+            waits_here = kind == one.opcode or '"is_sync":true' in one.attributes
+            found.append(Begun(kind, one, one if waits_here else _done(computation, one), one, computation))
+        if one.opcode not in ("fusion", "async-start") or not one.called:
             continue
-        inside = module.computations[one.called[0][1]]
-        ends = {target(i) for i in inside if i.opcode == "custom-call"}
-        chains = [i.attribute("frontend_attributes") for i in inner]
-        if "AsyncCollectiveStart" in ends:
-            running |= dict.fromkeys(chains, one.name)
-            waits[one.name] = computation.root  # until its end is seen
-        elif any(chain in running for chain in chains):
-            steps.add(one.name)
-        if "AsyncCollectiveDone" in ends:
-            waits |= {running.pop(chain): one for chain in chains if chain in running}
-    return waits, steps
+        inside, before = module.computations[one.called[0][1]], set(running)
+        marks = {target(i) for i in inside if i.opcode == "custom-call"}
+        for inner in (i for i in inside if i.opcode in KINDS):
+            chain, done = inner.attribute("frontend_attributes"), one
+            if "AsyncCollectiveStart" in marks:
+                running[chain], done = one, computation.root  # until its end is seen
+            elif one.opcode == "async-start":
+                done = _done(computation, one)
+            elif chain in before:  # it only carries it on
+                done = None
+            if done is not None:
+                found.append(Begun(_kind(one, inner), one, done, inner, inside))
+            if "AsyncCollectiveDone" in marks and chain in running:
+                begin = running.pop(chain)
+                found = [x._replace(done=one) if x.start is begin else x for x in found]
+    return found
 
 
 def _done(computation: Computation, start: Instruction) -> Instruction:

@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
 from .hlo import CONTROL, FREE, KINDS, Computation, Instruction, Module, Shape, nbytes, target
 
 _SLICES = ("dynamic-slice", "slice", "gather")
-_NOTHING_READ = frozenset([*FREE, *KINDS])
+_NOTHING_READ = frozenset([*FREE, *KINDS]) - {"bitcast"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,105 +23,78 @@ class Cost:
 
     flops: float = 0.0
     bytes: float = 0.0
-    products: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    products: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __add__(self, other: Cost) -> Cost:
-        products = dict(self.products)
-        for dtype, flops in other.products.items():
-            products[dtype] = products.get(dtype, 0.0) + flops
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, products)
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.products + other.products)
 
     def times(self, n: int) -> Cost:
-        return Cost(self.flops * n, self.bytes * n, {dtype: flops * n for dtype, flops in self.products.items()})
+        return Cost(self.flops * n, self.bytes * n, Counter({dtype: x * n for dtype, x in self.products.items()}))
 
 
-def totals(module: Module) -> Cost:
-    """The work of one run of the program on one device, without its collectives.
+def totals(module: Module, computation: Computation | None = None) -> Cost:
+    """The work of one run of the program, or of a computation of it, on one device, without its collectives.
 
     A loop's is counted as often as it runs (once, where that is not known), and of branches the one that computes most.
     """
-    return _run(module, module.entry)
+    computation = computation or module.entry
+    return sum((cost(module, computation, instruction) for instruction in computation), Cost())
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction) -> Cost:
     """The work of an instruction, with all that it calls."""
-    inside = [module.computations[name] for _, name in instruction.called] if instruction.opcode in CONTROL else []
-    if instruction.opcode == "while":
-        return _sum(_run(module, called) for called in inside).times(trips(module, computation, instruction) or 1)
+    if instruction.opcode not in CONTROL:
+        computed = _computed(module, computation, instruction)
+        return dataclasses.replace(computed, bytes=_moved(module, computation, instruction))
+    inside = [totals(module, module.computations[name]) for _, name in instruction.called]
     if instruction.opcode == "conditional":
-        return max((_run(module, called) for called in inside), key=lambda c: (c.flops, c.bytes), default=Cost())
-    if instruction.opcode in ("call", "async-start"):
-        return _sum(_run(module, called) for called in inside)
-    flops, products = _computed(module, computation, instruction)
-    return Cost(flops, _moved(module, computation, instruction), products)
+        return max(inside, key=lambda c: (c.flops, c.bytes), default=Cost())
+    once = sum(inside, Cost())
+    return once.times(trips(module, computation, instruction) or 1) if instruction.opcode == "while" else once
 
 
-def _run(module: Module, computation: Computation) -> Cost:
-    return _sum(cost(module, computation, instruction) for instruction in computation)
-
-
-def _sum(costs: Iterable[Cost]) -> Cost:
-    total, size, products = 0.0, 0.0, {}
-    for one in costs:
-        total, size = total + one.flops, size + one.bytes
-        for dtype, flops in one.products.items():
-            products[dtype] = products.get(dtype, 0.0) + flops
-    return Cost(total, size, products)
-
-
-def _computed(module: Module, computation: Computation, instruction: Instruction) -> tuple[float, dict[str, float]]:
-    """Operations of an instruction, or of all in a fusion; and those of products."""
+def _computed(module: Module, computation: Computation, instruction: Instruction) -> Cost:
+    """Operations of an instruction, or of all in a fusion."""
     if instruction.opcode == "fusion":
-        total, products = 0.0, {}
-        for _, name in instruction.called:
-            for one in module.computations[name]:
-                flops, parts = _computed(module, module.computations[name], one)
-                total += flops
-                for dtype, part in parts.items():
-                    products[dtype] = products.get(dtype, 0.0) + part
-        return total, products
-    if (product := product_flops(computation, instruction)) is not None:
+        inside = [module.computations[name] for _, name in instruction.called]
+        return sum((_computed(module, called, one) for called in inside for one in called), Cost())
+    if (product := _product(computation, instruction)) is not None:
         dtype, flops = product
-        return float(flops), {dtype: float(flops)}
-    return float(arithmetic_flops(computation, instruction)), {}
+        return Cost(float(flops), products=Counter({dtype: flops}))
+    return Cost(float(_arithmetic(computation, instruction)))
 
 
-def _moved(module: Module, computation: Computation, instruction: Instruction) -> float:
+def _moved(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes that it reads from the device's memory and writes there."""
     opcode = instruction.opcode
     if opcode in FREE or opcode in KINDS or opcode.endswith(("-done", "-update")):
-        return 0.0
+        return 0
     if opcode.endswith("-start"):  # TPU brings an array near before it is used; the collectives are counted elsewhere
-        return float(_far(instruction)) if opcode in ("copy-start", "slice-start") else 0.0
+        return _far(instruction) if opcode in ("copy-start", "slice-start") else 0
+    given, written = [_far(computation.by_name[name]) for name in instruction.operands], _far(instruction)
     if opcode == "fusion":
         inside = module.computations[instruction.called[0][1]]
-        read = sum(_read(inside, n, computation.by_name[name]) for n, name in enumerate(instruction.operands))
-        return float(read + _written(inside, instruction))
+        read = sum(_read(inside, i, given[int(i.literal)]) for i in inside if i.opcode == "parameter")
+        return read + _written(inside, instruction)
     if opcode in _SLICES:
-        return 2.0 * _far(instruction)
+        return 2 * written
     if opcode == "dynamic-update-slice":
-        return 2.0 * _far(computation.by_name[instruction.operands[1]])
-    written = _far(instruction)
+        return 2 * given[1]
     if opcode == "custom-call" and target(instruction).startswith(("__cublas", "__cudnn")):
         written = nbytes(instruction.shapes[0])  # what follows is room to work in
-    return float(written + sum(_far(computation.by_name[name]) for name in instruction.operands))
+    return written + sum(given)
 
 
-def _read(inside: Computation, number: int, operand: Instruction) -> int:
-    """Bytes that a fusion reads of an operand: of one that it only cuts, what it cuts out."""
-    parameter = inside.parameters.get(number)
-    far = _far(operand)
-    users = inside.users.get(parameter.name, []) if parameter is not None and far else []
+def _read(inside: Computation, parameter: Instruction, size: int) -> int:
+    """Bytes that a fusion reads of an operand of that size: of one that it only cuts, what it cuts out."""
     read = 0
-    for user in users:
-        first = bool(user.operands) and user.operands[0] == parameter.name  # type: ignore[union-attr]
+    for user in inside.users.get(parameter.name, []):
+        first = user.operands[0] == parameter.name
         if user.opcode in _SLICES and first:
             read += sum(map(nbytes, user.shapes))
         elif user.opcode not in _NOTHING_READ and not (user.opcode == "dynamic-update-slice" and first):
-            return far
-        elif user.opcode == "bitcast":
-            return far
-    return min(read, far)
+            return size
+    return min(read, size)
 
 
 def _written(inside: Computation, fusion: Instruction) -> int:
@@ -148,60 +122,52 @@ _ARITHMETIC = frozenset(
     "log log-plus-one logistic maximum minimum multiply negate not or popcnt power remainder round-nearest-afz "
     "round-nearest-even rsqrt select sign sine sqrt subtract tan tanh xor".split()
 )
-_WINDOW = re.compile(r"(\w+)=(\S+)")
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["?([\d",]*)"?\]')
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ensions":\[|s=\{)([\d",]*)')  # of cuBLAS, and of a dot
 _STATED = re.compile(r'"flops":"?(\d+)')
 
 
-def product_flops(computation: Computation, instruction: Instruction) -> tuple[str, int] | None:
+def _product(computation: Computation, instruction: Instruction) -> tuple[str, int] | None:
     """(dtype of the operands, operations) of a matrix product or a convolution; None for anything else."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None
-    shapes = [computation.by_name[name].shapes[0] for name in instruction.operands if computation.by_name[name].shapes]
-    if not shapes or not instruction.shapes:
+    taken = [computation.by_name[name].shapes[0] for name in instruction.operands if computation.by_name[name].shapes]
+    if not taken or not instruction.shapes:
         return None
-    left, result = shapes[0], instruction.shapes[0]
-    if instruction.opcode == "dot":
-        return left[0], _dot(left, result, instruction.integers("lhs_contracting_dims"))
-    if instruction.opcode == "convolution":
-        return left[0], _convolution(instruction, left, shapes[1], result)
-    called = target(instruction)
-    if called.startswith("__cublas$"):
+    called = target(instruction) or instruction.opcode
+    left, right, result = taken[0], taken[-1] if len(taken) < 2 else taken[1], instruction.shapes[0]
+    if called == "dot" or called.startswith("__cublas$"):
         contracted = _CONTRACTED.search(instruction.attributes)
-        return left[0], _dot(
-            left, result, tuple(map(int, re.findall(r"\d+", contracted.group(1) if contracted else "")))
-        )
-    if called.startswith("__cudnn$conv") and len(shapes) > 1:
-        return left[0], _convolution(instruction, *_roles(called, left, shapes[1], result))
-    stated = _STATED.search(instruction.attributes)  # what the author of a kernel says of it
-    return (left[0], int(stated.group(1))) if stated else None
+        axes = map(int, re.findall(r"\d+", contracted.group(1) if contracted else ""))
+        flops = 2 * math.prod(result[1]) * math.prod(left[1][axis] for axis in axes)
+    elif called == "convolution" or called.startswith("__cudnn$conv"):
+        image, kernel, output = left, right, result
+        if "BackwardInput" in called:
+            image, output = result, left
+        elif "BackwardFilter" in called:
+            kernel, output = result, right
+        flops = _convolution(instruction, image, kernel, output)
+    elif stated := _STATED.search(instruction.attributes):  # what the author of a kernel says of it
+        flops = int(stated.group(1))
+    else:
+        return None
+    return left[0], flops
 
 
-def arithmetic_flops(computation: Computation, instruction: Instruction) -> int:
+def _arithmetic(computation: Computation, instruction: Instruction) -> int:
     """One for each element of what is computed element by element, and for each element that is added up."""
     if instruction.opcode in _ARITHMETIC:
-        dtype, dims = instruction.shapes[0]
-        return math.prod(dims)
+        return math.prod(instruction.shapes[0][1])
     if instruction.opcode == "reduce":
         taken, given = (math.prod(i.shapes[0][1]) for i in (computation.by_name[instruction.operands[0]], instruction))
         return max(0, taken - given)
     if instruction.opcode == "reduce-window":
-        size = dict(_WINDOW.findall((instruction.attribute("window") or "").strip("{}"))).get("size", "1")
+        size = _window(instruction).get("size", "1")
         return math.prod(instruction.shapes[0][1]) * (math.prod(map(int, size.split("x"))) - 1)
     return 0
 
 
-def _dot(left: Shape, result: Shape, contracted: Sequence[int]) -> int:
-    return 2 * math.prod(result[1]) * math.prod(left[1][axis] for axis in contracted)
-
-
-def _roles(called: str, left: Shape, right: Shape, result: Shape) -> tuple[Shape, Shape, Shape]:
-    """Input, kernel and output of the convolution whose gradient cuDNN computes."""
-    if "BackwardInput" in called:
-        return result, right, left
-    if "BackwardFilter" in called:
-        return left, result, right
-    return left, right, result
+def _window(instruction: Instruction) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", (instruction.attribute("window") or "").strip("{}")))
 
 
 def _convolution(instruction: Instruction, image: Shape, kernel: Shape, output: Shape) -> int:
@@ -213,20 +179,14 @@ def _convolution(instruction: Instruction, image: Shape, kernel: Shape, output: 
         dict(zip(text, dims, strict=True))
         for text, (_, dims) in zip(labels.groups(), (image, kernel, output), strict=True)
     )
-    window = dict(_WINDOW.findall((instruction.attribute("window") or "").strip("{}")))
-    spatial = sorted(key for key in outputs if key.isdigit())
-
-    def numbers(name: str, default: str) -> list[list[int]]:
-        text = window.get(name)
-        return [[int(n) for n in part.split("_")] for part in (text.split("x") if text else [default] * len(spatial))]
-
-    stride, pad, spread, gaps = (
-        numbers(*named) for named in (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
-    )
-    inside = [
-        _inside(inputs[key], kernels[key], outputs[key], stride[n][0], pad[n][0], spread[n][0], gaps[n][0])
-        for n, key in enumerate(spatial)
-    ]
+    window, inside = _window(instruction), []
+    for n, key in enumerate(sorted(key for key in outputs if key.isdigit())):
+        # of what a window pads before and behind, "1_2", what is before
+        stride, pad, spread, gap = (
+            int(window[name].split("x")[n].split("_")[0]) if name in window else default
+            for name, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+        )
+        inside.append(_inside(inputs[key], kernels[key], outputs[key], stride, pad, spread, gap))
     groups = int(instruction.attribute("batch_group_count") or 1)
     return 2 * inputs["b"] // groups * kernels["i"] * outputs["f"] * math.prod(inside)
 
@@ -241,8 +201,7 @@ def _inside(image: int, kernel: int, output: int, stride: int, pad: int, spread:
 _PASS_ON = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scalar:
+class _Scalar(NamedTuple):
     """An integer: a constant, or what an element of the loop's carry was when the iteration began, plus a constant."""
 
     constant: int
@@ -253,80 +212,59 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
     """The number of iterations; None where neither XLA's annotation nor a counter with constant ends tells it."""
     if loop.known_trips is not None:
         return loop.known_trips
-    called = dict(loop.called)
+    called = {role: module.computations[name] for role, name in loop.called}
     if "body" not in called or "condition" not in called:
         return None
-    condition, body = module.computations[called["condition"]], module.computations[called["body"]]
-    end = _comparison(module, condition)
-    carry = outer.by_name.get(loop.operands[0])
-    if end is None or carry is None or carry.opcode != "tuple" or body.root.opcode != "tuple":
+    condition, body, outside = (module.dissolved(c) for c in (called["condition"], called["body"], outer))
+    ends, carry = _comparison(condition), outside.by_name[outside.by_name[loop.name].operands[0]]
+    if ends is None or carry.opcode != "tuple" or body.root.opcode != "tuple":
         return None
-    counter, bound = end
 
-    def at_begin(element: int) -> _Scalar | None:
-        return _scalar(module, outer, carry.operands[element])
+    def first(x: _Scalar) -> int | None:
+        """In the first iteration."""
+        if x.element is None:
+            return x.constant
+        begin = _scalar(outside, carry.operands[x.element])
+        return None if begin is None or begin.element is not None else begin.constant + x.constant
 
-    def after_one(element: int) -> _Scalar | None:
-        return _scalar(module, body, body.root.operands[element])
+    def added(x: _Scalar) -> int | None:
+        """From one iteration to the next."""
+        if x.element is None:
+            return 0
+        after = _scalar(body, body.root.operands[x.element])
+        return after.constant if after is not None and after.element == x.element else None
 
-    begin, after = at_begin(counter.element or 0), after_one(counter.element or 0)
-    if bound.element is not None:  # a limit that is carried along, unchanged
-        if after_one(bound.element) != _Scalar(0, bound.element):
-            return None
-        limit = at_begin(bound.element)
-        bound = _Scalar(limit.constant + bound.constant) if limit and limit.element is None else None
-    if begin is None or after is None or bound is None or begin.element is not None:
+    counter, bound = ends
+    begin, end, by = first(counter), first(bound), added(counter)
+    if begin is None or end is None or by is None or by <= 0 or added(bound) != 0:
         return None
-    if after.element != counter.element or after.constant <= 0:
-        return None
-    return max(0, -(-(bound.constant - begin.constant - counter.constant) // after.constant))
+    return max(0, -(-(end - begin) // by))
 
 
-def _comparison(module: Module, condition: Computation) -> tuple[_Scalar, _Scalar] | None:
+def _comparison(condition: Computation) -> tuple[_Scalar, _Scalar] | None:
     """(counter, bound) of a condition `counter < bound`."""
-    computation, root, bind = condition, condition.root, None
-    if root.opcode == "fusion":
-        bind = _binder(module, condition, root, None)
-        computation = module.computations[root.called[0][1]]
-        root = computation.root
-    direction = root.attribute("direction")
-    if root.opcode != "compare" or direction not in ("LT", "GT", "LE", "GE"):
+    direction = condition.root.attribute("direction")
+    if condition.root.opcode != "compare" or direction not in ("LT", "GT", "LE", "GE"):
         return None
-    left, right = (_scalar(module, computation, name, bind) for name in root.operands)
+    left, right = (_scalar(condition, operand) for operand in condition.root.operands)
     if direction[0] == "G":
         left, right = right, left
     if left is None or right is None or left.element is None:
         return None
-    return left, dataclasses.replace(right, constant=right.constant + (direction[1] == "E"))
+    return left, right._replace(constant=right.constant + (direction[1] == "E"))
 
 
-_Bind = Callable[[int], "_Scalar | None"] | None
-
-
-def _binder(module: Module, outer: Computation, fusion: Instruction, bind: _Bind) -> _Bind:
-    """What a fusion's parameter is, by its number."""
-    return lambda number: _scalar(module, outer, fusion.operands[number], bind)
-
-
-def _scalar(module: Module, computation: Computation, name: str, bind: _Bind = None) -> _Scalar | None:
+def _scalar(flat: Computation, name: str) -> _Scalar | None:
     """What an integer is; None where it is no constant and no element of the carry plus a constant."""
-    instruction = computation.by_name[name]
-    opcode = instruction.opcode
-    if opcode == "constant":
-        return _Scalar(int(instruction.literal)) if instruction.literal.lstrip("-").isdigit() else None
-    if opcode == "parameter":
-        return bind(int(instruction.literal)) if bind else None
-    if opcode == "get-tuple-element":
-        if computation.by_name[instruction.operands[0]].opcode == "parameter":
-            return _Scalar(0, instruction.integers("index")[0])
-        return None
-    if opcode in _PASS_ON:
-        return _scalar(module, computation, instruction.operands[0], bind)
-    if opcode == "fusion":
-        inside = module.computations[instruction.called[0][1]]
-        return _scalar(module, inside, inside.root.name, _binder(module, computation, instruction, bind))
-    if opcode == "add":
-        a, b = (_scalar(module, computation, operand, bind) for operand in instruction.operands)
+    one = flat.by_name[name]
+    if one.opcode == "constant" and one.literal.lstrip("-").isdigit():
+        return _Scalar(int(one.literal))
+    if one.opcode == "get-tuple-element" and flat.by_name[one.operands[0]].opcode == "parameter":
+        return _Scalar(0, one.integers("index")[0])
+    if one.opcode in _PASS_ON:
+        return _scalar(flat, one.operands[0])
+    if one.opcode == "add":
+        a, b = (_scalar(flat, operand) for operand in one.operands)
         if a and b and (a.element is None or b.element is None):
             return _Scalar(a.constant + b.constant, b.element if a.element is None else a.element)
     return None

@@ -6,10 +6,10 @@ devices can be 100 KB long, nearly all of it groups of devices, so nothing is ta
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
-from collections.abc import Iterator
 
 _NAME = r"%?([^\s,(){}]+)"
 _INSTRUCTION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*?) ?([a-z][\w-]*)\(")
@@ -19,6 +19,7 @@ _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_c
                      r"|branch_computations)=(\{[^}]*\}|[^\s,]+)")  # fmt: skip
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'known_trip_count[^\d}]*"?n"?:"?(\d+)')
+_BRACKETS = {"(": re.compile(r"[()]"), "{": re.compile(r"[{}]")}
 _CALLERS = ("fusion", "while", "conditional", "call", "async-start", "custom-call", "map", "reduce", "sort")
 
 
@@ -28,9 +29,6 @@ class Instruction:
     def __init__(self, name: str, opcode: str, result: str, line: str, start: int, root: bool) -> None:
         self.name, self.opcode, self.root = name, opcode, root
         self._result, self._line, self._start = result, line, start
-
-    def __repr__(self) -> str:
-        return f"%{self.name} = {self._result} {self.opcode}"
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -45,15 +43,7 @@ class Instruction:
     @functools.cached_property
     def _end(self) -> int:
         """Where the operands end: the closing parenthesis that belongs to the opcode's."""
-        close = self._line.find(")", self._start)
-        if self._line.find("(", self._start, close) < 0:
-            return close
-        depth = 0
-        for match in re.compile(r"[()]").finditer(self._line, self._start - 1):
-            depth += 1 if match.group() == "(" else -1
-            if not depth:
-                return match.start()
-        return len(self._line)
+        return _closing(self._line, self._start - 1)
 
     @property
     def literal(self) -> str:
@@ -83,13 +73,8 @@ class Instruction:
             return None
         start += len(name) + 3
         if self._line.startswith("{", start):
-            depth = 0
-            for match in re.compile(r"[{}]").finditer(self._line, start):
-                depth += 1 if match.group() == "{" else -1
-                if not depth:
-                    return self._line[start : match.end()]
-        end = self._line.find(", ", start)
-        return self._line[start:] if end < 0 else self._line[start:end]
+            return self._line[start : _closing(self._line, start) + 1]
+        return self._line[start:].partition(", ")[0]
 
     def integers(self, name: str) -> tuple[int, ...]:
         """An attribute that is a list of numbers, `dimensions={0,1}`; empty where it has none of that name."""
@@ -98,12 +83,8 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """Where in the user's program it comes from, `jit(step)/…/dot_general`; empty where XLA lost it."""
-        found = _OP_NAME.search(self._line, self._metadata)
+        found = _OP_NAME.search(self._line, self._end)
         return found.group(1) if found else ""
-
-    @property
-    def _metadata(self) -> int:
-        return max(self._line.rfind(", metadata={", self._end), self._end)
 
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
@@ -120,41 +101,38 @@ class Instruction:
         return int(found.group(1)) if found else None
 
 
-class Computation:
+def _closing(line: str, start: int) -> int:
+    """Where the bracket at `start` is closed."""
+    depth = 0
+    for match in _BRACKETS[line[start]].finditer(line, start):
+        depth += 1 if match.group() == line[start] else -1
+        if not depth:
+            return match.start()
+    return len(line)
+
+
+class Computation(list[Instruction]):
     """Instructions in the order they were printed, which is the schedule's in a scheduled program."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.instructions: list[Instruction] = []
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return iter(self.instructions)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        return {instruction.name: instruction for instruction in self.instructions}
-
-    @functools.cached_property
-    def order(self) -> dict[str, int]:
-        """Where in the schedule each instruction stands."""
-        return {instruction.name: n for n, instruction in enumerate(self.instructions)}
+        return {instruction.name: instruction for instruction in self}
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that take each one's result."""
         users: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions:
+        for instruction in self:
             for name in dict.fromkeys(instruction.operands):
                 users.setdefault(name, []).append(instruction)
         return users
 
     @functools.cached_property
-    def parameters(self) -> dict[int, Instruction]:
-        return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
-
-    @functools.cached_property
     def root(self) -> Instruction:
-        return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
+        return next((i for i in reversed(self) if i.root), self[-1])
 
 
 class Module:
@@ -165,6 +143,39 @@ class Module:
         self.scheduled = "is_scheduled=true" in header
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.devices = math.prod(map(int, sizes))
+        self._dissolved: dict[str, Computation] = {}
+
+    def dissolved(self, computation: Computation) -> Computation:
+        """The computation without its fusions and tuples: every operand is what was computed.
+
+        A fusion's parameter is what is passed to it, its result is its root. What stood in it is called `fusion/name`.
+        """
+        if computation.name in self._dissolved:
+            return self._dissolved[computation.name]
+        flat: dict[str, Instruction] = {}
+        same: dict[str, str] = {}
+
+        def add(inside: Computation, prefix: str, passed: tuple[str, ...] | None) -> None:
+            for one in inside:
+                name, operands = prefix + one.name, tuple(same.get(prefix + x, prefix + x) for x in one.operands)
+                if one.opcode == "parameter" and passed is not None:
+                    same[name] = passed[int(one.literal)]
+                elif one.opcode in ("fusion", "async-start") and one.called:
+                    called = self.computations[one.called[0][1]]
+                    add(called, f"{name}/", operands)
+                    root = f"{name}/{called.root.name}"
+                    same[name] = same.get(root, root)
+                elif one.opcode == "get-tuple-element" and flat[operands[0]].opcode == "tuple":
+                    same[name] = flat[operands[0]].operands[one.integers("index")[0]]
+                else:
+                    flat[name] = copy.copy(one)
+                    flat[name].name, flat[name].operands = name, operands
+
+        add(computation, "", None)
+        found = self._dissolved[computation.name] = Computation(computation.name)
+        found.extend(flat.values())
+        found.root = flat[same.get(computation.root.name, computation.root.name)]
+        return found
 
 
 def parse(text: str) -> Module:
@@ -177,7 +188,7 @@ def parse(text: str) -> Module:
     for line in text.splitlines():
         if current is not None and (match := _INSTRUCTION.match(line)):
             root, name, result, opcode = match.groups()
-            current.instructions.append(Instruction(name, opcode, result, line, match.end(), bool(root)))
+            current.append(Instruction(name, opcode, result, line, match.end(), bool(root)))
         elif line.startswith("}"):
             current = None
         elif line.startswith("HloModule"):
@@ -193,7 +204,6 @@ def parse(text: str) -> Module:
 
 Shape = tuple[str, tuple[int, ...]]  # dtype and dimensions, as XLA names them: ("f32", (8, 128))
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ?]*)\](\{[^}]*\})?")
-_NO_BITS = ("token", "opaque")
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
@@ -209,24 +219,13 @@ def near(text: str) -> tuple[bool, ...]:
 def nbytes(shape: Shape) -> int:
     """Bytes of an array: types of less than a byte are packed, and what a layout pads is not counted."""
     dtype, dims = shape
-    return (math.prod(dims) * _bits(dtype) + 7) // 8
-
-
-def _bits(dtype: str) -> int:
     digits = re.search(r"\d+", dtype)  # f8e4m3fn has 8
-    if digits is None:
-        return 0 if dtype in _NO_BITS else 8  # pred
-    return int(digits.group())
+    bits = int(digits.group()) if digits else 0 if dtype in ("token", "opaque") else 8  # pred
+    return (math.prod(dims) * bits + 7) // 8
 
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+KINDS = tuple(
+    "all-reduce reduce-scatter all-gather all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier add-dependency domain "
@@ -237,14 +236,9 @@ MOVES = frozenset(
     "reverse bitcast-convert".split()
 )
 _COMMUNICATE = frozenset([*KINDS, "send", "recv", "infeed", "outfeed"])
-_MARKS = (  # custom calls that only tell TPU's compiler something
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "AsyncCollectiveDone",
-    "AsyncCollectiveStart",
-    "ConcatBitcast",
-    "GatherScatterIndicesBitpacked",
-    "Sharding",
+_MARKS = frozenset(  # custom calls that only tell TPU's compiler something
+    "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
+    "GatherScatterIndicesBitpacked Sharding".split()
 )
 CONTROL = ("while", "call", "conditional", "async-start")  # they run other computations
 
@@ -263,12 +257,6 @@ def is_work(module: Module, computation: Computation, instruction: Instruction) 
     if opcode == "custom-call":
         return target(instruction) not in _MARKS
     return not _scalars(computation, instruction)
-
-
-def work(module: Module, computation: Computation) -> tuple[list[int], list[str]]:
-    """Where in the schedule something is computed, in rising order, and the names."""
-    places = [n for n, i in enumerate(computation) if is_work(module, computation, i)]
-    return places, [computation.instructions[n].name for n in places]
 
 
 def target(instruction: Instruction) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from .._core.devices import Device
 from .._explain.collectives import Collective, of_computation
-from .._explain.cost import Cost, cost, trips
+from .._explain.cost import cost, trips
 from .._explain.hlo import CONTROL, Computation, Instruction, Module
-from .._topology.chips import CHIPS, Chip, Protocol
+from .._topology.chips import CHIPS, Chip, Protocol, chip_of
 
 SOURCES = (
     'one ring or tree: Chan et al., "Collective communication: theory, practice, and experience" (2007); bytes by '
@@ -52,8 +52,7 @@ class Network:
     def of(cls, devices: Sequence[Device]) -> Network:
         """That of described devices, or of real ones of a kind that is known."""
         kind = devices[0].device_kind
-        chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
-        if chip is None:
+        if (chip := chip_of(kind)) is None:
             known = ", ".join(chip.device_kind for chip in CHIPS.values())
             raise ValueError(f"jdp.plan: a device is a {kind!r}; its figures are not known here. Plan for {known}.")
         if chip.kind == "gpu":
@@ -89,15 +88,14 @@ class Network:
     def _torus(self, kind: str, size: float, group: int, protocol: Protocol) -> float:
         """TPUs: all axes at once; a ring has both directions of its links, a line one that every byte must pass."""
         whole = group == math.prod(self.shape)
-        sides = [side for side in self.shape if side > 1] if whole else [group]
-        rings = [whole and self._is_ring(side) for side in sides]
-        hops = sum(side // 2 if ring else side - 1 for side, ring in zip(sides, rings, strict=True)) * protocol.hop
+        # (length, links that its bytes go out by) of each axis
+        axes = [(side, 1 + self._is_ring(side)) for side in self.shape if side > 1] if whole else [(group, 1)]
+        hops = sum(side // 2 if links == 2 else side - 1 for side, links in axes) * protocol.hop
         if kind in _ALL_TO_ALL:  # half of each device's bytes cross the middle of the longest axis
-            across = max(side / (2 if ring else 1) for side, ring in zip(sides, rings, strict=True))
-            return size / 4 * across / self.chip.link + hops
+            return size / 4 * max(side / links for side, links in axes) / self.chip.link + hops
         if kind == "collective-permute":
             return size / self.chip.link + hops
-        bandwidth = sum(self.chip.link * (2 if ring else 1) for ring in rings)
+        bandwidth = self.chip.link * sum(links for _, links in axes)
         if kind in _TIMES:
             return _TIMES[kind] * ((group - 1) / group * size / bandwidth + hops)
         return size / bandwidth + hops
@@ -109,16 +107,29 @@ class Network:
         return side == self.chip.domain[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Schedule:
-    """Seconds, all estimated."""
+    """Seconds of a program that has come so far, all estimated."""
 
-    seconds: float
-    """From begin to end."""
-    compute_seconds: float
-    collective_seconds: float
-    exposed_seconds: float
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    collective_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     """In which nothing is computed, because a collective is waited for."""
+    link: float = 0.0
+    """When the collectives begun so far will be through."""
+
+    def wait(self, until: float) -> None:
+        self.exposed_seconds += max(0.0, until - self.seconds)
+        self.seconds = max(self.seconds, until)
+
+    def again(self, before: Schedule, n: int) -> None:
+        """Adds what has passed since `before` n times more."""
+        if self.link > before.link:
+            self.link += n * (self.seconds - before.seconds)
+        for name in ("seconds", "compute_seconds", "collective_seconds", "exposed_seconds"):
+            here, there = getattr(self, name), getattr(before, name)
+            setattr(self, name, here + n * (here - there))
 
 
 def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> Schedule:
@@ -128,95 +139,41 @@ def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collec
     Collectives run beside them, one after the other, from where they are begun; where the program waits for one,
     computing waits too. A loop takes its number of iterations times the first one; of branches the longest counts.
     """
-    return _Walk(module, chip, seconds_of_collective).run()
 
-
-@dataclasses.dataclass
-class _Clock:
-    now: float = 0.0
-    link: float = 0.0
-    """When the collectives begun so far will be through."""
-    compute: float = 0.0
-    collective: float = 0.0
-    exposed: float = 0.0
-
-    def wait(self, until: float) -> None:
-        self.exposed += max(0.0, until - self.now)
-        self.now = max(self.now, until)
-
-    def again(self, before: _Clock, n: int) -> None:
-        """Adds what has passed since `before` n times more."""
-        if self.link > before.link:
-            self.link += n * (self.now - before.now)
-        for name in ("now", "compute", "collective", "exposed"):
-            here, there = getattr(self, name), getattr(before, name)
-            setattr(self, name, here + n * (here - there))
-
-
-class _Walk:
-    def __init__(self, module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> None:
-        self.module, self.chip, self.seconds_of_collective = module, chip, seconds_of_collective
-        self.clock = _Clock()
-        self.known: dict[str, list[Collective]] = {}
-
-    def run(self) -> Schedule:
-        self.computation(self.module.entry)
-        clock = self.clock
-        return Schedule(clock.now, clock.compute, clock.collective, clock.exposed)
-
-    def computation(self, computation: Computation) -> None:
-        begins, ends = {}, {}
-        for one in self.collectives(computation):
-            begins.setdefault(one.name, []).append(one)
+    def run(computation: Computation, clock: Schedule) -> Schedule:
+        begins, ends = of_computation(module, computation), {}
         for instruction in computation:
-            if instruction.name in ends:
-                self.clock.wait(ends[instruction.name])
-            if instruction.name in begins:
-                for one in begins[instruction.name]:
-                    ends[one.done] = max(self.begin(one), ends.get(one.done, 0.0))
-                if instruction.name in ends:  # synchronous
-                    self.clock.wait(ends[instruction.name])
-            elif instruction.name not in ends or instruction.root:
-                self.instruction(computation, instruction)
+            name = instruction.name
+            if name in ends:
+                clock.wait(ends[name])
+            for one in begins.get(name, []):
+                seconds = seconds_of_collective(one)
+                clock.link = max(clock.seconds, clock.link) + seconds
+                clock.collective_seconds += seconds
+                ends[one.done] = max(clock.link, ends.get(one.done, 0.0))
+            if name in begins and name in ends:  # synchronous
+                clock.wait(ends[name])
+            elif name not in begins and (name not in ends or instruction.root):
+                clock = step(computation, instruction, clock)
+        return clock
 
-    def collectives(self, computation: Computation) -> Iterable[Collective]:
-        if computation.name not in self.known:
-            self.known[computation.name] = of_computation(self.module, computation)
-        return self.known[computation.name]
+    def step(computation: Computation, instruction: Instruction, clock: Schedule) -> Schedule:
+        opcode, before = instruction.opcode, dataclasses.replace(clock)
+        if opcode not in CONTROL:
+            work = cost(module, computation, instruction)
+            products = sum(flops / chip.flops(dtype) for dtype, flops in work.products.items())
+            seconds = max(products, work.bytes / chip.bytes_per_second)
+            clock.seconds += seconds
+            clock.compute_seconds += seconds
+            return clock
+        inside = [module.computations[name] for _, name in instruction.called]
+        if opcode == "conditional":
+            clocks = [run(branch, dataclasses.replace(before)) for branch in inside]
+            return max(clocks, key=lambda clock: clock.seconds, default=clock)
+        for called in inside:
+            clock = run(called, clock)
+        if opcode == "while":
+            clock.again(before, (trips(module, computation, instruction) or 1) - 1)
+        return clock
 
-    def begin(self, one: Collective) -> float:
-        """When a collective that is begun now will be through."""
-        clock, seconds = self.clock, self.seconds_of_collective(one)
-        clock.link = max(clock.now, clock.link) + seconds
-        clock.collective += seconds
-        return clock.link
-
-    def instruction(self, computation: Computation, instruction: Instruction) -> None:
-        calls = instruction.called if instruction.opcode in CONTROL else ()
-        inside = [self.module.computations[name] for _, name in calls]
-        if instruction.opcode == "while":
-            before = dataclasses.replace(self.clock)
-            for called in inside:
-                self.computation(called)
-            self.clock.again(before, (trips(self.module, computation, instruction) or 1) - 1)
-        elif instruction.opcode == "conditional":
-            self.longest(inside)
-        elif instruction.opcode in ("call", "async-start"):
-            for called in inside:
-                self.computation(called)
-        else:
-            seconds = self.seconds(cost(self.module, computation, instruction))
-            self.clock.now += seconds
-            self.clock.compute += seconds
-
-    def longest(self, branches: list[Computation]) -> None:
-        before, clocks = self.clock, []
-        for branch in branches:
-            self.clock = dataclasses.replace(before)
-            self.computation(branch)
-            clocks.append(self.clock)
-        self.clock = max(clocks, key=lambda clock: clock.now, default=before)
-
-    def seconds(self, work: Cost) -> float:
-        products = sum(flops / self.chip.flops(dtype) for dtype, flops in work.products.items())
-        return max(products, work.bytes / self.chip.bytes_per_second)
+    return run(module.entry, Schedule())
