@@ -57,11 +57,17 @@ class _Console(rich.console.Console):
         raise  # a reader that has seen enough: the caller's to judge, where rich ends the process
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def scaled(amount: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
+    """The amount in the largest of the units that it reaches, or in the last."""
+    size, unit = next((one for one in units if amount >= one[0]), units[-1])
+    return f"{amount / size:.{digits}g} {unit}"
+
+
+def _wrapped(text: str, width: int, hang: int = 0) -> list[str]:
     pieces = []
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
-        further = " " * (indent + 2 if indent else 0)
+        further = " " * (indent + 2 if indent else hang)
         # never inside a word: flags and commands are there to be copied
         pieces += textwrap.wrap(
             line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
@@ -69,19 +75,20 @@ def _wrapped(text: str, width: int) -> list[str]:
     return pieces
 
 
-def _widths(table: Table) -> list[int]:
-    return [max(len(row[i]) for row in (table.head, *table.rows)) for i in range(len(table.head))]
-
-
 def _wide(table: Table, gap: int) -> int:
     return sum(_widths(table)) + gap * (len(table.head) - 1)
+
+
+def _widths(table: Table) -> list[int]:
+    return [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
 
 
 def _aligned(table: Table, width: int) -> list[str]:
     rows, widths = [row for row in (table.head, *table.rows) if any(row)], _widths(table)
     if _wide(table, 2) <= width:
         return ["  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
-    if len(table.head) > 2:  # too narrow for columns: a line for each cell
-        return [f"{h}: {cell}" for row in table.rows for h, cell in zip(table.head, row, strict=True) if cell]
+    if len(table.head) > 2:  # too narrow for columns: a sentence for each row
+        told = (", ".join(f"{h}: {x}" for h, x in zip(table.head, row, strict=True) if x) for row in table.rows)
+        return [part for row in told for part in _wrapped(row, width, 2)]
     wrapped = [(name, _wrapped(text, width - widths[0] - 2)) for name, text in rows]
     return [f"{name if i == 0 else '':{widths[0]}}  {part}" for name, parts in wrapped for i, part in enumerate(parts)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._core.devices import are_described, make_mesh, own_mesh
@@ -21,50 +20,42 @@ from .._train.program import Program, jit_of_state
 from .._train.state import TrainState
 
 
-class Call(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class Call:
     """A call of a program, with shapes in the place of arrays: what is lowered, and what its operands are."""
 
-    def __init__(self, label: str, mesh: Mesh, roles: dict[str, Tree], batch: tuple[Scattered, ...]) -> None:
-        self.label, self.mesh, self.roles, self.batch = label, mesh, roles, batch
-        self.compilations: int | None = 0
-        self.compiler_options: dict[str, Any] = {}
+    label: str
+    mesh: Mesh
+    roles: dict[str, Tree]
+    batch: tuple[Scattered, ...]
+    differentiated: Tree
+    """The parameters whose gradients it reduces, if it does."""
+    compilations: int | None
+    trace: Callable[[], Any]
+    """`jax.jit(...).trace` of the program."""
+    alone: Callable[[], Call]
+    """The same call on the primary device alone, with the whole batch."""
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def compile(self, traced: Any) -> Any:
         """The traced program, compiled as for a call."""
         # Where there is no GPU to try them on, XLA's own kernels for products have tiles for small ones only, and it
         # refuses the large; the library's, which it then plans with, take all.
-        absent = {"xla_gpu_enable_triton_gemm": False} if self._is_absent_gpu else {}
-        return traced.lower().compile(compiler_options={**absent, **self.compiler_options} or None)
-
-    @property
-    def _is_absent_gpu(self) -> bool:
-        return are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
-
-    @property
-    def differentiated(self) -> Tree:
-        """The parameters whose gradients it reduces, if it does."""
-        return self.roles["parameters"]
-
-    @abc.abstractmethod
-    def trace(self) -> Any:
-        """`jax.jit(...).trace` of the program."""
-
-    @abc.abstractmethod
-    def alone(self) -> Call:
-        """The same call on the primary device alone, with the whole batch."""
+        absent = are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
+        options = {"xla_gpu_enable_triton_gemm": False} if absent else {}
+        return traced.lower().compile(compiler_options=options | self.compiler_options or None)
 
 
 class Captured(BaseException):
     """No error: carries the call out of the functions that were about to run it."""
 
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self.call = call
-
 
 def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The first call of a program of jdp's that `fn(*args, **kwargs)` comes to; None where it comes to none."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    from flax import nnx
+
+    # An NNX module is one object for jdp, though JAX sees a tree.
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
     at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
     def run(arrays: list[Any]) -> None:
@@ -74,97 +65,104 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = jax.tree.unflatten(treedef, filled)
         fn(*args, **kwargs)
 
+    def take(program: Any, *operands: Any) -> None:
+        call: Any = step_call if isinstance(program, Program) else replicas_call
+        raise Captured(call(program, *operands))
+
     try:
-        with intercept(_take, shapes=True):
+        with intercept(take, shapes=True):
             jax.eval_shape(run, [leaves[i] for i in at])
     except Captured as found:
-        return found.call
+        return found.args[0]
     return None
 
 
-def _take(program: Any, *operands: Any) -> None:
-    raise Captured(StepCall(program, *operands) if isinstance(program, Program) else ReplicasCall(program, *operands))
-
-
-def _is_node(x: Any) -> bool:
-    """What is one object for jdp, though JAX sees a tree: NNX modules."""
-    from flax import nnx
-
-    return isinstance(x, nnx.Pytree)
-
-
-def shapes_in(tree: Tree, where: Any) -> Tree:
-    """The tree with a `jax.ShapeDtypeStruct` for each array, which lies `where` (a sharding, or a tree of them)."""
-    if isinstance(where, jax.sharding.Sharding):
-        return jax.tree.map(lambda x: shape_of(x, where), tree)
-    return jax.tree.map(shape_of, tree, where)
-
-
-def shape_of(x: Any, where: Any) -> Any:
-    if not isinstance(x, Tracer) and not hasattr(x, "dtype"):
+def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
+    """A `jax.ShapeDtypeStruct` that lies `where`, in the place of an array; in that of each in a `Scattered`."""
+    if is_scattered(x):
+        return Scattered(list(map(shape_of, x._arrays, x._layout.shardings)), x._layout)
+    if not hasattr(x, "dtype"):
         return x  # a number, which is part of the call
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=getattr(x, "weak_type", False))
 
 
-def shapes_of_scattered(s: Scattered) -> Scattered:
-    return Scattered([shape_of(x, where) for x, where in zip(s._arrays, s._layout.shardings, strict=True)], s._layout)
+def spread(s: Scattered, mesh: Mesh, rows: int | None = None) -> Scattered:
+    """The shapes of what is scattered, as if it were so over these devices: `rows` on each, or all on the only one."""
+    layout = s._layout
 
+    def sizes(old: tuple[int, ...]) -> tuple[int, ...]:
+        return (sum(old),) if rows is None else (rows,) * mesh.size
 
-def on_one_device(s: Scattered) -> Scattered:
-    """The shapes of what is scattered, on the primary device alone: as if nobody had cut it."""
-    layout, mesh = s._layout, alone(s._layout.mesh)
-    rows = (sum(layout.sizes),) if layout.is_cut else layout.sizes
-    leaves = tuple(Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x for x in layout.leaves)
-    return shapes_cut_so(s, Layout(layout.treedef, leaves, rows, mesh, layout.dim))
-
-
-def shapes_cut_so(s: Scattered, to: Layout) -> Scattered:
-    """The shapes of what is scattered, if it were cut as in this layout."""
+    leaves = tuple(Cut(x.axis, sizes(x.sizes)) if isinstance(x, Cut) else x for x in layout.leaves)
+    to = Layout(layout.treedef, leaves, sizes(layout.sizes) if layout.is_cut else (1,), mesh, layout.dim)
     arrays = []
     for x, leaf, where in zip(s._arrays, to.arrays, to.shardings, strict=True):
         shape = list(x.shape)
         if isinstance(leaf, Cut):
-            shape[leaf.axis] = leaf.padded * to.mesh.size
+            shape[leaf.axis] = leaf.padded * mesh.size
         elif isinstance(leaf, Stack):
-            shape[0] = to.mesh.size
+            shape[0] = mesh.size
         arrays.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=where))
     return Scattered(arrays, to)
 
 
-def alone(mesh: Mesh) -> Mesh:
+def _primary(mesh: Mesh) -> Mesh:
     return make_mesh((own_mesh(mesh).devices.flat[0],), mesh.axis_names[0])
 
 
-class ReplicasCall(Call):
-    """A call of a `Compiled`: `program(replicas, inputs, kwargs)`."""
+def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Call:
+    """That of `program(replicas, inputs, kwargs)`."""
+    mesh = inputs._layout.mesh
+    where = replicated(mesh)
+    operands = jax.tree.map(lambda x: shape_of(x, where), (replicas, inputs, kwargs), is_leaf=is_scattered)
+    replicas, *rest = operands
 
-    def __init__(self, program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> None:
-        self._program, self._mesh = program, inputs._layout.mesh
-        place = replicated(self._mesh)
-        self._replicas = jax.tree.map(
-            lambda x: shapes_of_scattered(x) if is_scattered(x) else shape_of(x, place), replicas, is_leaf=is_scattered
+    def alone() -> Call:
+        one = _primary(mesh)
+        return replicas_call(
+            program, *jax.tree.map(lambda x: spread(x, one) if is_scattered(x) else x, operands, is_leaf=is_scattered)
         )
-        self._inputs = tuple(None if s is None else shapes_of_scattered(s) for s in (inputs, kwargs))
-        batch = tuple(s for s in self._inputs if s is not None)
-        super().__init__(program.__name__, self._mesh, {"parameters": self._replicas, "batch": batch}, batch)
-        self.compilations = compilations(_jitted_of(program.programs))
 
-    @property
-    def differentiated(self) -> Tree:
+    batch = tuple(s for s in rest if s is not None)
+    return Call(
+        label=program.__name__,
+        mesh=mesh,
+        roles={"parameters": replicas, "batch": batch},
+        batch=batch,
         # Of value_and_grad: what stands before what is only held. Of others nothing is looked for.
-        return self._replicas[0] if isinstance(self._replicas, tuple) and self._replicas else self._replicas
+        differentiated=replicas[0] if isinstance(replicas, tuple) and replicas else replicas,
+        compilations=compilations(_jitted_of(program.programs)),
+        trace=lambda: program.jitted(*rest).trace(*operands),
+        alone=alone,
+    )
 
-    def trace(self) -> Any:
-        return self._program.jitted(*self._inputs).trace(self._replicas, *self._inputs)
 
-    def alone(self) -> Call:
-        one = replicated(alone(self._mesh))
-        replicas = jax.tree.map(
-            lambda x: on_one_device(x) if is_scattered(x) else shape_of(x, one), self._replicas, is_leaf=is_scattered
-        )
-        inputs, kwargs = (None if s is None else on_one_device(s) for s in self._inputs)
-        assert inputs is not None
-        return ReplicasCall(self._program, replicas, inputs, kwargs)
+def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
+    """That of a step's `program(state, batch)`."""
+    mesh, where = program.config.mesh, program.shardings(state)
+    shapes = jax.tree.map(lambda to, part: jax.tree.map(lambda x: shape_of(x, to), part), where, state)
+    scattered = shape_of(batch, None)
+
+    def alone() -> Call:
+        one = _primary(mesh)
+        return step_call(program.on(one), shapes, spread(scattered, one))
+
+    return Call(
+        label=f"train_step of {program.label}",
+        mesh=mesh,
+        roles={
+            "parameters": shapes.params,
+            "optimizer": shapes.opt_state,
+            "state": (shapes.step, shapes.state, shapes.key),
+            "batch": scattered,
+        },
+        batch=(scattered,),
+        differentiated=shapes.params,
+        compilations=compilations(_jitted_of(program.compiled)),
+        trace=lambda: jit_of_state(program, shapes, batch._layout, {}).trace(shapes, scattered._arrays),
+        alone=alone,
+        compiler_options=program.compiler_options(state),
+    )
 
 
 def _jitted_of(programs: Any) -> list[Any]:
@@ -185,31 +183,3 @@ def unused_donations(found: list[str]) -> Iterator[None]:
             found.append(text.splitlines()[0].partition(": ")[2].rstrip("."))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-class StepCall(Call):
-    """A call of a step's program: `program(state, batch)`."""
-
-    def __init__(self, program: Program, state: TrainState, batch: Scattered) -> None:
-        where = program.shardings(state)
-        parts = {name: getattr(state, name) for name in ("step", "params", "opt_state", "state", "key")}
-        self._program = program
-        self._state = TrainState(**{name: shapes_in(part, getattr(where, name)) for name, part in parts.items()})
-        shapes = self._state
-        scattered = shapes_of_scattered(batch)
-        roles = {
-            "parameters": shapes.params,
-            "optimizer": shapes.opt_state,
-            "state": (shapes.step, shapes.state, shapes.key),
-            "batch": scattered,
-        }
-        super().__init__(f"train_step of {program.label}", program.config.mesh, roles, (scattered,))
-        self.compiler_options = program.compiler_options(state)
-        self.compilations = compilations(_jitted_of(program.compiled))
-
-    def trace(self) -> Any:
-        (batch,) = self.batch
-        return jit_of_state(self._program, self._state, batch._layout, {}).trace(self._state, batch._arrays)
-
-    def alone(self) -> Call:
-        return StepCall(self._program.on(alone(self.mesh)), self._state, on_one_device(self.batch[0]))

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._core.devices import memory_bytes
 from .._core.layout import Tree, Whole
 from .._core.outputs import path_name
 from .._jax.jaxprs import constants
-from .._topology.chips import CHIPS
+from .._topology.chips import chip_of
 from .calls import Call, capture, unused_donations
 from .collectives import Collective, carried, collectives
 from .cost import totals
-from .hlo import parse
+from .hlo import Module, parse
 from .report import Report, Work
-
-VERB = "explain"
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
@@ -59,14 +56,25 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     looks at what has run.
     """
     if not callable(fn):
-        raise TypeError(f"jdp.{VERB}: fn is a {type(fn).__name__}; it is called. Pass dp.apply, or a step.")
-    call = captured(fn, args, kwargs)
-    start = time.perf_counter()
+        raise TypeError(f"jdp.explain: fn is a {type(fn).__name__}; it is called. Pass dp.apply, or a step.")
+    name = getattr(fn, "__name__", type(fn).__name__)
     donations: list[str] = []
-    with unused_donations(donations):
-        with _values_are_named(fn):
+    try:
+        call = capture(fn, args, kwargs)
+        if call is None:
+            raise TypeError(
+                f"jdp.explain: {name} comes to no program of jdp's; it explains what jdp compiles. Pass dp.apply, a "
+                f"step, or a function that calls one."
+            )
+        start = time.perf_counter()
+        with unused_donations(donations):
             traced = call.trace()
-        compiled = _compiled(call, traced)
+            compiled = _compiled(call, traced)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        raise ValueError(
+            f"jdp.explain: {name} needs the values of its arguments, and they are only shapes here "
+            f"({str(error).splitlines()[0]}). Let Python look at shapes alone, as under jax.jit."
+        ) from error
     return _report(call, traced.jaxpr, compiled, time.perf_counter() - start, tuple(donations))
 
 
@@ -74,23 +82,20 @@ def _compiled(call: Call, traced: Any) -> Any:
     try:
         return call.compile(traced)
     except jax.errors.JaxRuntimeError as error:
-        kind, rows = call.mesh.devices.flat[0].device_kind, max(call.batch[0].sizes)
-        full = "RESOURCE_EXHAUSTED" in str(error)
-        raise RuntimeError(
-            f"jdp.{VERB}: {call.label} with {rows} rows on each {kind} does not compile: {str(error).splitlines()[0]}; "
-            + (
+        what = f"{call.label} with {max(call.batch[0].sizes)} rows on each {call.mesh.devices.flat[0].device_kind}"
+        advice = "the compiler for it says why. Change what it names."
+        if "RESOURCE_EXHAUSTED" in str(error):
+            advice = (
                 "arguments, results and temporaries share its memory. Pass fewer rows, or make the step with "
                 "accumulate_steps or shard_optimizer=True."
-                if full
-                else "the compiler for it says why. Change what it names."
             )
-        ) from error
+        raise RuntimeError(f"jdp.explain: {what} does not compile: {str(error).splitlines()[0]}; {advice}") from error
 
 
 def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
     module = parse(hlo)
-    sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
+    sizes = {role: _bytes_on_each(tree) for role, tree in call.roles.items()}
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         label=call.label,
@@ -109,51 +114,25 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         peak_bytes=memory.argument_size_in_bytes + output + memory.temp_size_in_bytes,
         memory_bytes=_memory_of(device),
         collectives=_collectives_of(call, module),
-        unscattered=tuple(unscattered(call, jaxpr)),
+        unscattered=unscattered(call, jaxpr),
         unused_donations=donations,
         compilations=call.compilations,
         compile_seconds=seconds,
         hlo=hlo,
-        _call=call,
+        _alone=functools.partial(work_alone, call),
     )
 
 
-def _collectives_of(call: Call, module: Any) -> tuple[Collective, ...]:
-    leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in _leaves(call.differentiated)}
-    return tuple(
-        dataclasses.replace(c, parameters=tuple(map(_short, carried(c, leaves))))
-        for c in collectives(module)
-    )
+def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
+    found = jax.tree_util.tree_leaves_with_path(call.differentiated)
+    leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in found if hasattr(x, "dtype")}
+    return tuple(dataclasses.replace(c, parameters=tuple(map(_short, carried(c, leaves)))) for c in collectives(module))
 
 
 def _memory_of(device: Any) -> int | None:
     """What programs can have of the device's memory: its own word, or for a described one the data sheet's."""
-    chip = next((chip for chip in CHIPS.values() if chip.device_kind == device.device_kind), None)
+    chip = chip_of(device.device_kind)
     return memory_bytes(device) or (chip and int(chip.memory_bytes * chip.memory_share))
-
-
-def captured(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call of the program that `fn(*args, **kwargs)` would run."""
-    with _values_are_named(fn):
-        call = capture(fn, args, kwargs)
-    if call is None:
-        raise TypeError(
-            f"jdp.{VERB}: {_name_of(fn)} comes to no program of jdp's; it explains what jdp compiles. Pass dp.apply, "
-            f"a step, or a function that calls one."
-        )
-    return call
-
-
-@contextlib.contextmanager
-def _values_are_named(fn: Any) -> Iterator[None]:
-    """JAX's errors for Python that looks at values, with what to do."""
-    try:
-        yield
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        raise ValueError(
-            f"jdp.{VERB}: {_name_of(fn)} needs the values of its arguments, and they are only shapes here "
-            f"({str(error).splitlines()[0]}). Let Python look at shapes alone, as under jax.jit."
-        ) from error
 
 
 def work_alone(call: Call) -> Work | None:
@@ -163,10 +142,10 @@ def work_alone(call: Call) -> Work | None:
         compiled = alone.compile(alone.trace())
     except jax.errors.JaxRuntimeError:  # more than one device holds
         return None
-    return _work(compiled, None)
+    return _work(compiled)
 
 
-def _work(compiled: Any, module: Any) -> Work:
+def _work(compiled: Any, module: Module | None = None) -> Work:
     cost = compiled.cost_analysis()
     if cost and cost.get("flops", 0) > 0:
         return Work(cost["flops"], cost.get("bytes accessed", 0.0), "compiled")
@@ -175,20 +154,11 @@ def _work(compiled: Any, module: Any) -> Work:
     return Work(total.flops, total.bytes, "estimated")
 
 
-def bytes_on_each(tree: Tree) -> int:
+def _bytes_on_each(tree: Tree) -> int:
     """Bytes of the arrays of a tree that lie on one device."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
-
-
-def _bytes(x: Any) -> int:
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    item = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), x.dtype)) if key else None
-    return math.prod(shape) * (x.dtype.itemsize if item is None else item.size * item.dtype.itemsize)
-
-
-def _leaves(tree: Tree) -> list[tuple[Any, Any]]:
-    return [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if hasattr(x, "dtype")]
+    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    shapes = (x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in arrays)
+    return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(arrays, shapes, strict=True))
 
 
 def _short(name: str) -> str:
@@ -196,15 +166,11 @@ def _short(name: str) -> str:
     return re.sub(r"^(\d+\.)+", "", name).removesuffix(".value")
 
 
-def _name_of(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def unscattered(call: Call, jaxpr: Any) -> list[str]:
+def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
     """Names of arguments and of constants that have as many rows as the batch, with their shapes."""
     rows = sum(call.batch[0].sizes)
     if rows < 2 or call.mesh.size == 1 or not any(s._layout.is_cut for s in call.batch):
-        return []
+        return ()
     found = []
     for scattered in call.batch:
         layout = scattered._layout
@@ -215,4 +181,4 @@ def unscattered(call: Call, jaxpr: Any) -> list[str]:
     for x in constants(jaxpr):
         if getattr(x, "ndim", 0) and x.shape[0] == rows:
             found.append(f"a constant that the function closes over: {x.dtype}{list(x.shape)}")
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from .._tables import Block, Table, Text, Title, show_blocks
+from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .collectives import Collective
 
 
@@ -62,7 +61,7 @@ class Report:
     compile_seconds: float
     hlo: str = dataclasses.field(repr=False)
     """The optimized program."""
-    _call: Any = dataclasses.field(repr=False)
+    _alone: Callable[[], Work | None] = dataclasses.field(repr=False)
 
     @property
     def flops(self) -> float:
@@ -94,9 +93,7 @@ class Report:
     @functools.cached_property
     def one_device(self) -> Work | None:
         """The work of the primary device alone with the whole batch; compiled at first use, None where that fails."""
-        from .explain import work_alone
-
-        return self.work if self.devices == 1 else work_alone(self._call)
+        return self.work if self.devices == 1 else self._alone()
 
     def __repr__(self) -> str:
         where = f"{self.devices} x {self.device_kind}"
@@ -132,7 +129,8 @@ _MANY = 24  # collectives
 
 def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
     alone = r.one_device  # with all rows
-    yield "flops", _count(r.flops), _share(r.flops, alone and alone.flops), r.work.source
+    operations = scaled(r.flops, ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop"), (1, "flop")))
+    yield "flops", operations, _share(r.flops, alone and alone.flops), r.work.source
     yield "bytes read and written", _bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
     for name, size in (
         ("parameters", r.parameter_bytes),
@@ -156,7 +154,7 @@ def _share(amount: float, alone: float | None) -> str:
     return f"{amount / alone:.3f}" if alone else "too large"
 
 
-def _collective(c: Any) -> tuple[str, str, str, str, str, str]:
+def _collective(c: Collective) -> tuple[str, str, str, str, str, str]:
     where = f"loop, {c.runs or '?'}" if c.in_loop else "once"
     flight = "yes" if c.in_flight else "no" if c.asynchronous else "waits"
     return c.kind, c.dtype, _bytes(c.bytes), where, flight, _few(c.parameters)
@@ -190,15 +188,5 @@ def _notes(r: Report) -> Iterator[str]:
         yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
 
 
-def _count(x: float) -> str:
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if x >= size:
-            return f"{x / size:.4g} {unit}flop"
-    return f"{x:.0f} flop"
-
-
 def _bytes(x: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if x >= size:
-            return f"{x / size:.4g} {unit}"
-    return f"{x:.0f} B"
+    return scaled(x, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._core.layout import Cut, Layout, Tree
 from .._core.programs import intercept
 from .._core.scattered import Scattered
-from .._explain.calls import shape_of, shapes_cut_so
+from .._explain.calls import shape_of, spread
 from .._train.program import Program
 from .._train.state import TrainState
 
@@ -53,14 +52,6 @@ class Step:
         return self.program.on(mesh), self.state, spread(self.batch, mesh, rows)
 
 
-def spread(batch: Scattered, mesh: Mesh, rows: int) -> Scattered:
-    """The shapes of a batch like this one, with so many rows on each device of the mesh."""
-    layout = batch._layout
-    sizes = (rows,) * mesh.size if layout.is_cut else (1,)
-    leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in layout.leaves)
-    return shapes_cut_so(batch, Layout(layout.treedef, leaves, sizes, mesh, layout.dim))
-
-
 def capture_step(script: str, args: Sequence[str]) -> Step:
     """The first training step that the script comes to, on the CPU; what it prints goes to stderr.
 
@@ -70,13 +61,13 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
     if not os.path.isfile(script):
         raise PlanError(f"jdp.plan: there is no file {script}; plan runs a script up to its first step. Pass its path.")
     found: list[Step] = []
+    how = "ended"
 
     def stop(program: Any, *operands: Any) -> None:
         if not isinstance(program, Program):
             return
         state, batch = operands
-        arrays = [_shape(x) for x in batch._arrays]
-        found.append(Step(program, jax.tree.map(_shape, state), Scattered(arrays, batch._layout)))
+        found.append(Step(program, jax.tree.map(lambda x: shape_of(x, None), state), shape_of(batch, None)))
         raise _Stop
 
     # All of train_step's steps come here (and their `lower`), with everything checked.
@@ -86,39 +77,25 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
         except _Stop:
             pass
         except SystemExit as end:
-            if not found:
-                raise _ended(script, f"ended with code {end.code}") from None
+            how = f"ended with code {end.code}"
         except Exception as error:
+            how = f"raised {type(error).__name__} ({(str(error).strip().splitlines() or [''])[0]})"
             if not found:
                 _print_error(error, script)
-                raise _ended(script, f"raised {type(error).__name__} ({_line(error)})") from None
     if not found:
-        raise _ended(script, "ended")
+        raise PlanError(
+            f"jdp.plan: {script} {how} before a training step; plan reads the first call of what dp.train_step made. "
+            f"Pass a script that trains with one, and its own arguments after --."
+        )
     return found[0]
-
-
-def _ended(script: str, how: str) -> PlanError:
-    return PlanError(
-        f"jdp.plan: {script} {how} before a training step; plan reads the first call of what dp.train_step made. "
-        f"Pass a script that trains with one, and its own arguments after --."
-    )
-
-
-def _shape(x: Tree) -> Tree:
-    return shape_of(x, None)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _print_error(error: BaseException, script: str) -> None:
     """The script's own part of the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    name = os.path.abspath(script)
-    first = next((i for i, frame in enumerate(frames) if os.path.abspath(frame.filename) == name), 0)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
-    print("".join(lines + traceback.format_exception_only(error)), end="", file=sys.stderr)
+    at, name = error.__traceback__, os.path.abspath(script)
+    while at is not None and os.path.abspath(at.tb_frame.f_code.co_filename) != name:
+        at = at.tb_next
+    traceback.print_exception(type(error), error, at, chain=False)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 import jdp
 from jdp.__main__ import main
-from jdp._explain.calls import StepCall
+from jdp._explain.calls import spread, step_call
 from jdp._model.config import scatter_batch
 from jdp._plan import cli
 from jdp._plan.lines import Most, most
-from jdp._plan.script import PlanError, capture_step, spread
+from jdp._plan.script import PlanError, capture_step
 from jdp._topology.chips import CHIPS, Chip, Protocol
 
 STEP = """
@@ -153,7 +153,7 @@ def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
 
 def peak(step, mesh, rows):
     """Bytes that the compiled step needs, asked of the compiler without `plan` or `explain`."""
-    memory = StepCall(*step.on(mesh, rows)).trace().lower().compile().memory_analysis()
+    memory = step_call(*step.on(mesh, rows)).trace().lower().compile().memory_analysis()
     both = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return both + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
