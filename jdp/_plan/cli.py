@@ -10,11 +10,10 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from .._core.devices import Device, make_mesh
-from .._topology.chips import CHIPS
+from .._core.devices import Device
+from .._topology.chips import CHIPS, Chip
 from .._topology.topology import how_to_install, topology
-from .estimate import Network
-from .lines import Line, attempt, available, estimate, line
+from .lines import Line, available, line
 from .print import as_json, picture, show
 from .script import PlanError, Step, capture_step
 
@@ -29,18 +28,9 @@ Times are estimates, of an ideal machine: every chip and link at the speed of it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line for each size of the machine.
+    """Prints a line for each size of the machine; `argv` is what comes after `jdp plan`, by default of this process.
 
-    Args:
-        argv: the arguments after `jdp plan`; `None` takes those of this process.
-
-    Returns:
-        0; 1 where there is no plan, with the reason on stderr; 2 for arguments that make no sense; 130 after Ctrl-C.
-
-    Example:
-        >>> from jdp._plan.cli import main
-        >>> main(["train.py", "--topology", "h100", "--hosts", "1,8"])  # doctest: +SKIP
-        0
+    Returns 0; 1 where there is no plan, and stderr says why; 2 for arguments that make no sense; 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     at = given.index("--") if "--" in given else len(given)
@@ -58,13 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise PlanError(
                 "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
             )
-        rows = args.batch_per_device or step.rows
-        lines = list(_lines(step, args.topology, devices, rows, args.search))
+        rows, chip, title = (
+            args.batch_per_device or step.rows,
+            CHIPS[args.topology],
+            f"train_step of {step.program.label}",
+        )
+        lines = list(_lines(step, chip, devices, rows, args.search))
         _say("")
         if args.picture is not None:
-            picture(lines, CHIPS[args.topology], _title(step)).savefig(args.picture, dpi=120)
-        network = Network.of(devices[-1][1])
-        print(as_json(lines, network)) if args.json else show(lines, network, _title(step), sys.stdout)
+            picture(lines, chip, title).savefig(args.picture, dpi=120)
+        print(as_json(lines, chip)) if args.json else show(lines, chip, title, sys.stdout)
     except (PlanError, ValueError, ImportError) as error:
         _say("")
         print(error, file=sys.stderr)
@@ -110,18 +103,17 @@ def _counts(text: str) -> list[int]:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses what makes no sense before the script is run."""
-    chip = CHIPS.get(args.topology)
-    if chip is not None and chip.kind == "gpu" and args.shapes is not None:
-        parser.error(f"argument --shapes: {chip.name} is a GPU; give --hosts")
-    if chip is not None and chip.kind == "tpu" and (args.hosts is not None or args.per_host is not None):
-        parser.error(f"argument --hosts, --per-host: {chip.name} is a TPU; give --shapes")
-    if chip is not None and chip.kind == "tpu" and args.shapes is None:
-        parser.error(f"argument --shapes: {chip.name} is a TPU; give shapes of its slices")
-    path = args.picture
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"argument --picture: {path} ends in none of .png, .svg, .pdf")
-    if path is not None and not path.absolute().parent.is_dir():
-        parser.error(f"argument --picture: there is no folder {path.parent}")
+    name, path = args.topology, args.picture
+    kind = CHIPS[name].kind if name in CHIPS else "unknown"
+    for is_wrong, said in (
+        (kind == "gpu" and args.shapes is not None, f"--shapes: {name} is a GPU; give --hosts"),
+        (kind == "tpu" and (args.hosts or args.per_host), f"--hosts, --per-host: {name} is a TPU; give --shapes"),
+        (kind == "tpu" and args.shapes is None, f"--shapes: {name} is a TPU; give shapes of its slices"),
+        (path and path.suffix not in (".png", ".svg", ".pdf"), f"--picture: {path} ends in none of .png, .svg, .pdf"),
+        (path and not path.absolute().parent.is_dir(), f"--picture: there is no folder {path and path.parent}"),
+    ):
+        if is_wrong:
+            parser.error(f"argument {said}")
 
 
 def _refuse_missing(args: argparse.Namespace) -> None:
@@ -148,22 +140,17 @@ def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]
 
 
 def _lines(
-    step: Step, name: str, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
+    step: Step, chip: Chip, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
 ) -> Iterator[Line]:
-    (_, one), *asked = devices
-    _say(f"compiling for one {name}")
-    report = attempt(step, make_mesh(one, step.program.config.axis_name), rows)
-    alone = None if isinstance(report, str) else estimate(report, Network.of(one))[0]
-    memory, most = available(CHIPS[name], os.environ), None
+    (where, one), *asked = devices
+    memory, most = available(chip, os.environ), None
+    _say(f"compiling for one {chip.name}")
+    alone = line(step, where, one, rows, None, memory, None, search=False).seconds
     for where, these in asked:
-        _say(f"compiling for {len(these)} {name}s")
+        _say(f"compiling for {len(these)} {chip.name}s")
         found = line(step, where, these, rows, alone, memory, most, search)
         most = found.most or most
         yield found
-
-
-def _title(step: Step) -> str:
-    return f"train_step of {step.program.label}"
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from .script import Step
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Line:
     """A step on so many devices; bytes are those of one device. What is `None` the line does not know."""
 
@@ -60,31 +60,35 @@ def line(
     """One line: `alone` seconds on one device, `memory` bytes that each has, `guess` the Most of another."""
     mesh = make_mesh(tuple(devices), step.program.config.axis_name)
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows)
-    compiled = attempt(step, mesh, rows)
+    compiled = _attempt(step, mesh, rows)
     if isinstance(compiled, str):
-        full = _TOO_MUCH in compiled
-        found = dataclasses.replace(found, compiles=False, fits=False if full else None, reason=compiled)
-        if not full:
+        found.compiles, found.reason = False, compiled
+        if _TOO_MUCH not in compiled:
             return found
+        found.fits = False
     else:
-        seconds, exposed = estimate(compiled, Network.of(devices))
-        found = dataclasses.replace(
-            found,
-            peak_bytes=compiled.peak_bytes,
-            fits=compiled.peak_bytes <= memory,
-            wire_bytes=sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in compiled.collectives),
-            exposed_seconds=exposed,
-            seconds=seconds,
-            efficiency=None if alone is None else alone / seconds,
-            in_flight=compiled.in_flight,
-            compile_seconds=compiled.compile_seconds,
-        )
+        network = Network.of(devices)
+        times = simulate(parse(compiled.hlo), network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
+        found.seconds, found.exposed_seconds = times.seconds, times.exposed_seconds
+        found.peak_bytes, found.fits = compiled.peak_bytes, compiled.peak_bytes <= memory
+        found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in compiled.collectives)
+        found.efficiency = None if alone is None else alone / found.seconds
+        found.in_flight, found.compile_seconds = compiled.in_flight, compiled.compile_seconds
     if search and step.is_cut:
-        found = dataclasses.replace(found, most=most(_needs(step, mesh, found), memory, rows, guess))
+
+        def needs(rows: int) -> float:
+            if rows == found.rows:
+                return math.inf if found.peak_bytes is None else found.peak_bytes
+            compiled = _attempt(step, mesh, rows)
+            if isinstance(compiled, str):
+                return math.inf if _TOO_MUCH in compiled else math.nan
+            return compiled.peak_bytes
+
+        found.most = most(needs, memory, rows, guess)
     return found
 
 
-def attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
+def _attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
     """The step, compiled; or the compiler's reason, in a line."""
     program, state, batch = step.on(mesh, rows)
     try:
@@ -94,35 +98,10 @@ def attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
         return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 
 
-def estimate(report: Report, network: Network) -> tuple[float, float]:
-    """Seconds of a step, and those of them in which it waits for communication; estimated."""
-
-    def seconds(collective: object) -> float:
-        kind, size, group = (getattr(collective, name) for name in ("kind", "bytes", "group"))
-        return network.seconds(kind, size, group)
-
-    schedule = simulate(parse(report.hlo), network.chip, seconds)
-    return schedule.seconds, schedule.exposed_seconds
-
-
 def available(chip: Chip, environ: Mapping[str, str]) -> int:
     """Bytes that JAX gives to a program on such a device."""
     share = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") if chip.kind == "gpu" else None
     return int(chip.memory_bytes * (float(share) if share else chip.memory_share))
-
-
-def _needs(step: Step, mesh: Mesh, found: Line) -> Callable[[int], float]:
-    """The peak of the step's memory by the rows on each device, as `most` asks for it."""
-
-    def needs(rows: int) -> float:
-        if rows == found.rows:
-            return math.inf if found.peak_bytes is None else found.peak_bytes
-        compiled = attempt(step, mesh, rows)
-        if isinstance(compiled, str):
-            return math.inf if _TOO_MUCH in compiled else math.nan
-        return compiled.peak_bytes
-
-    return needs
 
 
 COMPILATIONS = 14
@@ -170,14 +149,10 @@ def most(needs: Callable[[int], float], memory: int, rows: int, guess: Most | No
     return Most(low, high, len(known), high in known and math.isnan(known[high]))
 
 
-def _unit(rows: int) -> int:
-    """A power of two, within half of the tolerance."""
-    return 2 ** max(0, int(math.log2(rows * TOLERANCE / 2))) if rows * TOLERANCE >= 2 else 1
-
-
 def _round(rows: int, low: int) -> int:
     """A round number, as batches are, and of a shape that compilers cut into tiles; above `low`."""
-    rounded = rows // _unit(rows) * _unit(rows)
+    unit = 2 ** int(math.log2(max(1, rows * TOLERANCE / 2)))  # within half of the tolerance
+    rounded = rows // unit * unit
     return rounded if rounded > low else rows
 
 

@@ -8,18 +8,18 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._tables import Block, Table, Text, Title, show_blocks
+from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .._topology.chips import GB, TERA, Chip
-from .estimate import SOURCES, Network
+from .estimate import SOURCES
 from .lines import Line, available
 
 WIDE = 132
 HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
 
 
-def show(lines: Sequence[Line], network: Network, title: str, out: TextIO) -> None:
+def show(lines: Sequence[Line], chip: Chip, title: str, out: TextIO) -> None:
     """Prints the plan; as wide as the terminal, and wide enough for its table where there is none."""
-    show_blocks(_blocks(lines, network.chip, title), out, WIDE)
+    show_blocks(_blocks(lines, chip, title), out, WIDE)
 
 
 def _blocks(lines: Sequence[Line], chip: Chip, title: str) -> Iterator[Block]:
@@ -93,27 +93,18 @@ def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
 def _bytes(size: float | None) -> str:
     if size is None:
         return ""
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= u), (1, "B"))
-    return f"{size / unit:.4g} {name}" if size < 1e12 else f"{size / 1e9:,.0f} GB"
+    return f"{size / 1e9:,.0f} GB" if size >= 1e12 else scaled(size, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return (
-        f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds >= 1e-3
-        else f"{seconds * 1e6:.3g} us"
-    )
+    return "" if seconds is None else scaled(seconds, ((1, "s"), (1e-3, "ms"), (1e-6, "us")), 3)
 
 
-def as_json(lines: Sequence[Line], network: Network) -> str:
+def as_json(lines: Sequence[Line], chip: Chip) -> str:
     """One document: the lines, and the chip that they are of; estimates are marked by their names."""
-    chip = dataclasses.asdict(network.chip)
+    figures = dataclasses.asdict(chip)
     return json.dumps(
-        {"jdp_plan": 1, "chip": chip, "formulas": SOURCES, "lines": [_plain(one) for one in lines]}, indent=2
+        {"jdp_plan": 1, "chip": figures, "formulas": SOURCES, "lines": list(map(_plain, lines))}, indent=2
     )
 
 

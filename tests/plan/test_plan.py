@@ -1,6 +1,7 @@
 """plan: a script's step on machines that are not here. Most of it needs no compiler for them: CPUs stand in."""
 
 import importlib.util
+import io
 import json
 import math
 import re
@@ -17,7 +18,8 @@ from jdp.__main__ import main
 from jdp._explain.calls import spread, step_call
 from jdp._model.config import scatter_batch
 from jdp._plan import cli
-from jdp._plan.lines import Most, most
+from jdp._plan.lines import Line, Most, most
+from jdp._plan.print import show
 from jdp._plan.script import PlanError, capture_step
 from jdp._topology.chips import CHIPS, Chip, Protocol
 
@@ -186,6 +188,19 @@ def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tm
     ):
         assert words in out, out
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    out.isatty = lambda: True
+    lines = [Line(f"{n} x 8", 8 * n, n, 5, peak_bytes=2 * 10**9, seconds=0.1, compile_seconds=3.0) for n in (1, 2)]
+    show(lines, CHIPS["h100"], "train_step of loss", out)
+    title, first, second, *rest = re.split(r"\n  (?=devices|fits)", out.getvalue())
+    assert first.split() == "devices: 8, hosts: 1 x 8, compiles: in 3.0 s, peak: 2 GB, ~step: 100 ms".split()
+    assert second.startswith("devices: 16, hosts: 2 x 8,") and rest and "5 rows on each device" in title
+    assert max(map(len, [*first.splitlines(), *second.splitlines()])) <= 58
 
 
 def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkeypatch):
