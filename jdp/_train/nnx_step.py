@@ -10,7 +10,6 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.devices import spans_processes
 from .._core.global_arrays import put
 from .._core.layout import Tree, replicated
 from .._core.scattered import Scattered
@@ -19,7 +18,7 @@ from .._model.nnx import own_values
 from .arguments import divide, loss_of
 from .loss import FORMS, VERB, check_signature, results_of, rows_explained
 from .nonfinite import Nonfinite
-from .program import Program, StepOptions, of_model, own_metrics
+from .program import Program, StepOptions, of_model
 from .state import (
     Given,
     OptimizerBytes,
@@ -108,10 +107,7 @@ class NNXTrainStep:
             refuse_more(more, "step((x, y))")
             program, state, scattered, nodes = self._ready(batch, self._given.owned())
             keep = functools.partial(self._keep, nodes)
-            state, metrics = program(state, scattered, jax.tree.flatten(state), keep)
-            if self._options.check_replicas:
-                program.checked(state)
-            return own_metrics(metrics) if spans_processes(program.config.mesh) else metrics
+            return program(state, scattered, jax.tree.flatten(state), keep)[1]
         except KeyboardInterrupt as error:
             done = self._given.last is not last
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
@@ -121,7 +117,7 @@ class NNXTrainStep:
     def lower(self, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`."""
         program, state, scattered, _ = self._ready(batch)
-        return program.of(state, scattered).lower(state, scattered._arrays)
+        return program.lower(state, scattered)
 
     def optimizer_bytes(self) -> OptimizerBytes:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
@@ -173,13 +169,10 @@ class NNXTrainStep:
         return self._view(state[0])
 
     def _keep(
-        self, nodes: list[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any]
+        self, nodes: list[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
     ) -> tuple[TrainState, dict[str, Any]]:
         if nodes:
-            mine, updates = state.state
             nnx.update([self._dp.module, *nodes], own_values(updates))
-            state = state.replace(state=mine)
-            leaves = jax.tree.leaves(state)
         self._put(state)
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
             self._given.keep(metrics, leaves)

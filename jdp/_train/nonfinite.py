@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +34,11 @@ class Nonfinite(NamedTuple):
         return f"Nonfinite(replica={self.replica}, device={self.device}, rows={rows}, paths={paths})"
 
 
+def all_finite(tree: Tree) -> jax.Array:
+    """For each array whether all of it is finite."""
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool)
+
+
 def flags(loss: Loss, steps: int) -> CallOf:
     """What a replica runs: for each parameter whether its gradient is finite, and for each row whether all are."""
 
@@ -46,13 +50,13 @@ def flags(loss: Loss, steps: int) -> CallOf:
             (diff, before), _, _ = signature.fill(values)
             state = loss.enter(before)
             added, _, _ = local(loss, steps, signature, replica, values, diff, before)
-            params = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool)
+            params = all_finite(added.sums[1])
 
             def alone(k: Any) -> Any:
                 # The row by itself, with the keys that the chunk has.
                 part = rows_of(values, signature, rows, 0, k, 1)
                 added, _ = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
-                return jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(added.sums[1])], bool).all()
+                return all_finite(added.sums[1]).all()
 
             return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)
 
@@ -61,18 +65,14 @@ def flags(loss: Loss, steps: int) -> CallOf:
     return call_of
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _everywhere(x: Any, sharding: Any) -> Any:
-    return jax.lax.with_sharding_constraint(x, sharding)
-
-
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:
     """What `flags` found, in words."""
     if not jax.tree.leaves(params):
         return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     layout = found._layout
-    flags = [np.asarray(_everywhere(x, replicated(layout.mesh))) for x in found._arrays]
+    everywhere = jax.jit(lambda *arrays: arrays, out_shardings=replicated(layout.mesh))
+    flags = [np.asarray(x) for x in everywhere(*found._arrays)]
     starts: dict[int, int] = {}  # a process counts the rows of its own batch
     entries = []
     for i, size in enumerate(found.sizes):

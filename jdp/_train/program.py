@@ -21,28 +21,19 @@ from .._core.global_arrays import put
 from .._core.layout import Layout, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
-from .._core.scattered import Scattered, is_scattered, placed, trim
+from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._jax.private import trace_state_clean
 from .._model.config import Config, WithNodes, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
 from .gradients import Gradients, Loss, gradients
-from .nonfinite import Nonfinite, flags, report
-from .state import (
-    TrainState,
-    all_finite,
-    cut_axis,
-    cut_shardings,
-    first_difference,
-    keep_if,
-    update,
-    whole,
-)
+from .nonfinite import Nonfinite, all_finite, flags, report
+from .state import TrainState, cut_axis, cut_shardings, first_difference, update, whole
 
 Flat = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
-Keep = Callable[[TrainState, list[Any], dict[str, Any]], tuple[Any, dict[str, Any]]]
-"""Stores what a step gives: the state after, its leaves, and the metrics."""
+Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
+"""Stores what a step gives: the state after, its leaves, the metrics, and what of NNX objects in the batch changed."""
 
 
 class StepOptions(NamedTuple):
@@ -63,7 +54,10 @@ class StepOptions(NamedTuple):
 
 
 class Program:
-    """The step as a pure function `(state, batch) -> (state, metrics)`, compiled once per layout and shapes."""
+    """The step as a pure function `(state, batch) -> (state, metrics, updates)`, compiled once per layout and shapes.
+
+    `updates` are of the NNX objects in the batch.
+    """
 
     def __init__(
         self,
@@ -72,14 +66,13 @@ class Program:
         tx: Any,
         options: StepOptions,
         label: str,
-        view: Callable[[Tree], Tree] | None = None,
+        view: Callable[[Tree], Tree] = lambda params: params,
     ) -> None:
-        """`loss_of(sync)` is the loss with its BatchNorms synchronised or not."""
+        """`loss_of(sync)` is the loss with its BatchNorms synchronised or not, `view` what the optimizer sees."""
         self.config, self.loss_of, self.tx, self.options, self.label = config, loss_of, tx, options, label
-        # What the optimizer sees of the parameters, and back; NNX wraps them.
-        self.view: Callable[[Tree], Tree] = view or (lambda params: params)
+        self.view = view
         n = config.mesh.size
-        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and n > 1 else None
+        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
         self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
         # Not synchronised, for there one replica's NaN is everybody's.
@@ -100,31 +93,40 @@ class Program:
 
     def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
         """The state's own arrays, where it belongs; what is there already stays the same array."""
-        prefix = self.shardings(state)
-        where = jax.tree.map(lambda to, part: jax.tree.map(lambda _: to, part), prefix, state)
 
-        def place(x: Any, to: Any) -> Any:
-            x = owned(x)  # before it is put anywhere, which may give another array of the same memory
+        def place(to: Any, part: Tree) -> Tree:
+            return jax.tree.map(lambda x: at(owned(x), to), part)
+
+        def at(x: Any, to: Any) -> Any:
             return x if getattr(x, "sharding", None) == to else put(x, to)
 
-        return jax.tree.map(place, state, where)
+        return jax.tree.map(place, self.shardings(state), state)
 
     def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has.
 
-        What it gives is what `keep` makes of `(state, its leaves, metrics)`: no Ctrl-C comes before that.
+        What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
         """
         intercepted(self, state, batch)
+        state, metrics = self._dispatched(state, batch, flat, keep)
+        if self.options.check_replicas:
+            self._compare_replicas(state)
+        if spans_processes(self.config.mesh):
+            # Of those with an entry per row this process's own rows.
+            metrics = map_scattered(lambda s: join(s, "sharded"), metrics)
+        return state, metrics
+
+    def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         layout, mesh = batch._layout, self.config.mesh
+        named = state, batch._arrays
         if spans_processes(mesh):
-            program = self.of(state, batch)
-            program.make_ready(state, batch._arrays)  # which takes long, and here it can be interrupted
-            args = state, batch._arrays
-            return dispatch_step(program.__wrapped__, mesh, args, lambda out: keep(*of_state(out)))
+            program = self.of(state, layout)
+            program.make_ready(*named)  # which takes long, and here it can be interrupted
+            return dispatch_step(program.__wrapped__, mesh, named, lambda out: keep(*of_state(out)))
         leaves, treedef = flat
         args = *leaves, *batch._arrays
         try:
-            program = self.of_leaves(state, treedef, layout)
+            program = self.of(state, layout, treedef)
             if program not in self._compiled and is_plain():
                 program.lower(*args).compile()  # likewise
                 self._compiled.add(program)
@@ -133,40 +135,30 @@ class Program:
             if "operands[" not in str(error):
                 raise
         # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
-        return dispatch_step(self.of(state, batch), mesh, (state, batch._arrays), lambda out: keep(*of_state(out)))
+        return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
 
-    def of_leaves(self, state: TrainState, treedef: Any, layout: Layout) -> Any:
-        """The compiled function of the state's leaves and the batch's arrays, one after the other."""
-        key = self._key(layout), treedef
-        found = self.compiled.used(key)
-        if found is None:
-            options = self._options(key[0], state)
-            found = self.compiled[key] = jit_of_leaves(self, state, treedef, layout, options)
-        return found
-
-    def of(self, state: TrainState, batch: Scattered) -> Any:
-        """The compiled function of `(state, arrays of the batch)`."""
+    def lower(self, state: TrainState, batch: Scattered) -> Any:
         intercepted(self, state, batch)
-        layout = batch._layout
-        key = self._key(layout)
+        return self.of(state, batch._layout).lower(state, batch._arrays)
+
+    def of(self, state: TrainState, layout: Layout, treedef: Any = None) -> Any:
+        """The compiled function of `(state, arrays of the batch)`; with a treedef, of the leaves of both."""
+        # Inside of another jit the options are that one's to choose, and JAX refuses any.
+        traced = takes_options(self.config.mesh) and not trace_state_clean()
+        key = layout, treedef, traced
         found = self.compiled.used(key)
         if found is None:
-            found = jit_of_state(self, state, layout, self._options(key, state))
-            if spans_processes(layout.mesh):
-                found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
+            options = {} if traced else self.compiler_options(state)
+            if treedef is not None:
+                found = jit_of_leaves(self, state, treedef, layout, options)
+            else:
+                found = jit_of_state(self, state, layout, options)
+                if spans_processes(layout.mesh):
+                    found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
             self.compiled[key] = found
         return found
 
-    def _key(self, layout: Layout) -> Any:
-        # Inside of another jit the options are that one's to choose, and JAX refuses any.
-        return layout if not takes_options(self.config.mesh) or trace_state_clean() else (layout, "traced")
-
-    def _options(self, key: Any, state: TrainState) -> CompilerOptions:
-        return self.compiler_options(state) if type(key) is Layout else {}
-
     def compiler_options(self, state: TrainState) -> CompilerOptions:
-        if not takes_options(self.config.mesh):
-            return {}
         wire = self.options.reduce_dtype
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in jax.tree.leaves(state.params))
         return compiler_options(self.config.mesh, sent)
@@ -175,39 +167,37 @@ class Program:
         """The same step on other devices."""
         return Program(self.config.on(mesh), self.loss_of, self.tx, self.options, self.label, self.view)
 
-    def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any]]:
-        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch.
-
-        With NNX objects in the batch the new state is a pair: the state, and what of the objects has changed.
-        """
+    def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
+        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
         found = self.gradients(state, batch)
         loss, metrics = found.out
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
         shard = self.options.shard_optimizer
         before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
-        (new_state, given), count = found.state, state.step + 1
+        (new_state, updates), count = found.state, state.step + 1
         metrics = {"loss": loss, **metrics}
         if self.options.skip_nonfinite:
-            finite = all_finite(grads)
+            finite = all_finite(grads).all()
             if jax.tree.structure(new_state) != jax.tree.structure(state.state):
                 raise ValueError(
                     f"jdp.train_step: the state{first_difference(new_state, state.state)} after a step; a skipped one "
                     f"leaves one tree as it was. Make the variable when the model is made, or leave skip_nonfinite out."
                 )
-            choose = keep_if(finite)
+
+            def choose(new: Tree, old: Tree) -> Tree:
+                return jax.tree.map(lambda a, b: a if a is b else jax.lax.select(finite, a, b), new, old)
+
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
-            if given is not None:
-                given = choose(given, _before(given, batch))
+            updates = choose(updates, _before(updates, batch))
             metrics["skipped"] = ~finite
         if shard:
             after = whole(after, mesh)
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
-        new_state = new_state if given is None else (new_state, given)
-        return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics
+        return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics, updates
 
-    def checked(self, state: TrainState) -> None:
+    def _compare_replicas(self, state: TrainState) -> None:
         """Every so many steps begins to compare the replicas of the state; raises for what was found some steps ago."""
         every, mesh = self.options.check_replicas, self.config.mesh
         self.steps += 1
@@ -219,34 +209,31 @@ class Program:
             check.result("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
-        key = step_key(state, batch._layout)
-        rows, given = nodes_of(batch)
-        replicas, inputs = (state.params, entered(state.state, given)), placed(one_argument(rows))
-        found = dispatch(self.flags, self.config.mesh, replicas, inputs, key)
+        replicas, inputs, key = _operands(state, batch)
+        found = dispatch(self.flags, self.config.mesh, replicas, placed(inputs), key)
         return report(found, self.view(state.params))
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        layout = batch._layout
-        rows, given = nodes_of(batch)
-        replicas = (state.params, entered(state.state, given))
-        outputs = self.run(replicas, one_argument(rows), step_key(state, layout))
-        found: Gradients = outputs._layout.fill(trim(outputs))
+        outputs = self.run(*_operands(state, batch))
+        layout = outputs._layout
+        found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
             # Of metrics with an entry per row each process takes its own, when the program has run.
             arrays = [
-                x if isinstance(leaf, Whole) else Scattered((x,), outputs._layout.each[i])
-                for i, (x, leaf) in enumerate(zip(outputs._arrays, outputs._layout.arrays, strict=True))
+                x if isinstance(leaf, Whole) else Scattered((x,), one)
+                for x, leaf, one in zip(outputs._arrays, layout.arrays, layout.each, strict=True)
             ]
-            found = found._replace(out=outputs._layout.fill(arrays).out)
-        new_state, updates = left(state.state, found.state)
-        return found._replace(state=(new_state, None if given is None else updates))
+            found = found._replace(out=layout.fill(arrays).out)
+        return found._replace(state=left(state.state, found.state))
 
 
-def one_argument(batch: Scattered) -> Scattered:
-    """The batch as the one positional argument that it is, whatever its tree."""
-    layout = batch._layout
+def _operands(state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
+    """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
+    rows, given = nodes_of(batch)
+    layout = rows._layout
     treedef = jax.tree_util.treedef_tuple([layout.treedef])
-    return Scattered(batch._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+    inputs = Scattered(rows._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+    return (state.params, entered(state.state, given)), inputs, step_key(state, layout)
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:
@@ -269,8 +256,8 @@ def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
     """The state with what the step has changed of it, and what has changed of the objects in the batch."""
     if isinstance(state, Mapping):
         return found
-    of_first, of_others = of_model(found)
-    return state._replace(variables=with_updates(state.variables, of_first)), of_others
+    mine, updates = of_model(found)
+    return state._replace(variables=with_updates(state.variables, mine)), updates
 
 
 def of_model(state: Tree) -> tuple[Tree, Tree]:
@@ -282,8 +269,10 @@ def of_model(state: Tree) -> tuple[Tree, Tree]:
 
 def _before(updates: Tree, batch: Scattered) -> Tree:
     """What the variables of these updates, of NNX objects in the batch, were."""
-    given = nodes_of(batch)[1]
-    known = dict(nnx.to_flat_state(given.state)) if given else {}
+    _, given = nodes_of(batch)
+    if given is None:
+        return updates  # there are none
+    known = dict(nnx.to_flat_state(given.state))
     new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
     if new:
         raise ValueError(
@@ -296,10 +285,11 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
 def jit_of_state(program: Any, state: TrainState, layout: Layout, options: CompilerOptions) -> Any:
     """The function of `(state, arrays of the batch)`: names in it are those of the state."""
 
-    def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any], Tree]:
         return program.step(state, Scattered(arrays, layout))
 
-    return _jit(program, train_step, (0,), (None, layout.shardings), (program.shardings(state), None), options)
+    to = program.shardings(state)
+    return _jit(program, train_step, (0,), (None, layout.shardings), (to, None, to.step), options)
 
 
 def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout, options: CompilerOptions) -> Any:
@@ -311,13 +301,14 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
     count = treedef.num_leaves
 
     def train_step(*operands: Any) -> tuple[Any, ...]:
-        state, metrics = program.step(treedef.unflatten(operands[:count]), Scattered(operands[count:], layout))
+        state, *more = program.step(treedef.unflatten(operands[:count]), Scattered(operands[count:], layout))
         parts = (state.step, state.params), state.opt_state, (state.state, state.key)
-        return tuple(map(jax.tree.leaves, parts)), metrics, _Tree(jax.tree.structure(state))
+        return tuple(map(jax.tree.leaves, parts)), *more, _Tree(jax.tree.structure(state))
 
     where, to = (*[None] * count, *layout.shardings), program.shardings(state)
     cut = jax.tree.leaves(to.opt_state) if program.options.shard_optimizer else to.opt_state
-    return _jit(program, train_step, tuple(range(count)), where, ((to.step, cut, to.step), None, None), options)
+    out = (to.step, cut, to.step), None, to.step, None
+    return _jit(program, train_step, tuple(range(count)), where, out, options)
 
 
 @jax.tree_util.register_static
@@ -328,17 +319,17 @@ class _Tree:
     treedef: Any
 
 
-def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any]]:
-    """`(state, its leaves, metrics)` of what a program of leaves gave."""
-    (first, opt_state, last), metrics, tree = out
+def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
+    """What `Keep` takes, of what a program of leaves gave."""
+    (first, opt_state, last), metrics, updates, tree = out
     leaves = [*first, *opt_state, *last]
-    return tree.treedef.unflatten(leaves), leaves, metrics
+    return tree.treedef.unflatten(leaves), leaves, metrics, updates
 
 
-def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any]]:
+def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
     """The same, of what a program of the state gave."""
-    state, metrics = out
-    return state, jax.tree.leaves(state), metrics
+    state, metrics, updates = out
+    return state, jax.tree.leaves(state), metrics, updates
 
 
 def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, options: CompilerOptions) -> Any:
@@ -397,8 +388,3 @@ def _known(mesh: Mesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
             raise  # memory was full, say: that tells nothing of the options, and nothing is kept of it
         return False
     return True
-
-
-def own_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics; of those with an entry per row, over several processes, this one's own rows."""
-    return jax.tree.map(lambda x: join(x, "sharded") if is_scattered(x) else x, metrics, is_leaf=is_scattered)

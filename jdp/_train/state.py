@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import operator
 import re
 import weakref
@@ -82,8 +83,7 @@ def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
         # Each step asks each leaf: no Python for it, and not even the look-up of a method.
         if not any(map(type(leaves[0]).is_deleted, leaves)):
             return
-    except (AttributeError, TypeError):  # of several types: a key among arrays; numbers, tracers; a tree for an array
-        leaves = jax.tree.leaves(leaves)
+    except (AttributeError, TypeError):  # of several types: a key among arrays; numbers, tracers
         kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # to which no tracer belongs
         if not any(x.is_deleted() for x in leaves if type(x) in kinds):
             return
@@ -110,8 +110,7 @@ class Given:
         """Remembers what a step gives now."""
         if self._donates and self.leaves and not self.leaves[0].is_deleted():
             # Another state than the last went in, and the last is still good for a step.
-            for x in self.leaves:
-                _older[id(x)] = weakref.ref(x, functools.partial(_forget, id(x)))
+            _older.update((id(x), x) for x in self.leaves)
         self.last, self.leaves = last, leaves
 
     def has(self, leaves: Sequence[Any]) -> bool:
@@ -127,7 +126,7 @@ class Given:
         def owned(x: Any) -> Any:
             nonlocal made
             if made is None:  # not before it is asked: a step on the state that it gave last asks nothing
-                made = {id(x) for step in _steps for x in step.leaves} | _older.keys()
+                made = {id(x) for step in _steps for x in step.leaves}.union(_older)
             if id(x) in made:
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
@@ -139,12 +138,8 @@ class Given:
 
 
 _steps: weakref.WeakSet[Given] = weakref.WeakSet()
-_older: dict[int, weakref.ref[Any]] = {}
+_older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Arrays that steps gave before their last, and that are not donated yet, by their id."""
-
-
-def _forget(number: int, _: Any) -> None:
-    _older.pop(number, None)
 
 
 def refuse_more(more: Sequence[Any], spelling: str) -> None:
@@ -278,24 +273,6 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
         raise
 
 
-def keep_if(finite: Any) -> Callable[[Tree, Tree], Tree]:
-    """`choose(new, old)`: the new tree, or the old one where the gradient was not finite."""
-
-    def choose(new: Tree, old: Tree) -> Tree:
-        return jax.tree.map(lambda a, b: a if a is b else _where(finite, a, b), new, old)
-
-    return choose
-
-
-def _where(finite: Any, new: Any, old: Any) -> Any:
-    return jax.lax.select(jnp.broadcast_to(finite, new.shape), new, old)
-
-
-def all_finite(tree: Tree) -> Any:
-    leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
-    return jnp.all(jnp.stack(leaves)) if leaves else jnp.asarray(True)
-
-
 def whole(tree: Tree, mesh: Mesh) -> Tree:
     """The tree, gathered: whole on every device."""
 
@@ -334,9 +311,7 @@ def optimizer_bytes(opt_state: Tree) -> OptimizerBytes:
     """What the state really takes, by the arrays' own shardings."""
     cut = whole = 0
     for x in jax.tree.leaves(opt_state):
-        size = x.dtype.itemsize
-        for rows in x.sharding.shard_shape(x.shape):
-            size *= rows
+        size = x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
         if x.sharding.is_fully_replicated:
             whole += size
         else:

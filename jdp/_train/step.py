@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.devices import spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.programs import Recent, capturing
@@ -24,7 +23,7 @@ from .gradients import Loss
 from .loss import VERB, check_signature, variables_loss
 from .nnx_step import NNXTrainStep
 from .nonfinite import Nonfinite
-from .program import Flat, Program, StepOptions, own_metrics
+from .program import Flat, Program, StepOptions
 from .state import (
     Given,
     OptimizerBytes,
@@ -229,23 +228,16 @@ class TrainStep:
         try:
             refuse_more(more, "step(state, (x, y))")
             before, scattered, flat, nodes = self._ready(state, batch, self._given.owned())
-            keep = functools.partial(self._keep, nodes=nodes) if nodes else self._keep
-            state, metrics = self._program(before, scattered, flat, keep)
-            if self._options.check_replicas:
-                self._program.checked(state)
-            return state, own_metrics(metrics) if spans_processes(self._program.config.mesh) else metrics
+            return self._program(before, scattered, flat, functools.partial(self._keep, nodes))
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
 
     def _keep(
-        self, state: TrainState, leaves: list[Any], metrics: dict[str, Any], nodes: Sequence[Any] = ()
+        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
     ) -> tuple[TrainState, dict[str, Any]]:
         if nodes:
-            own, updates = state.state
             nnx.update(nodes, own_values(updates))
-            state = state.replace(state=own)
-            leaves = jax.tree.leaves(state)
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
             self._given.keep(state, leaves)
         return state, metrics
@@ -253,7 +245,7 @@ class TrainStep:
     def lower(self, state: TrainState, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
         state, scattered, _, _ = self._ready(state, batch)
-        return self._program.of(state, scattered).lower(state, scattered._arrays)
+        return self._program.lower(state, scattered)
 
     def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
