@@ -33,7 +33,6 @@ from .._core.scattered import Scattered, children, leaf_by_leaf, placed
 from .linen import linen_function, mark_outputs
 from .nnx import filters_of, put_nodes, take_nodes, with_nodes
 
-_NOT_PICKLED = ("mesh", "layouts", "batch_layouts", "calls", "_programs")
 Kind = Literal["linen", "nnx", "function"]
 
 
@@ -84,17 +83,17 @@ class Config:
         self._forget()
         warn_imbalance(self.devices)
 
-    @property
-    def is_described(self) -> bool:
-        """Whether the devices are those of a topology, on which nothing runs."""
-        return are_described(self.mesh)
-
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
         self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
         self.calls: Recent[Any, Any] = Recent()  # that ran, and may go straight to their programs
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the devices are those of a topology, on which nothing runs."""
+        return are_described(self.mesh)
 
     def mesh_of(self, devices: Devices) -> Mesh:
         """The mesh of other devices than the wrapper's own, which a subclass chose for a step."""
@@ -138,27 +137,23 @@ class Config:
 
     def on(self, mesh: Mesh) -> Config:
         """The same arguments, on other devices."""
-        other = object.__new__(Config)  # not copy.copy, which names devices that may be absent
-        own = {"mesh": mesh, "devices": tuple(mesh.devices.flat)}
-        vars(other).update(vars(self) | own)
+        other = object.__new__(Config)
+        vars(other).update(vars(self) | {"mesh": mesh, "devices": tuple(mesh.devices.flat)})
         other._forget()
         return other
 
     def __deepcopy__(self, memo: Any) -> Config:
         return self  # nothing in it changes
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
-        state["devices"] = [_portable(d) for d in self.devices]
-        state["output_device"] = _portable(self.output_device)
-        return state
+    def __reduce__(self) -> Any:
+        devices = [*map(_portable, (*self.devices, self.output_device))]
+        rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
+        return _unpickled, (self.kind, devices, *rest)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        *devices, self.output_device = _here([*state["devices"], state["output_device"]])
-        self.devices = tuple(devices)
-        self.mesh = make_mesh(self.devices, self.axis_name)
-        self._forget()
+
+def _unpickled(kind: Kind, portable: list[Any], *rest: Any) -> Config:
+    *devices, output_device = _here(portable)
+    return Config(kind, devices, output_device, *rest)
 
 
 def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tree]:
