@@ -64,11 +64,7 @@ def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
 
 
 def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
-    """Whether the leaf is an array (and it, in a form that JAX takes), or an object that goes whole to every replica.
-
-    Raises:
-        TypeError: what would be taken for an object and silently not be cut.
-    """
+    """Whether the leaf is an array (and it, in a form that JAX takes), or an object, whole on every replica."""
     if isinstance(leaf, jax.Array):
         return True, leaf
     if isinstance(leaf, np.ndarray | np.generic):

@@ -69,9 +69,6 @@ class Static:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> Any:
-        return Static, (self.value,)
-
 
 Leaf = Cut | Stack | Whole | Static
 _LEAF = jax.tree.structure(0)

@@ -120,7 +120,7 @@ def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
 def _plain(fn: Callable[..., Tree]) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
-            replicas, args, kwargs = signature.arguments(operands, replica)
+            replicas, args, kwargs = signature.fill(signature.of_replica(operands, replica))
             return fn(replicas, *args, **kwargs)
 
         return call

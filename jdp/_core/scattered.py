@@ -219,16 +219,12 @@ class Signature(NamedTuple):
     nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
     weights: int  # how many of the operands are the replicas'
     layout: Layout  # the chunks that all agree on
-    leaves: tuple[Leaf, ...]  # what each operand is
+    leaves: tuple[Cut | Stack | Whole, ...]  # what each operand is
     axis_name: str
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(cut_along(self.layout.mesh, leaf.axis).spec for leaf in self.leaves)
-
-    def arguments(self, operands: Sequence[Any], replica: int) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
-        """`(replicas, args, kwargs)` of a replica, out of what lies on its device: without the padding."""
-        return self.fill(self.of_replica(operands, replica))
 
     def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
         """What lies on the replica's device, without the padding."""

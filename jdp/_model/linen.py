@@ -55,7 +55,6 @@ def linen_function(
 
 def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
     """The variables without the boxes of `nn.with_partitioning`, whose axes are not those of the replicas' mesh."""
-
     return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
 
 
@@ -81,9 +80,6 @@ def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int |
 
     What the call makes is no update of anything: of a mean of rows the mean over replicas is the one device's, of
     other arrays no rule is known.
-
-    Raises:
-        ValueError: an update whose shape is not what went in.
     """
     key = f"{key or repr(name)}: 0"  # how state_axes would name it
     was = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
@@ -130,11 +126,7 @@ def module_of(apply_fn: Any) -> linen.Module | None:
 
 
 def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The keyword arguments of a call in one form, and whether the call returns updated collections.
-
-    Raises:
-        TypeError: the variables are something else: the call that forgot `init`.
-    """
+    """The keyword arguments of a call in one form, and whether the call returns updated collections."""
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
@@ -160,11 +152,7 @@ def _normal(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
-    """`module.init`, also for a module that runs collectives over the axis.
-
-    Raises:
-        TypeError: the key was forgotten.
-    """
+    """`module.init`, also for a module that runs collectives over the axis."""
     _check_key(rngs)
     try:
         return module.init(rngs, *args, **kwargs)

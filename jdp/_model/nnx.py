@@ -23,12 +23,7 @@ Filter = Callable[[Any, Any], bool]
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Filter, int]]:
-    """One predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type.
-
-    Raises:
-        TypeError: a key is no filter.
-        ValueError: no variable type has that name.
-    """
+    """One predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type."""
 
     def below(accepts: Filter) -> Filter:
         # The state is that of [module, *arguments], so that its paths have a number before the user's own.
@@ -111,7 +106,7 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
     """The state, with the keys of its `nnx.Rngs` made the replica's own."""
     index = jax.lax.axis_index(axis_name)
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, _fold(v, index) if _is_rng_key(v) else v) for path, v in flat])
+    return nnx.from_flat_state([(path, _fold(v, index) if isinstance(v, nnx.RngKey) else v) for path, v in flat])
 
 
 def mark_updates(
@@ -127,7 +122,7 @@ def mark_updates(
     known = {path: (v, axis) for path, v, axis in before}
     updates = []
     for path, after in nnx.to_flat_state(state):
-        if _is_rng_key(after):
+        if isinstance(after, nnx.RngKey):
             continue  # a folded key is one replica's; only the counts go back
         if path in known:
             old, axis = known[path]
@@ -222,10 +217,6 @@ def _is_stand_in(x: Any) -> bool:
 def is_node(x: Any) -> bool:
     """Whether `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def _is_rng_key(variable: Any) -> bool:
-    return isinstance(variable, nnx.RngKey)
 
 
 def _fold(variable: Any, index: Any) -> Any:
