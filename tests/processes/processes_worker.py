@@ -274,7 +274,8 @@ def case_prefetch():
             losses.append(float(metrics["loss"]))
         found[f"size {size}"] = {"losses": losses, "params": state.params, "sizes": sizes}
     outputs = [dp.apply(variables(), b) for b in dp.prefetch([b["x"] for b in batches(2 * P)])]
-    return {**found, "outputs": outputs}
+    names = [b["name"] for b in dp.prefetch([{"x": X[:4], "name": "fold [1]"}] * P)]
+    return {**found, "outputs": outputs, "names": names}
 
 
 def case_objects_in_the_batch():

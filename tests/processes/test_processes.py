@@ -363,6 +363,7 @@ def test_prefetch(found):
             assert result[size]["sizes"] == [(0, 0, 2, 1)] * 2
         outputs = [np.asarray(MLP.apply(variables(), b["x"])) for b in batches]
         close(result["outputs"], outputs if process else [x[:0] for x in outputs])
+        assert result["names"] == ["fold [1]"]
 
 
 @pytest.mark.full
