@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp._core.programs import Flat
 from jdp._explain.calls import _jitted_of, unused_donations
 from jdp._jax.private import compilations
 from jdp._processes.agree import same_program
@@ -161,7 +162,9 @@ def test_programs_that_processes_have_compared_are_counted_too():
     compared = same_program(jitted, jax.devices()[:1], ("x",))
     for x in (1.0, 2):
         jitted(x)
-    assert compilations(_jitted_of({"of arrays": (jitted, None), "compared": compared})) == 4
+    flat = object.__new__(Flat)
+    flat.run = jitted
+    assert compilations(_jitted_of({"flat": flat, "compared": compared})) == 4
 
 
 def test_arrays_and_shapes_give_one_report(dp):
