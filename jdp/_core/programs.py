@@ -6,6 +6,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import operator
 import signal
 import threading
 import types
@@ -15,7 +16,7 @@ from _signal import signal as set_handler  # type: ignore[import-not-found]
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -161,10 +162,10 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
         try:
             ref: Callable[[], Any] = weakref.ref(owner, lambda _: store.pop(number, None))
         except TypeError:  # of a class with slots
-            ref = functools.partial(_itself, owner)
+            ref = lambda: owner  # noqa: E731
         entry = store[number] = (ref, {})
     ref, made = entry
-    if isinstance(ref, functools.partial):
+    if not isinstance(ref, weakref.ref):
         _hold(owner)
     if (method, key) not in made:
 
@@ -175,10 +176,6 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
         made[method, key] = make(stand_in)
     return made[method, key]
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _hold(owner: Any) -> None:
@@ -213,6 +210,7 @@ class Recent(OrderedDict[K, T]):
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
 STEPS_IN_FLIGHT = 12
+_SIZE = operator.attrgetter("size")
 WAITED_FOR_AT_ONCE = 4  # what one wait costs is mostly to come to it: the code is in no cache any more
 _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
@@ -221,7 +219,7 @@ def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, where too many are in flight, the oldest are waited for."""
     out = program(*args)
     if may_deadlock(mesh) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
-        _wait_for_earlier(program, arrays[0] if len(arrays) == 1 else min(arrays, key=_size))
+        _wait_for_earlier(program, min(arrays, key=_SIZE))
     return out
 
 
@@ -243,31 +241,25 @@ def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Calla
     """
     handler = getsignal(signal.SIGINT)
     # Only the main thread gets signals, and a handler of C's is not Python's to call.
-    if threading.get_ident() != threading.main_thread().ident or not callable(handler) or handler is _hold_back:
+    if threading.get_ident() != threading.main_thread().ident or not callable(handler):
         return keep(program(*args))
-    _interrupted[:] = [handler]
-    set_handler(signal.SIGINT, _hold_back)
+    waiting: list[FrameType | None] = []
+
+    def hold_back(number: int, frame: FrameType | None) -> None:
+        waiting.append(frame)
+        if len(waiting) > 1:
+            deliver()
+
+    def deliver() -> None:
+        while waiting:
+            handler(signal.SIGINT, waiting.pop())
+
+    set_handler(signal.SIGINT, hold_back)
     try:
         return keep(program(*args))
     finally:
         set_handler(signal.SIGINT, handler)
-        if len(_interrupted) > 1:
-            _deliver()
-
-
-_interrupted: list[Any] = []
-"""The handler that is put aside, and an entry for each SIGINT that waits for it."""
-
-
-def _hold_back(number: int, frame: FrameType | None) -> None:
-    _interrupted.append(frame)
-    if len(_interrupted) > 2:
-        _deliver()
-
-
-def _deliver() -> None:
-    while len(_interrupted) > 1:
-        _interrupted[0](signal.SIGINT, _interrupted.pop())
+        deliver()
 
 
 @functools.cache
@@ -309,24 +301,20 @@ def _wait(most: int) -> None:
             raise
 
 
-def _size(x: Any) -> int:
-    return x.size
-
-
-class Interceptor(NamedTuple):
-    """What looks at the programs that are about to run, in place of running them."""
-
-    take: Callable[..., None]  # gets a program and its operands; may end the call by raising
-    shapes: bool  # whether the operands are shapes alone: nothing is asked of other processes, or put anywhere
-
-
-_interceptor: contextvars.ContextVar[Interceptor | None] = contextvars.ContextVar("jdp_interceptor", default=None)
+_Interceptor = tuple[Callable[..., None], bool]
+_interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar(
+    "jdp_interceptor", default=(lambda *_: None, False)
+)
 
 
 @contextlib.contextmanager
 def intercept(take: Callable[..., None], *, shapes: bool) -> Iterator[None]:
-    """Gives `take` every program of replicas, and of a step, that is called in here."""
-    token = _interceptor.set(Interceptor(take, shapes))
+    """Gives `take` every program of replicas, and of a step, that is about to run in here, with its operands.
+
+    It may end the call by raising. With `shapes` the operands are shapes alone: nothing is asked of other processes, or
+    put anywhere.
+    """
+    token = _interceptor.set((take, shapes))
     try:
         yield
     finally:
@@ -335,12 +323,9 @@ def intercept(take: Callable[..., None], *, shapes: bool) -> Iterator[None]:
 
 def intercepted(program: Any, *operands: Any) -> None:
     """A program is about to run with these operands: whoever intercepts it is told."""
-    found = _interceptor.get()
-    if found is not None:
-        found.take(program, *operands)
+    _interceptor.get()[0](program, *operands)
 
 
 def capturing() -> bool:
     """Whether this call is made with shapes, for its program to be looked at."""
-    found = _interceptor.get()
-    return found is not None and found.shapes
+    return _interceptor.get()[1]
