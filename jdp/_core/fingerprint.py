@@ -22,14 +22,10 @@ _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
 
 def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
-    """Raises where a replicated leaf does not hold the same bits on every device of the mesh.
+    """A `ValueError` where a replicated leaf does not hold the same bits on every device of the mesh.
 
-    Every process has to call it, and every process raises the same error. Leaves that are cut over the devices have
-    one copy only, and those on the host or on one device too: they are left out.
-
-    Raises:
-        ValueError: copies differ; it names the leaves, and for each the processes and devices that the majority of
-            the copies contradicts.
+    It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
+    process has to call it, and raises the same error. Leaves with one copy only are left out.
     """
     start(tree, mesh, verb).result(verb)
 
@@ -144,24 +140,23 @@ def fingerprint(tree: Tree) -> np.ndarray:
     Places count, so that two elements which change places are seen (unless they are a multiple of 2**32 apart).
     Zeros of either sign differ, and so do NaNs of different bits. Shapes and dtypes are not part of it.
 
-    Args:
-        tree: a pytree of arrays and numbers: numpy's, or jax's on one device, replicated, or cut over devices (then
-            every process has to call this, for the pieces are summed over all). Of a leaf that is replicated the
-            first copy is read; `check_replicas` compares the others with it.
-
-    Returns:
-        uint32 of shape (leaves, 2), on the host.
+    The tree holds numbers and arrays, numpy's or jax's. For a leaf that is cut over devices every process has to call
+    this: the pieces are summed over all. Of one that is replicated the first copy is read, with which `check_replicas`
+    compares the others. The result is uint32 of shape (leaves, 2), on the host.
     """
     leaves = jax.tree.leaves(tree)
-    cut = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.is_fully_replicated]
     found: dict[int, Any] = {}
+    cut: dict[Any, list[int]] = {}  # by the mesh
     # A program for each shape compiles faster than one for all leaves. But of programs with collectives, which those
     # of cut leaves have, few may be in flight: these are one.
     for i, x in enumerate(leaves):
-        if i not in cut:
-            found[i] = _hash_words(*_host_words(x)) if not isinstance(x, jax.Array) else _hash_one(_first_copy(x))
-    for mesh in dict.fromkeys(getattr(leaves[i].sharding, "mesh", None) for i in cut):
-        own = [i for i in cut if getattr(leaves[i].sharding, "mesh", None) == mesh]
+        if not isinstance(x, jax.Array):
+            found[i] = _hash_words(*_host_words(x))
+        elif x.is_fully_replicated:
+            found[i] = _hash_one(_first_copy(x))
+        else:
+            cut.setdefault(getattr(x.sharding, "mesh", None), []).append(i)
+    for mesh, own in cut.items():
         where = None if mesh is None else replicated(mesh)
         found |= dict(zip(own, np.asarray(_hash_all(where)([leaves[i] for i in own])), strict=True))
     return np.array([np.asarray(found[i]) for i in range(len(leaves))], np.uint32).reshape(-1, 2)

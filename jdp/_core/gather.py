@@ -54,11 +54,8 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     """
     device = resolve_output("gather", output_device)
     check_dim("gather", dim)
-    if isinstance(outputs, Scattered):
-        return join(_along(placed(outputs), dim), device)
     if holds_scattered(outputs):
         return map_scattered(lambda s: join(_along(placed(s), dim), device), outputs)
-
     return gather_list(outputs, device, dim)
 
 
@@ -177,7 +174,12 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
         if first.ndim == 0 and all(x.ndim == 0 for x in column):
             column, axis = [jnp.expand_dims(x, 0) for x in column], 0
         else:
-            _same_rank(column, outputs, k)
+            for i, x in enumerate(column):
+                if x.ndim != first.ndim:
+                    raise ValueError(
+                        f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device "
+                        f"{i}; all must have the same number of dimensions. Return outputs that agree."
+                    )
             axis = normal_axis(dim, first.ndim, "gather", lambda k=k: _name(outputs, k))
         for i, x in enumerate(column):
             off = (*x.shape[:axis], *x.shape[axis + 1 :])
@@ -221,15 +223,6 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
                     f"arrays. Pass jnp.asarray(x)."
                 )
     return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
-
-
-def _same_rank(column: list[Any], outputs: Sequence[Tree], k: int) -> None:
-    for i, x in enumerate(column):
-        if x.ndim != column[0].ndim:
-            raise ValueError(
-                f"jdp.gather: {_name(outputs, k)} has shape {column[0].shape} on device 0 and {x.shape} on device {i}; "
-                f"all must have the same number of dimensions. Return outputs that agree."
-            )
 
 
 def device_of(x: Any) -> Device | None:

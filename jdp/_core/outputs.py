@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -56,29 +57,18 @@ class Rule(NamedTuple):
     scatter: int | None = None
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["treedef", "rules"])
+@dataclasses.dataclass
 class Returned:
     """The output arrays of a replica, and (as static data, so that it passes through `jit`) what they are."""
 
-    def __init__(self, values: Sequence[Any], treedef: Any, rules: tuple[Rule, ...]) -> None:
-        self.values, self.treedef, self.rules = list(values), treedef, rules
-
-    def tree_flatten(self) -> tuple[list[Any], tuple[Any, tuple[Rule, ...]]]:
-        return self.values, (self.treedef, self.rules)
-
-    @classmethod
-    def tree_unflatten(cls, static: tuple[Any, tuple[Rule, ...]], values: Sequence[Any]) -> Returned:
-        return cls(values, *static)
+    values: list[Any]
+    treedef: Any
+    rules: tuple[Rule, ...]
 
 
 def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
-    """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array.
-
-    Raises:
-        ValueError: a leaf is one replica's alone.
-        TypeError: a leaf is no array, with its path.
-        IndexError: a leaf has no axis `dim`.
-    """
+    """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array."""
     dim = layout.dim
     leaves, treedef = jax.tree.flatten(out)
     values, rules = [], []
@@ -103,7 +93,7 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Returned:
                     f"{axis}). Pass out_axes with an axis for each output (None: the primary replica's)."
                 )
             axis %= value.ndim
-        old = next((j for j, x in enumerate(operands) if x is mark.old), None) if mark.old is not None else None
+        old = next((j for j, x in enumerate(operands) if x is mark.old), None)
         over, count = mark.over, None
         if over is not None and not isinstance(over, float):
             over, count = None, next(j for j, x in enumerate(leaves) if isinstance(x, Marked) and x.value is mark.over)

@@ -51,8 +51,6 @@ def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None)
     target = None if everywhere else resolve_output("reduce_add", destination)
     if target == "sharded":
         raise ValueError("jdp.reduce_add: destination 'sharded' has no rows to cut; pass a device, 'cpu' or 'all'.")
-    if isinstance(outputs, Scattered):
-        return _of_scattered(outputs, target, everywhere)
     if holds_scattered(outputs):
         return map_scattered(lambda s: _of_scattered(s, target, everywhere), outputs)
     return _of_list(outputs, target, everywhere)
@@ -61,9 +59,9 @@ def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None)
 def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     s = placed(s)
     layout = s._layout
-    if any(isinstance(leaf, Static) for leaf in layout.leaves):
-        i = next(i for i, leaf in enumerate(layout.leaves) if isinstance(leaf, Static))
-        raise TypeError(f"jdp.reduce_add: {_path(s, i)} is no array; only arrays are summed. Leave it out.")
+    for i, leaf in enumerate(layout.leaves):
+        if isinstance(leaf, Static):
+            raise TypeError(f"jdp.reduce_add: {_path(s, i)} is no array; only arrays are summed. Leave it out.")
     for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
         _refuse_keys(x, _path(s, i))
         if isinstance(leaf, Cut):

@@ -94,27 +94,26 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
     rules, avals = lead.rules, lead.jaxpr.out_avals
     shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
 
-    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
-        run = jax.extend.core.jaxpr_as_fun(jaxpr)
-        return lambda *operands: [_pad_to(x, shape) for x, shape in zip(run(*operands), shapes, strict=True)]
-
     def idle(*operands: Any) -> list[Any]:
         return [
             jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
             for shape, aval, rule in zip(shapes, avals, rules, strict=True)
         ]
 
-    if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
-        return _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
+    def finish(values: Sequence[Any]) -> list[Any]:
+        return [_pad_to(x, shape) for x, shape in zip(values, shapes, strict=True)]
+
+    def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+        run = jax.extend.core.jaxpr_as_fun(jaxpr)
+        return lambda *operands: finish(run(*operands))
+
     order = list(bodies) if layout.used else []
     which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
     branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
-    if any(_collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
-
-        def finish(values: Sequence[Any]) -> list[Any]:
-            return [_pad_to(x, shape) for x, shape in zip(values, shapes, strict=True)]
-
+    if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
+        values = _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
+    elif any(_collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
         jaxprs = [bodies[s].jaxpr for s in order]
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
@@ -139,7 +138,7 @@ def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[t
 
 def _on_no_rows(
     lead: _Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
-) -> tuple[list[Any], Outputs]:
+) -> list[Any]:
     """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
     _refuse_collectives(lead.jaxpr.jaxpr, layout)
 
@@ -147,10 +146,7 @@ def _on_no_rows(
         made = zip(run(*operands), idle(*operands), lead.rules, strict=True)
         return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
 
-    values = jax.lax.cond(index == 0, primary, idle, *operands)
-    none = (0,) * len(layout.sizes)
-    sizes = tuple(none if _along(a, r) else () for a, r in zip(lead.jaxpr.out_avals, lead.rules, strict=True))
-    return values, Outputs(layout, lead.treedef, lead.rules, sizes)
+    return jax.lax.cond(index == 0, primary, idle, *operands)
 
 
 def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:

@@ -314,7 +314,8 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
     joined = _join(inputs)
-    if any(_mentions(p, axis_name) for p in params.values()):
+    # Something in it communicates over the axis, or asks for the replica's index.
+    if any(axis_name in axes(e) for body in inside(eqn) for e in equations(body)):
         return [Value(True, None, joined.sources)] * n
     if name in _COLLECTORS:
         at = _COLLECTORS[name]
@@ -391,15 +392,6 @@ def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
 def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
     known = [[(v.varying, v.reduced is None, v.sources, v.groups) for v in values] for values in (a, b)]
     return known[0] == known[1]
-
-
-def _mentions(x: Any, axis_name: str) -> bool:
-    """Whether something inside communicates over the axis, or asks for the replica's index."""
-    if isinstance(x, tuple | list):
-        return any(_mentions(y, axis_name) for y in x)
-    return hasattr(x, "eqns") and any(
-        axis_name in axes(eqn) or any(_mentions(p, axis_name) for p in eqn.params.values()) for eqn in x.eqns
-    )
 
 
 def source_line(eqn: Any) -> str:

@@ -118,7 +118,8 @@ class DataParallel(nnx.Module, Generic[M]):
             mesh, state = self._config.mesh, nnx.state(module)
             nnx.update(module, broadcast(state, mesh, "DataParallel"))
             # What was copied from one device just now is one value, unless each process copied its own.
-            if spans_processes(mesh) or any(_devices_of(x) > 1 for x in jax.tree.leaves(state)):
+            places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
+            if spans_processes(mesh) or any(place is not None and len(place.device_set) > 1 for place in places):
                 self.check_replicas()
 
     @property
@@ -286,7 +287,10 @@ class DataParallel(nnx.Module, Generic[M]):
         Source: `_verify_param_shape_across_processes` in torch/nn/parallel/distributed.py, which compares shapes.
         """
         if tree is None:
-            self._needs_nnx("check_replicas")
+            if self._config.kind != "nnx":
+                raise TypeError(
+                    "jdp.check_replicas: tree is missing; only an NNX module holds its own state. Pass the variables."
+                )
             tree = nnx.state(self.module)
         check_replicas(tree, self._config.mesh, "check_replicas")
 
@@ -400,10 +404,6 @@ class DataParallel(nnx.Module, Generic[M]):
         return split(state, Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis))
 
     def _needs_nnx(self, method: str) -> None:
-        if self._config.kind != "nnx" and method == "check_replicas":
-            raise TypeError(
-                "jdp.check_replicas: tree is missing; only an NNX module holds its own state. Pass the variables."
-            )
         if self._config.kind != "nnx":
             raise TypeError(
                 f"jdp.DataParallel: {method}() sets the mode of an NNX module, and this wraps none; it would do "
@@ -468,11 +468,6 @@ _INSTEAD = {
     "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
 }
 """Of torch's names: what is so in JAX, and what to do, for Linen and functions, and for NNX."""
-
-
-def _devices_of(x: Any) -> int:
-    """How many devices hold an array; none where only its shape is known."""
-    return len(x.sharding.device_set) if getattr(x, "sharding", None) is not None else 0
 
 
 def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
