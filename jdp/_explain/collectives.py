@@ -150,14 +150,22 @@ def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[t
     """
     inner = flat.by_name[one.inner.name if one.inner is one.start else f"{one.start.name}/{one.inner.name}"]
     names = dict.fromkeys(i.op_name for i in (one.start, one.inner, one.done))
-    arrays = []
+    queue, starts, cut = [inner], {inner.name: 0}, {}
+    for mover in queue:  # it grows
+        for user in flat.users.get(mover.name, []):
+            if user.opcode not in (*_MOVES, *_GIVES) or user.name in starts:
+                continue
+            queue.append(user)
+            names[user.op_name] = None
+            starts[user.name] = starts[mover.name] + sum(user.integers("slice")[:1])
+            if len(payload) == 1 and len(_shape(mover)) == 1 < len(_shape(user)):  # cut out of a vector
+                cut[starts[user.name], math.prod(_shape(user))] = _shape(user)
+    arrays, start = [], 0
     for (dtype, _), name in zip(payload, inner.operands, strict=False):
-        arrays += [(dtype, shape) for shape in _origins(flat, flat.by_name[name], names)]
-    below = [inner]
-    for mover in below:  # it grows
-        users = [user for user in flat.users.get(mover.name, []) if user.opcode in (*_MOVES, *_GIVES)]
-        names |= dict.fromkeys(user.op_name for user in users)
-        below += [user for user in users if user not in below]
+        for shape in _origins(flat, flat.by_name[name], names):
+            size = math.prod(shape)
+            arrays.append((dtype, cut.get((start, size), shape)))
+            start += size
     # What is gathered has another shape than what it is put together from.
     return tuple(payload if one.kind == "all-gather" else arrays), tuple(filter(None, names))
 
@@ -170,7 +178,8 @@ def _origins(flat: Computation, one: Instruction, names: dict[str, None]) -> lis
             shape = _shape(one)
         above = [flat.by_name[name] for name in one.operands]
         if one.opcode in _MOVES:
-            names[one.op_name], one = None, above[0]
+            names[one.op_name] = None
+            one = above[0]
         elif one.opcode == "concatenate" and len(shape) == 1:
             return [origin for operand in above for origin in _origins(flat, operand, names)]
         else:

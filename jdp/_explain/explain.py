@@ -124,9 +124,14 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
 
 
 def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
+    """With the names of the parameters that each carries, less the number of the argument that these belong to."""
     found = jax.tree_util.tree_leaves_with_path(call.differentiated)
     leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in found if hasattr(x, "dtype")}
-    return tuple(dataclasses.replace(c, parameters=tuple(map(_short, carried(c, leaves)))) for c in collectives(module))
+    short = {name: re.sub(r"^(\d+\.)+", "", name).removesuffix(".value") for name in leaves}
+    return tuple(
+        dataclasses.replace(c, parameters=tuple(short[name] for name in carried(c, leaves)))
+        for c in collectives(module)
+    )
 
 
 def _memory_of(device: Any) -> int | None:
@@ -159,11 +164,6 @@ def _bytes_on_each(tree: Tree) -> int:
     arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     shapes = (x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in arrays)
     return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(arrays, shapes, strict=True))
-
-
-def _short(name: str) -> str:
-    """A parameter's name without the number of the argument it belongs to."""
-    return re.sub(r"^(\d+\.)+", "", name).removesuffix(".value")
 
 
 def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
