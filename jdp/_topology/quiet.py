@@ -43,11 +43,7 @@ def quiet() -> Iterator[None]:
             os.close(before)
 
 
-def _filter() -> None:
+if __name__ == "__main__":
     for line in sys.stdin.buffer:
         if not _LOGGED.match(line):
             os.write(2, line)
-
-
-if __name__ == "__main__":
-    _filter()
