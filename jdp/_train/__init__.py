@@ -9,8 +9,7 @@ What they share comes first:
 
 The training step:
 
-    step.py              the second door: `TrainStep` for variables
-    nnx_step.py          the same for an NNX module
+    step.py              the second door: `TrainStep` for variables, `NNXTrainStep` for an NNX module
     loss.py              the user's loss function, in the form that gradients.py takes
     state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
     program.py           the step as one compiled program

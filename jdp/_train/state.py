@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
+from flax import nnx, struct
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
@@ -58,6 +58,29 @@ class TrainState(struct.PyTreeNode):
 
     def __repr__(self) -> str:
         return outline("TrainState", self)
+
+
+def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
+    """The state before the first step, as a function of the variables and the key, which it copies."""
+
+    def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
+        others = dict(variables)
+        params, others, key = jax.tree.map(jnp.copy, (others.pop("params"), others, key))
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), others, key)
+
+    return first_state
+
+
+def checked_key(key: Any) -> Any:
+    """A typed key, of one that may be of the old style."""
+    if key is None:
+        return None
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+        return jax.random.wrap_key_data(key)
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
+        what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"
+        raise TypeError(f"jdp.{VERB}: key is {what}; it is one typed PRNG key. Pass jax.random.key(seed).")
+    return key
 
 
 def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | None:
@@ -204,6 +227,26 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
         if str(error).startswith("jdp."):
             raise
     return shapes
+
+
+def view_of(tx: Any, opt_state: Tree, params: Tree) -> Callable[[Tree], Tree]:
+    """What an NNX optimizer sees of a model's parameters, which are these, by how it was made.
+
+    Of the model itself, or of the wrapper, in whose tree the model is one level down.
+    """
+    views = (nnx.as_pure, _of_wrapper)
+    differences = [first_difference(shapes_of(opt_state), opt_shapes(tx, view(params))) for view in views]
+    if None not in differences:
+        raise ValueError(
+            f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it is of another model. Make it of this one: "
+            f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+        )
+    return views[differences.index(None)]
+
+
+def _of_wrapper(state: Tree) -> Tree:
+    """A model's state as part of its wrapper's."""
+    return nnx.as_pure(nnx.from_flat_state([(("module", *path), v) for path, v in nnx.to_flat_state(state)]))
 
 
 def update(

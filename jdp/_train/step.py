@@ -8,7 +8,6 @@ from typing import Any
 
 import flax.core
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
@@ -17,20 +16,22 @@ from .._core.layout import Tree
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
 from .._core.scattered import Scattered
-from .._model.config import BatchAxes, Config, Wrapper, scatter_batch, with_objects
+from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
+from .arguments import Division, divide, loss_of
 from .gradients import Loss
-from .loss import VERB, check_signature, variables_loss
-from .nnx_step import NNXTrainStep
+from .loss import FORMS, VERB, check_signature, results_of, rows_explained, variables_loss
 from .nonfinite import Nonfinite
-from .program import Flat, Program, StepOptions
+from .program import Flat, Program, StepOptions, of_model
 from .state import (
     Given,
     OptimizerBytes,
     TrainState,
     check_rows,
+    checked_key,
     checked_optimizer,
     first_difference,
+    first_state,
     interrupted,
     no_attribute,
     opt_shapes,
@@ -38,8 +39,12 @@ from .state import (
     refuse_deleted,
     refuse_more,
     shapes_of,
+    view_of,
 )
-from .value_and_grad import check_differentiable, check_steps, wire_type
+from .value_and_grad import check_differentiable, check_steps, hashable, wire_type
+
+Ready = tuple[TrainState, Scattered, Flat, list[Any]]
+"""What a step begins with: the state, the batch, the state's leaves, and the NNX objects of the batch."""
 
 
 def train_step(
@@ -117,49 +122,76 @@ def train_step(
         bool(sync_batch_norm),
         check_steps("train_step", check_replicas, "check_replicas", 0),
     )
-    return _step_of(dp, loss_fn, tx, options, in_axes)
-
-
-def _step_of(
-    dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, in_axes: Tree
-) -> TrainStep | NNXTrainStep:
-    """The step for the kind of module that the wrapper holds."""
-    config: Config = dp._config
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    if config.state_axes:
+    state_axes = dp._config.state_axes
+    if state_axes:
         raise ValueError(
-            f"jdp.{VERB}: the wrapper has state_axes={config.state_axes}; such state belongs to one batch, "
-            f"that of a training run to none. Pass it in the batch, and return it among the metrics, "
-            f"where arrays with an entry per row are gathered."
+            f"jdp.{VERB}: the wrapper has state_axes={state_axes}; such state belongs to one batch, that of a training "
+            f"run to none. Pass it in the batch, and return it among the metrics, where arrays with an entry per row "
+            f"are gathered."
         )
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
-    if config.kind == "nnx":
-        return NNXTrainStep(dp, loss_fn, tx, options, axes)
-    return TrainStep(dp, loss_fn, checked_optimizer(tx), options, axes)
+    kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
+    return kind(dp, loss_fn, tx, options, axes)
 
 
-class TrainStep:
+class _Step:
+    """What the steps of variables and of NNX share."""
+
+    def __init__(
+        self,
+        dp: Wrapper,
+        loss_fn: Callable[..., Any],
+        loss_of: Callable[[bool], Loss],
+        options: StepOptions,
+        axes: BatchAxes | None,
+        **optimizer: Any,
+    ) -> None:
+        self._dp, self._loss_fn, self._axes = dp, loss_fn, axes
+        label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        self._program = Program(dp._config, loss_of, options=options, label=label, **optimizer)
+        self._given = Given(options.donate)
+
+    @property
+    def last(self) -> Any:
+        """The state that the step gave last, to go on with after Ctrl-C; of NNX the metrics. None before the first.
+
+        An interrupt may come when the old state is freed and the new one has no name yet: this is the new one, whole;
+        an NNX model and its optimizer are both after the step that gave these metrics. It lives until the next step
+        gives another, or as long as the step object does.
+        """
+        return self._given.last
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._dp.devices[:8]))
+        return f"{type(self).__name__}({self._program.label}, devices=({devices}))"
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
+        """The batch, cut, and the NNX objects in it."""
+        self._program.config.refuse_other_mesh()
+        scattered, objects = scatter_batch(self._program.config, batch, VERB, self._axes)
+        check_rows(VERB, scattered)
+        return scattered, list(objects.values())
+
+
+class TrainStep(_Step):
     """A training step for variables: `state = step.init(variables)`, `state, metrics = step(state, batch)`.
 
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
     """
 
     def __init__(
-        self, dp: Any, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+        self, dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
     ) -> None:
-        self._dp, self._tx, self._options, self._axes, self._loss_fn = dp, tx, options, axes, loss_fn
-        config: Config = dp._config
-        label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-
-        def loss(sync: bool) -> Loss:
-            return variables_loss(loss_fn, options.reserved, config.reduce_state, config.axis_name, sync)
-
-        self._program = Program(config, loss, tx, options, label)
+        tx, config = checked_optimizer(tx), dp._config
+        loss = functools.partial(variables_loss, loss_fn, options.reserved, config.reduce_state, config.axis_name)
+        super().__init__(dp, loss_fn, loss, options, axes, tx=tx)
         self._shapes: TrainState | None = None  # of the states that it takes
-        self._first = _first_state(tx)
-        self._making: tuple[TrainState, Any] | None = None  # shapes, and `_first` compiled for them
-        self._given = Given(options.donate)
+        self._first = first_state(tx)
 
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
         """The state to begin with: a copy of the variables (the caller's own are never donated).
@@ -189,32 +221,15 @@ class TrainStep:
         variables, key = broadcast((variables, key), mesh, VERB)
         if mesh.size > 1:  # each process has made its own, and what is replicated already may differ unseen
             check_replicas((variables, key), mesh, VERB)
-        opt_shapes(self._tx, variables["params"])
+        opt_shapes(self._program.tx, variables["params"])
 
         shapes = jax.eval_shape(self._first, variables, key)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
-        if self._making is None or first_difference(shapes, self._making[0]) is not None:
-            self._making = shapes, jax.jit(self._first, out_shardings=self._program.shardings(shapes))
-        state = self._making[1](variables, key)
+        state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes = shapes
         self._given.keep(state, jax.tree.leaves(state))
         return state
-
-    @property
-    def last(self) -> TrainState | None:
-        """The state that the step gave last, to go on with after Ctrl-C; None before the first.
-
-        An interrupt may come when the old state is freed and the new one has no name yet: this is the new one, whole.
-        It lives until the next step gives another, or as long as the step object does.
-        """
-        return self._given.last
-
-    def __repr__(self) -> str:
-        return f"TrainStep({self._program.label}, devices=({', '.join(map(str, self._dp.devices[:8]))}))"
-
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name)
 
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then.
@@ -232,15 +247,6 @@ class TrainStep:
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
-
-    def _keep(
-        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
-    ) -> tuple[TrainState, dict[str, Any]]:
-        if nodes:
-            nnx.update(nodes, own_values(updates))
-        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
-            self._given.keep(state, leaves)
-        return state, metrics
 
     def lower(self, state: TrainState, batch: Tree) -> Any:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
@@ -260,14 +266,9 @@ class TrainStep:
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(
-        self, state: TrainState, batch: Tree, owned: Callable[[Any], Any] = lambda x: x
-    ) -> tuple[TrainState, Scattered, Flat, list[Any]]:
-        """The state of `owned` arrays, the batch, the state's leaves, and the NNX objects of the batch."""
-        self._program.config.refuse_other_mesh()
-        scattered, objects = scatter_batch(self._dp._config, batch, VERB, self._axes)
-        nodes = list(objects.values())
-        check_rows(VERB, scattered)
+    def _ready(self, state: TrainState, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
+        """What a step begins with; of the state's arrays those that are `owned`."""
+        scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
@@ -293,7 +294,7 @@ class TrainStep:
         if self._shapes is None:
             check_signature(self._loss_fn, "variables", state.key is not None)
             check_differentiable(VERB, state.params, "state.params")
-            expected = shapes.replace(opt_state=opt_shapes(self._tx, shapes.params))
+            expected = shapes.replace(opt_state=opt_shapes(self._program.tx, shapes.params))
         else:
             expected = self._shapes
         difference = first_difference(shapes, expected)
@@ -308,25 +309,116 @@ class TrainStep:
             return state
         return self._program.placed(state, owned)
 
-
-def _first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
-    """The state before the first step, as a function of the variables and the key, which it copies."""
-
-    def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
-        others = dict(variables)
-        params, others, key = jax.tree.map(jnp.copy, (others.pop("params"), others, key))
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), others, key)
-
-    return first_state
+    def _keep(
+        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            nnx.update(nodes, own_values(updates))
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(state, leaves)
+        return state, metrics
 
 
-def checked_key(key: Any) -> Any:
-    """A typed key, of one that may be of the old style."""
-    if key is None:
-        return None
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
-        return jax.random.wrap_key_data(key)
-    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
-        what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"
-        raise TypeError(f"jdp.{VERB}: key is {what}; it is one typed PRNG key. Pass jax.random.key(seed).")
-    return key
+class NNXTrainStep(_Step):
+    """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+
+    Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+    """
+
+    def __init__(
+        self, dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+    ) -> None:
+        check_signature(loss_fn, "model")
+        if not isinstance(tx, nnx.Optimizer):
+            tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
+        self.optimizer: nnx.Optimizer = tx
+        params, opt_state = nnx.state(dp.module, tx.wrt), nnx.as_pure(tx.opt_state)
+        check_differentiable(VERB, params, "model")
+        if not jax.tree.leaves(params):
+            raise ValueError(
+                f"jdp.{VERB}: the model has no variables of {tx.wrt}; those are what the optimizer updates. Make it of "
+                f"others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            )
+        view = view_of(tx.tx, opt_state, params)
+
+        def of_model_alone(diff: Tree) -> Tree:
+            _, state = diff
+            return view(state[0])
+
+        def two(model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
+            with rows_explained(batch):
+                out = loss_fn(model, batch)
+            loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])
+            return loss, metrics
+
+        config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
+        division = Division(self._argnums, has_aux=True, whole=(0,), arity=2, nodes=((0,),))
+        loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state)
+        super().__init__(dp, loss_fn, loss, options, axes, tx=tx.tx, view=of_model_alone)
+        self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), opt_state, ())))
+
+    def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
+        """One step: the metrics; with `donate` the arrays that the model held before are gone then.
+
+        Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
+        """
+        last = self._given.last
+        try:
+            refuse_more(more, "step((x, y))")
+            state, scattered, flat, nodes = self._ready(batch, self._given.owned())
+            return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
+        except KeyboardInterrupt as error:
+            held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
+            error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))
+            raise
+
+    def lower(self, batch: Tree) -> Any:
+        """The lowered program of a step, as `jax.jit(...).lower`."""
+        state, scattered, _, _ = self._ready(batch)
+        return self._program.lower(state, scattered)
+
+    def optimizer_bytes(self) -> OptimizerBytes:
+        """As `TrainStep.optimizer_bytes`."""
+        return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
+
+    def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
+        """As `TrainStep.find_nonfinite`; the model is not changed."""
+        state, scattered, _, _ = self._ready(batch)
+        return self._program.find_nonfinite(state, scattered)
+
+    def _ready(self, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
+        scattered, nodes = self._scattered(batch)
+        # The objects in the batch are divided with the model, for they may share variables with it.
+        call = divide((self._dp.module, nodes), {}, self._argnums, True, [None, 0], VERB)
+        params, held = call.replicas
+        if nodes:  # whose state is not donated, and so no part of the step's own
+            mine, given = of_model(held.variables)
+            scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
+        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
+        leaves, treedef = jax.tree.flatten(state)
+        refuse_deleted(state, leaves, "model")
+        if not self._given.has(leaves):
+            state = self._program.placed(state, owned)
+            leaves = jax.tree.leaves(state)
+        return state, scattered, (leaves, treedef), nodes
+
+    def _keep(
+        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            nnx.update([self._dp.module, *nodes], own_values(updates))
+        _, params = state.params
+        nnx.update([self._dp.module], nnx.merge_state(params, state.state.variables))
+        self._put_optimizer(state)
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(metrics, leaves)
+        return state, metrics
+
+    def _put_optimizer(self, state: TrainState) -> None:
+        variables = jax.tree.leaves(self.optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, value in zip(variables, jax.tree.leaves(state.opt_state), strict=True):
+            variable.set_value(value)
+        self.optimizer.step.set_value(state.step)
