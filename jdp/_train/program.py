@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import weakref
@@ -303,7 +302,7 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
     def train_step(*operands: Any) -> tuple[Any, ...]:
         state, *more = program.step(treedef.unflatten(operands[:count]), Scattered(operands[count:], layout))
         parts = (state.step, state.params), state.opt_state, (state.state, state.key)
-        return tuple(map(jax.tree.leaves, parts)), *more, _Tree(jax.tree.structure(state))
+        return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)
 
     where, to = (*[None] * count, *layout.shardings), program.shardings(state)
     cut = jax.tree.leaves(to.opt_state) if program.options.shard_optimizer else to.opt_state
@@ -311,19 +310,11 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
     return _jit(program, train_step, tuple(range(count)), where, out, options)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """A treedef as part of what a program gives."""
-
-    treedef: Any
-
-
 def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
     """What `Keep` takes, of what a program of leaves gave."""
-    (first, opt_state, last), metrics, updates, tree = out
+    (first, opt_state, last), metrics, updates, unflatten = out
     leaves = [*first, *opt_state, *last]
-    return tree.treedef.unflatten(leaves), leaves, metrics, updates
+    return unflatten(leaves), leaves, metrics, updates
 
 
 def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import operator
@@ -174,15 +173,6 @@ def refuse_more(more: Sequence[Any], spelling: str) -> None:
         )
 
 
-def no_attribute(step: Any, name: str) -> AttributeError:
-    """The error for an attribute that a step has not."""
-    has = [x for x in dir(type(step)) if not x.startswith("_")] + [x for x in vars(step) if not x.startswith("_")]
-    near = difflib.get_close_matches(name, has, 1)
-    way = f"Use step.{near[0]}" if near else "Use one of these"
-    text = f"jdp.train_step: a {type(step).__name__} has no attribute {name!r}; it has {', '.join(sorted(has))}. {way}."
-    return AttributeError(text, name=name, obj=step)
-
-
 def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.last") -> str:
     """What is told beside a KeyboardInterrupt: where the state is that training goes on with."""
     if done:
@@ -209,11 +199,7 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
 
 
 def opt_shapes(tx: Any, params: Tree) -> Tree:
-    """The shapes of the optimizer's state.
-
-    Raises:
-        TypeError: a leaf of the state is no array; the transformation needs more than a step passes it.
-    """
+    """The shapes of the optimizer's state; a `TypeError` where the transformation needs more than a step passes it."""
     shapes = jax.eval_shape(tx.init, params)
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         if not hasattr(x, "dtype"):

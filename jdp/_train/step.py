@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,6 @@ from .state import (
     first_difference,
     first_state,
     interrupted,
-    no_attribute,
     opt_shapes,
     optimizer_bytes,
     refuse_deleted,
@@ -168,7 +168,11 @@ class _Step:
         return f"{type(self).__name__}({self._program.label}, devices=({devices}))"
 
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name)
+        has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))
+        near = difflib.get_close_matches(name, has, 1)
+        way = f"Use step.{near[0]}" if near else "Use one of these"
+        text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
+        raise AttributeError(text, name=name, obj=self)
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """The batch, cut, and the NNX objects in it."""
