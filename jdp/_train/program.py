@@ -159,7 +159,8 @@ class Program:
 
     def compiler_options(self, state: TrainState) -> CompilerOptions:
         wire = self.options.reduce_dtype
-        sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in jax.tree.leaves(state.params))
+        arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
+        sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
         return compiler_options(self.config.mesh, sent)
 
     def on(self, mesh: Mesh) -> Program:

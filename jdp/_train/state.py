@@ -215,13 +215,19 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
     return shapes
 
 
-def view_of(tx: Any, opt_state: Tree, params: Tree) -> Callable[[Tree], Tree]:
-    """What an NNX optimizer sees of a model's parameters, which are these, by how it was made.
+def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
+    """What an optimizer sees of a model's parameters, which are these, by how it was made.
 
     Of the model itself, or of the wrapper, in whose tree the model is one level down.
     """
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "
+            f"of others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+        )
     views = (nnx.as_pure, _of_wrapper)
-    differences = [first_difference(shapes_of(opt_state), opt_shapes(tx, view(params))) for view in views]
+    found = shapes_of(nnx.as_pure(optimizer.opt_state))
+    differences = [first_difference(found, opt_shapes(optimizer.tx, view(params))) for view in views]
     if None not in differences:
         raise ValueError(
             f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it is of another model. Make it of this one: "

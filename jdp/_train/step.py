@@ -336,14 +336,9 @@ class NNXTrainStep(_Step):
         if not isinstance(tx, nnx.Optimizer):
             tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer = tx
-        params, opt_state = nnx.state(dp.module, tx.wrt), nnx.as_pure(tx.opt_state)
+        params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
-        if not jax.tree.leaves(params):
-            raise ValueError(
-                f"jdp.{VERB}: the model has no variables of {tx.wrt}; those are what the optimizer updates. Make it of "
-                f"others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
-            )
-        view = view_of(tx.tx, opt_state, params)
+        view = view_of(tx, params)
 
         def of_model_alone(diff: Tree) -> Tree:
             _, state = diff
@@ -359,7 +354,7 @@ class NNXTrainStep(_Step):
         division = Division(self._argnums, has_aux=True, whole=(0,), arity=2, nodes=((0,),))
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state)
         super().__init__(dp, loss_fn, loss, options, axes, tx=tx.tx, view=of_model_alone)
-        self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), opt_state, ())))
+        self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
         """One step: the metrics; with `donate` the arrays that the model held before are gone then.
