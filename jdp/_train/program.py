@@ -63,13 +63,13 @@ class Program:
         config: Config,
         loss_of: Callable[[bool], Loss],
         tx: Any,
+        view: Callable[[Tree], Tree],
         options: StepOptions,
         label: str,
-        view: Callable[[Tree], Tree] = lambda params: params,
     ) -> None:
         """`loss_of(sync)` is the loss with its BatchNorms synchronised or not, `view` what the optimizer sees."""
-        self.config, self.loss_of, self.tx, self.options, self.label = config, loss_of, tx, options, label
-        self.view = view
+        self.config, self.loss_of, self.tx, self.view = config, loss_of, tx, view
+        self.options, self.label = options, label
         n = config.mesh.size
         scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
@@ -165,7 +165,7 @@ class Program:
 
     def on(self, mesh: Mesh) -> Program:
         """The same step on other devices."""
-        return Program(self.config.on(mesh), self.loss_of, self.tx, self.options, self.label, self.view)
+        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, self.options, self.label)
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""

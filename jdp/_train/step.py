@@ -144,13 +144,14 @@ class _Step:
         dp: Wrapper,
         loss_fn: Callable[..., Any],
         loss_of: Callable[[bool], Loss],
+        tx: Any,
+        view: Callable[[Tree], Tree],
         options: StepOptions,
         axes: BatchAxes | None,
-        **optimizer: Any,
     ) -> None:
         self._dp, self._loss_fn, self._axes = dp, loss_fn, axes
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        self._program = Program(dp._config, loss_of, options=options, label=label, **optimizer)
+        self._program = Program(dp._config, loss_of, tx, view, options, label)
         self._given = Given(options.donate)
 
     @property
@@ -193,7 +194,7 @@ class TrainStep(_Step):
     ) -> None:
         tx, config = checked_optimizer(tx), dp._config
         loss = functools.partial(variables_loss, loss_fn, options.reserved, config.reduce_state, config.axis_name)
-        super().__init__(dp, loss_fn, loss, options, axes, tx=tx)
+        super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, axes)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._first = first_state(tx)
 
@@ -353,7 +354,7 @@ class NNXTrainStep(_Step):
         config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
         division = Division(self._argnums, has_aux=True, whole=(0,), arity=2, nodes=((0,),))
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state)
-        super().__init__(dp, loss_fn, loss, options, axes, tx=tx.tx, view=of_model_alone)
+        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
