@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,13 +36,9 @@ def absolute(directory: str | os.PathLike[str]) -> Any:
     if "://" in path:
         return epath.Path(path)
     path = os.path.realpath(os.path.expanduser(path))
-    try:
+    with _writing(path), contextlib.suppress(FileNotFoundError):  # the first save makes it
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
-    except FileNotFoundError:
-        pass  # the first save makes it
-    except OSError as e:
-        raise _unwritable(path, e) from e
     return epath.Path(path)
 
 
@@ -52,25 +49,25 @@ def is_local(path: Any) -> bool:
 
 def make_writable(directory: Any) -> None:
     """Makes the directory if need be, and a file in it, or raises."""
-    try:
+    with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if is_local(directory):  # under a name that is free: one that is known may be a link to elsewhere
-            handle, probe = tempfile.mkstemp(prefix=".jdp-", dir=directory)
-            os.close(handle)
-            os.unlink(probe)
+        if is_local(directory):  # under no name, or one that is free: one that is known may be a link to elsewhere
+            tempfile.TemporaryFile(prefix=".jdp-", dir=directory).close()
         else:
             probe = directory / f".jdp-{os.getpid()}-{jax.process_index()}"
             probe.write_text("")
             probe.unlink()
+
+
+@contextlib.contextmanager
+def _writing(directory: Any) -> Iterator[None]:
+    try:
+        yield
     except OSError as e:
-        raise _unwritable(directory, e) from e
-
-
-def _unwritable(directory: Any, e: OSError) -> OSError:
-    return type(e)(
-        f"jdp.{VERB}: {directory} cannot be written: {e.strerror or e}; checkpoints are made there by this "
-        f"user. Make it writable, or pass another directory."
-    )
+        raise type(e)(
+            f"jdp.{VERB}: {directory} cannot be written: {e.strerror or e}; checkpoints are made there by this "
+            f"user. Make it writable, or pass another directory."
+        ) from e
 
 
 def kind(mode: int) -> str:
@@ -116,13 +113,11 @@ class Lock:
         self.release()
         make_writable(self._directory)
         while is_local(self._directory):
-            try:
+            with _writing(self._directory):
                 self._handle = open_file(self._path, os.O_RDWR | os.O_CREAT)
                 if os.fstat(self._handle).st_nlink > 1:
+                    self._forget()
                     raise OSError(errno.EMLINK, f"{LOCK} is a file elsewhere, too")
-            except OSError as e:
-                self._forget()
-                raise _unwritable(self._directory, e) from e
             _held.add(self)
             self._lock()
             if self._holds():
@@ -195,9 +190,8 @@ class Quiet(logging.Filter):
         super().__init__()
         logging.getLogger("absl").addFilter(self)
         self.abandoned = False  # whether some are; they may report for some seconds from then on
-        self._before, self._hook = sys.unraisablehook, self._unraisable  # one object: each access makes another
         self._over = False
-        sys.unraisablehook = self._hook
+        self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
     def filter(self, record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname

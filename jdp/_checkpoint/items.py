@@ -113,10 +113,9 @@ def misformed(content: Any, step: int) -> str:
     if content["format"] > FORMAT:
         return ""  # nobody knows what else is in it
     for path, entry in content["leaves"].items():
-        if not (isinstance(entry, list) and [type(part) for part in entry] == [str, list]):
+        form = isinstance(entry, list) and [type(part) for part in entry] == [str, list]
+        if not (form and all(type(size) is int and size >= 0 for size in entry[1])):
             return f"its entry of {path:.100} is {entry!r:.100}, and no dtype with a shape"
-        if not all(type(size) is int and size >= 0 for size in entry[1]):
-            return f"its entry of {path:.100} has the shape {entry[1]!r:.100}"
     if "data" not in content or content.get("apart") and not isinstance(content["data"], list):
         return "it has no data of each process"
     return ""
@@ -157,7 +156,8 @@ def manifest_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, 
         if path not in expected:
             return f"it has {path}, which is not in the state"
         if stored[path] != expected[path]:
-            return f"{path} is {_short(stored[path])} in it, {_short(expected[path])} in the state"
+            there, here = (f"{dtype}{shape}"[:200] for dtype, shape in (stored[path], expected[path]))
+            return f"{path} is {there} in it, {here} in the state"
     return None
 
 
@@ -184,10 +184,6 @@ def _data(x: jax.Array) -> jax.Array:
 
 def _dtype(x: Any) -> str:
     return str(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
-
-
-def _short(entry: list[Any]) -> str:
-    return f"{entry[0]}{entry[1]}"[:200]
 
 
 def _is_node(x: Any) -> bool:

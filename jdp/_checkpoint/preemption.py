@@ -25,14 +25,13 @@ class Preemption:
     def __init__(self) -> None:
         self._told = False
         self._service = jax.distributed.is_initialized()
-        self._handler: Any = None
-        self._over = False
+        self._over = True  # where there is no handler
         self.acted = False  # whether the SIGTERM has been acted on
         self._before = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
         if main and not self._service and self._before not in (signal.SIG_IGN, None):
-            self._handler = self._note  # one object: each access to a method makes another
-            signal.signal(signal.SIGTERM, self._handler)
+            self._over = False
+            signal.signal(signal.SIGTERM, self._note)
 
     def reached(self) -> bool:
         """Whether this is the step after which to stop."""
@@ -46,9 +45,9 @@ class Preemption:
 
     def close(self) -> None:
         """Puts the earlier handler back; a SIGTERM on which nobody has acted is delivered to it now."""
-        if self._handler is None or threading.current_thread() is not threading.main_thread():
+        if self._over or threading.current_thread() is not threading.main_thread():
             return
-        self._handler, self._over = None, True
+        self._over = True
         found = handler = signal.getsignal(signal.SIGTERM)
         while isinstance(one := getattr(handler, "__self__", None), Preemption) and one._over:
             handler = one._before  # of several the first to close need not be the last that began

@@ -48,11 +48,15 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
     content: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
+    problem = ""
     try:
         content = _read_manifest(path)
-        difference = _difference(content, leaves)
-        problem = f"!{difference}" if difference else ""
-        if not problem:
+        if content["format"] > FORMAT:
+            version = content["versions"].get("jdp")
+            problem = f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
+        elif difference := manifest_difference(content["leaves"], describe(leaves)):
+            problem = f"!{difference}"
+        else:
             arrays = _read_arrays(path / ARRAYS, item, where)
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
         problem = _brief(e)
@@ -180,13 +184,6 @@ def _check_files(top: str) -> None:
                     raise Damaged(f"it has more than {_FILES:,} files")
 
 
-def _difference(content: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | None:
-    if content["format"] > FORMAT:
-        version = content["versions"].get("jdp")
-        return f"it was written by jdp {version!s:.50}, in a form that this version does not know"
-    return manifest_difference(content["leaves"], describe(leaves))
-
-
 def _not_saved(arrays: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     found, expected = fingerprints(arrays), content["fingerprints"]
     wrong = [name for name in found if found[name] != expected.get(name)]
@@ -212,7 +209,7 @@ def _pieces(path: Any, expected: Mapping[str, list[Any]], where: Mapping[str, An
     # Of a local path no URL, in which some letters have a meaning.
     base = {"driver": "file", "path": f"{os.fspath(path)}/"} if is_local(path) else f"{os.fspath(path)}/"
     context = tensorstore.Context()
-    with _named(next(iter(expected))):
+    with _named(next(iter(expected), "nothing")):
         about = path / "_METADATA"  # without it the arrays are there all the same
         driver = "zarr3" if about.exists() and json.loads(about.read_text()).get("use_zarr3") else "zarr"
     begun: dict[str, Callable[[], Any]] = {}

@@ -24,7 +24,7 @@ class Steps:
         self.newest: int | None = None  # the step that this run has restored or saved last
         self._looked = False  # whether it is known what this run goes on from
         self._cleared = False  # whether nothing in the directory is newer than what this run saves
-        self._damaged: list[int] = []
+        self._damaged: set[int] = set()
 
     def latest(self) -> int | None:
         """The newest complete checkpoint that was not found to be damaged, or None."""
@@ -39,9 +39,16 @@ class Steps:
             except Damaged as e:
                 damaged[candidate] = str(e)
                 continue
-            self._went_back(candidate, damaged)
+            self.newest, self._looked, self._cleared = candidate, True, False
+            self._damaged = (self._damaged | damaged.keys()) - {candidate}
+            if damaged and jax.process_index() == 0:
+                warnings.warn(
+                    f"jdp.{VERB}: in {self._directory} {listed(damaged)}; step {candidate} is restored, which is "
+                    f"intact. The first save gives what is damaged another name.",
+                    stacklevel=3,  # the user's line, beyond `restore`
+                )
             return found
-        self._damaged = sorted({*self._damaged, *damaged})
+        self._damaged |= damaged.keys()
         if damaged:
             raise RuntimeError(
                 f"jdp.{VERB}: in {self._directory} {listed(damaged)}; a checkpoint is restored only if it is what was "
@@ -83,7 +90,7 @@ class Steps:
         problem = tell_all(str(failed or ""))[0]
         if problem:
             raise failed or OSError(problem)
-        self._damaged, self._cleared = [], True
+        self._damaged, self._cleared = set(), True
 
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
         """The step to read after those that are damaged, or None; and takes out of those what is there no more."""
@@ -108,16 +115,6 @@ class Steps:
             (self._directory / str(s)).rename(self._directory / name)
             why = "is damaged" if s in self._damaged else f"is newer than step {self.newest}, where this run goes on"
             print(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", flush=True)
-
-    def _went_back(self, step: int, damaged: dict[int, str]) -> None:
-        self.newest, self._looked, self._cleared = step, True, False
-        self._damaged = sorted({*self._damaged, *damaged} - {step})
-        if damaged and jax.process_index() == 0:
-            warnings.warn(
-                f"jdp.{VERB}: in {self._directory} {listed(damaged)}; step {step} is restored, which is intact. "
-                f"The first save gives what is damaged another name.",
-                stacklevel=4,  # the user's line, beyond `find` and `restore`
-            )
 
 
 def listed(damaged: dict[int, str]) -> str:

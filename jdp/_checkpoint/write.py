@@ -29,8 +29,7 @@ class Writer:
     def __init__(self, directory: Any, keep: int, steps: Steps, quiet: Quiet) -> None:
         self._directory, self._keep, self._steps, self._quiet = directory, keep, steps, quiet
         self._orbax: Any = None  # made by the first save: who only reads has none
-        self._running: int | None = None  # the step whose save may not have ended yet
-        self._before: int | None = None  # what was the newest before it
+        self._before: int | None = None  # the newest step before the one that is being saved
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._news: list[str] = []  # what the thread has to tell
@@ -52,7 +51,7 @@ class Writer:
         arrays = encode(leaves)
         content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
         self._steps.set_aside(step)
-        self._running, self._before, self._steps.newest = step, self._steps.newest, step
+        self._before, self._steps.newest = self._steps.newest, step
         if self._quiet.abandoned:  # writes of a save that failed may have come when it had been deleted
             self._delete_unfinished()
         try:
@@ -73,7 +72,6 @@ class Writer:
         failure, self._failure = self._failure, None
         if failure is not None:
             self._failed(failure)
-        self._running = None
         while self._news:
             warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
 
@@ -130,10 +128,8 @@ class Writer:
                 delete(self._directory / str(step))
 
     def _failed(self, error: Exception) -> None:
-        step, self._running = self._running, None
+        step, self._steps.newest = self._steps.newest, self._before
         self._quiet.abandoned = True
-        if step is not None:
-            self._steps.newest = self._before
         self._delete_unfinished()
         last = self._steps.latest()
         left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
