@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,7 +77,13 @@ class Examination:
     def start(self) -> Result:
         """A worker whose JAX runs: its devices, or the failure."""
         self.close()
-        self._worker, answer = self._started(self.environ)
+        seconds = 2 * self.seconds  # drivers are slow
+        self._worker = Worker(self.environ, seconds)
+        answer, step = self._worker.ask(None, seconds), "importing jax and jdp"
+        if "failure" not in answer:
+            answer, step = self._worker.ask({"test": "start", "devices": self.chosen}, seconds), "jax.devices()"
+        if answer.get("failure", "refused") != "refused":
+            answer["text"] = f"{step}: {_worded(answer, [])}"
         return answer
 
     def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int, say: Say) -> list:
@@ -104,14 +111,14 @@ class Examination:
                 platform = devices[0]["platform"]
                 result["remedies"] = remedies(test, result["failure"], platform, len(devices))
                 if platform in GPU and test in BY_NCCL:
-                    result |= self._without_p2p(test, numbers, size)
+                    result |= self._without_p2p(test, numbers, names, size)
         return results
 
     def _one(self, test: str, numbers: tuple[int, ...], names: list[str], size: int) -> Result:
         assert self._worker
-        answer = self._ask(self._worker, test, numbers, size)
+        answer = self._worker.ask({"test": test, "devices": numbers, "words": max(1, size // 4)}, self.seconds)
         if "failure" in answer:
-            named = {k: v for k, v in answer.items() if k not in ("at", "from", "took_s", "text")}
+            named = {k: v for k, v in answer.items() if k not in ("at", "from", "text")}
             named |= {k: names[answer[k]] for k in ("at", "from") if answer.get(k) is not None}
             return {"ok": False, **named, "text": _worded(answer, names, test in ("copy", "permute"))}
         if test == "compute":
@@ -120,32 +127,14 @@ class Examination:
         speed = {"latency_us": answer["latency"] * 1e6, "algbw_gb_per_s": algorithm, "busbw_gb_per_s": bus}
         return {"ok": True, "bytes": answer["bytes"], **speed}
 
-    def _without_p2p(self, test: str, numbers: tuple[int, ...], size: int) -> Result:
+    def _without_p2p(self, test: str, numbers: tuple[int, ...], names: list[str], size: int) -> Result:
         if self.environ.get("NCCL_P2P_DISABLE", "0") != "0" or test in self._tried:
             return {}
         self._tried.add(test)
-        worker, answer = self._started(self.environ | {"NCCL_P2P_DISABLE": "1"})
-        with worker:
-            if "failure" not in answer:
-                answer = self._ask(worker, test, numbers, size)
-        return {"cured_by_nccl_p2p_disable": "failure" not in answer}
-
-    def _ask(self, worker: Worker, test: str, numbers: tuple[int, ...], size: int) -> Result:
-        return worker.ask({"test": test, "devices": numbers, "words": max(1, size // 4)}, self.seconds)
-
-    def _started(self, environ: Mapping[str, str]) -> tuple[Worker, Result]:
-        seconds = 2 * self.seconds  # drivers are slow
-        worker = Worker(environ, seconds)
-        try:
-            answer, step = worker.ask(None, seconds), "importing jax and jdp"
-            if "failure" not in answer:
-                answer, step = worker.ask({"test": "start", "devices": self.chosen}, seconds), "jax.devices()"
-        except BaseException:
-            worker.close()
-            raise
-        if answer.get("failure", "refused") != "refused":
-            answer["text"] = f"{step}: {_worded(answer, [])}"
-        return worker, answer
+        environ = self.environ | {"NCCL_P2P_DISABLE": "1"}
+        with contextlib.closing(Examination(environ, self.seconds, self.chosen)) as other:
+            cured = "failure" not in other.start() and other._one(test, numbers, names, size)["ok"]
+        return {"cured_by_nccl_p2p_disable": cured}
 
 
 def _worded(answer: Result, names: list[str], pair: bool = False) -> str:

@@ -62,21 +62,22 @@ class Worker:
 
         The request `None` waits for the process to be ready.
         """
-        started = time.monotonic()
+        deadline = time.monotonic() + seconds
         try:
             if request is not None:
                 assert self._process.stdin
                 line = json.dumps(request | {"alarm": _alarm(seconds)}) + "\n"
                 self._process.stdin.write(line.encode())
                 self._process.stdin.flush()
-            answer = self._line(started + seconds)
+            answer = self._line(deadline)
         except BrokenPipeError:
             answer = b""
         if answer:
-            return json.loads(answer) | {"took_s": time.monotonic() - started}
-        failure = {"failure": "hang", "text": f"no answer within {seconds:g} s"} if answer is None else self._died()
+            return json.loads(answer)
+        hangs = answer is None
+        text = f"no answer within {seconds:g} s" if hangs else self._died()
         self.close()
-        return failure | {"took_s": time.monotonic() - started, "printed": self.printed}
+        return {"failure": "hang" if hangs else "died", "text": text, "printed": self.printed}
 
     def _line(self, deadline: float) -> bytes | None:
         """The next line; `None` where the deadline passed, `b""` where the process ended first."""
@@ -91,17 +92,16 @@ class Worker:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def _died(self) -> dict[str, Any]:
+    def _died(self) -> str:
         try:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
-            return {"failure": "died", "text": "the process closed its pipe and lives on"}
+            return "the process closed its pipe and lives on"
         if code >= 0:
-            return {"failure": "died", "text": f"the process ended with code {code}"}
-        name = f"signal {-code}"
+            return f"the process ended with code {code}"
         with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-        return {"failure": "died", "text": f"the process was ended by {name}"}
+            return f"the process was ended by {signal.Signals(-code).name}"
+        return f"the process was ended by signal {-code}"
 
     def close(self) -> None:
         """Kills the process and all that it started; nothing is left."""
