@@ -109,7 +109,7 @@ class Reader(threading.Thread):
             selector = stack.enter_context(selectors.DefaultSelector())
             for pipe, rank, fd in self._pipes:
                 selector.register(stack.enter_context(pipe), selectors.EVENT_READ, (rank, fd))
-            while selector.get_map() and not self._late():
+            while selector.get_map() and (self._until is None or time.monotonic() < self._until):
                 ready = selector.select(timeout=0.5)
                 for key, _ in ready:
                     if not self._read(key.fd, *key.data):
@@ -124,9 +124,6 @@ class Reader(threading.Thread):
         lines = self._lines[rank, fd]
         self._printer.write(fd, lines.feed(data) if data else lines.end())
         return bool(data)
-
-    def _late(self) -> bool:
-        return self._until is not None and time.monotonic() > self._until
 
     def finish(self) -> None:
         """Prints what is left in the pipes; call it when the processes have ended."""
