@@ -246,6 +246,33 @@ def test_one_that_is_wrapped_and_one_that_is_alone():
     assert (broadcast.runs, broadcast.in_loop) == (None, True)
 
 
+FLATTENED = """HloModule m, is_scheduled=true, num_partitions=4
+
+%cutting (q: f32[32]) -> f32[24] {
+  %q = f32[32]{0} parameter(0)
+  ROOT %first = f32[24]{0} slice(%q), slice={[0:24]}
+}
+
+ENTRY %main (a: f32[6,4], b: f32[8]) -> (f32[2,3,4], f32[8]) {
+  %a = f32[6,4]{1,0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %flat = f32[24]{0} bitcast(%a)
+  %all = f32[32]{0} concatenate(%flat, %b), dimensions={0}
+  %sum = f32[32]{0} all-reduce(%all), replica_groups={{0,1,2,3}}, to_apply=%add
+  %one = f32[24]{0} fusion(%sum), kind=kLoop, calls=%cutting
+  %v = f32[2,3,4]{2,1,0} bitcast(%one)
+  %w = f32[8]{0} slice(%sum), slice={[24:32]}
+  ROOT %r = (f32[2,3,4]{2,1,0}, f32[8]{0}) tuple(%v, %w)
+}
+"""
+
+
+def test_what_is_cut_out_of_a_vector_has_its_own_shape_again():
+    (one,) = collectives(parse(FLATTENED))
+    assert (one.bytes, one.arrays) == (128, (("f32", (2, 3, 4)), ("f32", (8,))))
+    assert carried(one, {"v": ("f32", (3, 2, 4)), "w": ("f32", (8,))}) == ("v", "w")
+
+
 def test_parameters_that_cannot_be_told_apart_are_left_out():
     (scatter, _) = collectives(parse(WRAPPED))
     assert carried(scatter, {"w": ("f32", (8,)), "v": ("f32", (2, 3))}) == ("w",)
