@@ -199,7 +199,8 @@ def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
     show(lines, CHIPS["h100"], "train_step of loss", out)
     title, first, second, *rest = re.split(r"\n  (?=devices|fits)", out.getvalue())
     assert first.split() == "devices: 8, hosts: 1 x 8, compiles: in 3.0 s, peak: 2 GB, ~step: 100 ms".split()
-    assert second.startswith("devices: 16, hosts: 2 x 8,") and rest and "5 rows on each device" in title
+    assert second.startswith("devices: 16, hosts: 2 x 8,") and rest
+    assert "train_step of loss" in title
     assert max(map(len, [*first.splitlines(), *second.splitlines()])) <= 58
 
 
