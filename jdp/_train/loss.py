@@ -14,8 +14,8 @@ from flax import nnx
 
 from .._core.layout import Tree
 from .._core.outputs import Reduce
-from .._model import nnx as _nnx
 from .._model.linen import mark_state, unbox
+from .._model.nnx import Held, leave, put_nodes
 from .._model.sync_batch_norm import synced
 from .arguments import own_nodes
 from .gradients import Loss
@@ -113,25 +113,23 @@ def variables_loss(
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
-    def compute(
-        params: Tree, held: _nnx.Held, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, Tree, _nnx.Held]:
+    def compute(params: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
         collections = held.others
         nodes = None if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
         if nodes is not None:
-            args = _nnx.put_nodes(args, nodes)
+            args = put_nodes(args, nodes)
         with rows_explained(*args):
             out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
         loss, metrics, updates = results_of(out, reserved)
         after = collections if updates is None else _updated(collections, updates)
-        return loss, metrics, _nnx.Held(after, held.graph, None if nodes is None else nnx.state(nodes))
+        return loss, metrics, Held(after, held.graph, None if nodes is None else nnx.state(nodes))
 
-    def leave(after: _nnx.Held, before: _nnx.Held) -> Tree:
+    def leave_all(after: Held, before: Held) -> Tree:
         new, old = after.others, before.others
         marked = {name: mark_state(new[name], old[name], name, reduce_state, None) for name in old}
-        return marked, _nnx.leave(after, before, reduce_state)
+        return marked, leave(after, before, reduce_state)
 
-    return Loss(compute, VERB, enter=lambda held: _nnx.enter(held, axis_name), leave=leave, sync=sync)
+    return Loss(compute, VERB, leave_all, sync=sync)
 
 
 def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:

@@ -14,6 +14,7 @@ from .._core.layout import Tree, replicated
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Scattered, Signature
+from .._model.nnx import enter
 from .gradients import Loss, differentiate, local, rows_of
 
 
@@ -48,14 +49,14 @@ def flags(loss: Loss, steps: int) -> CallOf:
         def call(*operands: Any) -> tuple[Marked, Marked]:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
-            state = loss.enter(before)
-            added, _, _ = local(loss, steps, signature, replica, values, diff, before)
+            state = enter(before, signature.axis_name)
+            added, _ = local(loss, steps, signature, replica, values, diff, before)
             params = all_finite(added.sums[1])
 
             def alone(k: Any) -> Any:
                 # The row by itself, with the keys that the chunk has.
                 part = rows_of(values, signature, rows, 0, k, 1)
-                added, _ = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
+                added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
                 return all_finite(added.sums[1]).all()
 
             return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -25,7 +25,8 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
 from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
-from .._model.nnx import copies, fold_state, put_nodes, stand_ins, take_nodes
+from .._model.nnx import Held, enter, put_nodes, stand_ins, take_nodes
+from .arguments import own_nodes
 from .parallel_results import (
     each,
     kept_nodes,
@@ -155,17 +156,7 @@ class _Object(Static):
     """An argument, or a part of one, that is part of the program."""
 
 
-class Replicas(NamedTuple):
-    """What is whole on every replica: arguments by their positions, and NNX objects."""
-
-    donated: dict[int, Tree]  # which the program may free
-    held: dict[int, Tree]
-    graph: Any
-    state: Tree
-
-    @property
-    def arguments(self) -> dict[int, Tree]:
-        return self.donated | self.held
+Replicas = tuple[dict[int, Tree], Held]
 
 
 def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, ...]:
@@ -204,7 +195,7 @@ def _axes_of_arguments(
 
 
 def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh) -> Replicas:
-    """What is whole, in its place on every device."""
+    """What is whole, in its place on every device: the arguments that are donated, and what else there is."""
     whole = _without_objects(whole)
     placed = broadcast(whole, mesh, VERB, "args")
     given, donated = ({p: x for p, x in tree.items() if p in donate} for tree in (whole, placed))
@@ -213,17 +204,21 @@ def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, .
     _refuse_deleted(donated, mesh)
     held = {p: x for p, x in placed.items() if p not in donate}
     graph, state = nnx.split(nodes) if nodes else (None, None)
-    return Replicas(donated, held, graph, broadcast(state, mesh, VERB, "NNX objects"))
+    return donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects"))
 
 
 def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     """The arguments, with strings, functions and other objects as parts of the program."""
-    leaves, treedef = jax.tree.flatten(whole, is_leaf=no_further)
+    leaves, treedef = jax.tree.flatten(whole)
     for i, x in enumerate(leaves):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            classify(x, VERB, lambda i=i: name_of(whole, i, "args"))
+            classify(x, VERB, lambda i=i: _name(whole, i))
             leaves[i] = _Object(x)
     return treedef.unflatten(leaves)
+
+
+def _name(whole: dict[int, Tree], index: int) -> str:
+    return "args" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(whole)[index][0])
 
 
 def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
@@ -242,7 +237,7 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
             continue
         if x.is_deleted():
             raise RuntimeError(
-                f"jdp.{VERB}: {name_of(donated, i, 'args')} is of shape {x.shape} and was donated to an earlier call; "
+                f"jdp.{VERB}: {_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
                 f"what is in donate_argnums cannot be used again. Pass what that call returned."
             )
         if may_deadlock(mesh):  # the queue of what is in flight may hold it, and would no longer know when it is there
@@ -327,15 +322,15 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
             results = numbered(arrays, varying(jaxpr, known, signature.axis_name))
             out, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
             replicas, args, _ = signature.fill(numbered(values, known))
-            held = Replicas(*replicas)
-            whole = held.arguments
+            donated, held = replicas
+            whole: dict[int, Tree] = {**donated, **held.others}
             first = None if held.graph is None else dim
             marked, kept = mark_results(out, states_of(whole), out_axes, (first, dim), reduce_state)
             updates: Tree = ()
             if held.graph is not None:
                 names = {i: f"args[{p}]" for p, x in enumerate(args) for i in stand_ins(whole.get(p, x))}
-                kept += kept_nodes(held.state, after, names)
-                updates = mark_nodes(held.state, after, reduce_state)
+                kept += kept_nodes(held.variables, after, names)
+                updates = mark_nodes(held.variables, after, reduce_state)
             if (n := len(signature.layout.used)) > 1:
                 refuse_one_replicas_rows(jaxpr, results, kept, signature.axis_name, n, reduce_state)
             return marked, updates
@@ -350,12 +345,12 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
 
     def run(*values: Any) -> tuple[Any, Tree]:
         replicas, args, kwargs = signature.fill(values)
-        held = Replicas(*replicas)
-        whole = _with_objects(held.arguments)
+        donated, held = replicas
+        whole = _with_objects({**donated, **held.others})
         args = [whole.get(p, x) for p, x in enumerate(args)]
         if held.graph is None:
             return step_fn(*args, **kwargs), None
-        nodes = nnx.merge(held.graph, fold_state(copies(held.state), signature.axis_name))
+        nodes = own_nodes(held.graph, (enter(held, signature.axis_name).variables,), None)
         args, kwargs = put_nodes((args, kwargs), nodes)
         return step_fn(*args, **kwargs), nnx.state(nodes)
 

@@ -15,6 +15,7 @@ from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import Value, added, is_exchanged, varying
 from .._model.nnx import mark_updates
+from .arguments import entries
 
 VERB = "parallel"
 
@@ -102,12 +103,7 @@ def mark_results(
 
 def each(axes: Any, count: int, name: str, what: str) -> list[Any]:
     """An entry for each argument, or each result; "stacked" in it is an axis."""
-    given = list(axes) if isinstance(axes, tuple | list) else [axes] * count
-    if len(given) != count:
-        raise ValueError(
-            f"jdp.{VERB}: {name} has {len(given)} entries for {count} {what}; as in jax.vmap each has one. Pass "
-            f"{name} of that length, None for what is whole."
-        )
+    given = entries(VERB, axes, count, name, what)
     return jax.tree.map(lambda a: STACKED if isinstance(a, str) and a == "stacked" else a, given)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -80,34 +79,32 @@ class Form(NamedTuple):
     axis: int | None = None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("sums", "rows"), meta_fields=("treedef", "forms"))
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Terms:
-    """A loss function's `(loss, aux)`: what is added up, what is put one after the other, and how it is one tree."""
+class Forms:
+    """How what a loss function returned, `(loss, aux)`, is made of what is added up and of entries per row."""
 
-    sums: list[Any]
-    rows: list[Any]
     treedef: Any
-    forms: tuple[Form, ...]
+    each: tuple[Form, ...]
+    is_ratio: bool  # whether the loss is a `Mean`
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        return tuple(form.axis for form in self.forms if form.axis is not None)
+    def axes(self) -> list[int]:
+        return [form.axis for form in self.each if form.axis is not None]
 
-    def marked(self, weight: float) -> tuple[Tree, list[Marked]]:
+    def marked(self, sums: Sequence[Any], rows: Sequence[Any], weight: float) -> tuple[Tree, list[Marked]]:
         """The tree, each leaf with its reduction, and the counts; `weight` is that of all rows together."""
-        sums, rows, leaves, counts = iter(self.sums), iter(self.rows), [], []
-        for form in self.forms:
+        added, stacked, leaves, counts = iter(sums), iter(rows), [], []
+        for form in self.each:
             if form.kind == "rows":
-                leaves.append(Marked(next(rows), form.axis))
-            elif form.kind == "mean":
-                leaves.append(Marked(next(sums), None, "sum", over=weight, dtype=form.dtype))
-            elif form.kind == "sum":
-                leaves.append(Marked(next(sums), None, "sum", dtype=form.dtype))
-            else:
-                total, count = next(sums), next(sums)
-                counts.append(Marked(count, None, "sum"))
-                leaves.append(Marked(total, None, "sum", over=count, dtype=form.dtype))
+                leaves.append(Marked(next(stacked), form.axis))
+                continue
+            over: Any = weight if form.kind == "mean" else None
+            total = next(added)
+            if form.kind == "ratio":
+                over = next(added)
+                counts.append(Marked(over, None, "sum"))
+            leaves.append(Marked(total, None, "sum", over=over, dtype=form.dtype))
         return jax.tree.unflatten(self.treedef, leaves), counts
 
 
@@ -153,8 +150,10 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
 
 def terms(
     loss: Any, aux: Tree, rows: int | None, total: int, weight: float, more: Callable[[int], Tree], verb: str
-) -> Terms:
+) -> tuple[Forms, list[Any], list[Any]]:
     """The terms of one microbatch of so many rows (None: nothing is cut) of `total`, which weighs `weight`.
+
+    They are their forms, what is added up, and what has entries per row.
 
     `more` gives the shapes of `(loss, aux)` for a microbatch of so many rows more: what follows them is told by that,
     never by sizes that happen to be equal.
@@ -179,10 +178,9 @@ def terms(
         else:
             found.append(_unmarked(x, name, followed, at, weight))
         at += len(jax.tree.leaves(x))
-    forms = tuple(form for form, _ in found)
-    rows_of = [x for form, values in found for x in values if form.kind == "rows"]
     sums = [x for form, values in found for x in values if form.kind != "rows"]
-    return Terms(sums, rows_of, treedef, forms)
+    stacked = [x for form, values in found for x in values if form.kind == "rows"]
+    return Forms(treedef, tuple(form for form, _ in found), is_mean(loss)), sums, stacked
 
 
 def _marked(x: Any, name: str, followed: Followed, at: int) -> tuple[Form, list[Any]]:

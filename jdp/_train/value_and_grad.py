@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,11 @@ from .._core.layout import Tree
 from .._core.parallel_apply import on_replicas
 from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
+from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
-from .arguments import Divided, Division, Position, assemble, cut, divide, loss_of
+from .arguments import Divided, Division, assemble, divide, entries, loss_of
 from .gradients import Gradients, gradients
 from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
@@ -80,8 +81,38 @@ def value_and_grad(
     Source: `value_and_grad` in jax/_src/api.py; the sum over replicas is `Broadcast.backward` in
     torch/nn/parallel/_functions.py.
     """
-    chosen = checked_options(argnums, has_aux, accumulate_steps, reduce_dtype, sync_batch_norm)
-    return differentiated(dp._config, loss_fn, chosen, in_axes)
+    if not callable(loss_fn):
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    options = GradOptions(
+        _positions(argnums),
+        not isinstance(argnums, tuple | list),
+        bool(has_aux),
+        check_steps(VERB, accumulate_steps),
+        wire_type(VERB, reduce_dtype),
+        bool(sync_batch_norm),
+    )
+    config: Config = dp._config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
+        config.refuse_other_mesh()
+        one, inputs = _divided(config, options, in_axes, args, kwargs)
+        (plain, state), held = one.replicas
+        plain, others = (broadcast(x, config.mesh, VERB, "args") for x in (plain, held.others))
+        state, variables = (broadcast(x, config.mesh, VERB) for x in (state, held.variables))
+        replicas = (plain, state), Held(others, held.graph, variables)
+        program = _program(config, loss_fn, options, one.division)
+        outputs = dispatch(program, config.mesh, replicas, *children(inputs))
+        found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
+        if one.nodes:
+            nnx.update(one.nodes, found.state)
+        grads = assemble(one.division, found, one.args)
+        loss, aux = found.out
+        return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
+
+    call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
+    return call
 
 
 def grad(
@@ -108,25 +139,22 @@ def grad(
 class GradOptions(NamedTuple):
     """The arguments of `value_and_grad`, checked."""
 
-    argnums: tuple[Position, ...]
-    single: bool
+    wanted: tuple[tuple[int, Any], ...]  # positions, and filters of NNX variables
+    single: bool  # whether there is one position, and not a tuple of them
     has_aux: bool
     accumulate_steps: int
     reduce_dtype: Any
     sync_batch_norm: bool
 
 
-def checked_options(argnums: Any, has_aux: bool, steps: int, dtype: Any, sync: bool) -> GradOptions:
-    single = not isinstance(argnums, tuple | list)
-    positions = [
+def _positions(argnums: Any) -> tuple[tuple[int, Any], ...]:
+    given = [
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
-        for a in ([argnums] if single else argnums)
+        for a in (argnums if isinstance(argnums, tuple | list) else [argnums])
     ]
-    if not positions or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in positions):
+    if not given or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in given):
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
-    check_steps(VERB, steps)
-    positions = [(int(p), hashable(wrt)) for p, wrt in positions]
-    return GradOptions(tuple(positions), single, bool(has_aux), steps, wire_type(VERB, dtype), bool(sync))
+    return tuple((int(p), hashable(wrt)) for p, wrt in given)
 
 
 def hashable(wrt: Any) -> Any:
@@ -134,61 +162,47 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def differentiated(
-    config: Config, loss_fn: Callable[..., Any], options: GradOptions, in_axes: Any
-) -> Callable[..., Any]:
-    """The function that `DataParallel.value_and_grad` returns."""
-    if not callable(loss_fn):
-        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    program_of = kept(loss_fn, (VERB, weakref.ref(config), options), lambda fn: _programs(fn, config, options))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
-        config.refuse_other_mesh()
-        axes = _axes(config, in_axes, len(args))
-        positions = tuple((_position(p, len(args)), wrt) for p, wrt in options.argnums)
-        call = divide(args, kwargs, positions, options.has_aux, axes, VERB)
-        _check(call, args)
-        inputs = cut(
-            config, call.inputs, call.kwargs, tuple(a for p, a in enumerate(axes) if p not in call.division.whole), VERB
-        )
-        check_rows(VERB, inputs)
-        if call.division.rows and options.accumulate_steps > 1:
+def _divided(
+    config: Config, options: GradOptions, in_axes: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Divided, Scattered]:
+    """A call, divided, and what of it is cut, scattered."""
+    if not args:
+        raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the parameters.")
+    count = len(args)
+    axes = config.dim if in_axes is None else in_axes
+    axes = [None, *entries(VERB, axes, count - 1, "in_axes", "arguments after the first")]
+    for p, _ in options.wanted:
+        if not -count <= p < count:
             raise ValueError(
-                f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is "
-                f"{options.accumulate_steps}; gradients of rows have no microbatches to add. Pass accumulate_steps=1."
+                f"jdp.{VERB}: argnums has {p} for {count} arguments; it is the position of one. Pass 0 to {count - 1}."
             )
-        (plain, state), held = call.replicas
-        plain, others = (tuple(broadcast(x, config.mesh, VERB) for x in trees) for trees in (plain, held.others))
-        state, variables = (broadcast(x, config.mesh, VERB) for x in (state, held.variables))
-        replicas = ((plain, state), Held(others, held.graph, variables))
-        outputs = dispatch(program_of(call.division), config.mesh, replicas, *children(inputs))
-        home = "sharded" if lives_replicated(call.first, config.mesh) else None
-        found: Gradients = join(outputs, home)
-        if call.nodes:
-            nnx.update(call.nodes, found.state)
-        grads = assemble(call.division, found.grads, found.row_grads, call.args)
-        loss, aux = found.out
-        return (loss, aux) if options.has_aux else loss, grads[0] if options.single else grads
+    wanted = [(p % count, wrt) for p, wrt in options.wanted]
+    one = divide(args, kwargs, wanted, options.has_aux, axes, VERB)
+    (plain, state), _ = one.replicas
+    rows = one.division.rows
+    check_differentiable(VERB, {**plain, **{p: one.inputs[i] for p, i in rows.items()}}, "args")
+    check_differentiable(VERB, state, "model")
+    where = tuple(axes[p] for p in one.division.cut), config.dim
+    how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False)
+    inputs = split((one.inputs, one.kwargs), how)
+    check_rows(VERB, inputs)
+    if rows and options.accumulate_steps > 1:
+        raise ValueError(
+            f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "
+            f"gradients of rows have no microbatches to add. Pass accumulate_steps=1."
+        )
+    return one, inputs
 
-    call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
-    return call
 
+def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
+    """The program for a way in which arguments are divided. It must not keep the config alive."""
 
-def _programs(
-    loss_fn: Callable[..., Any], config: Config, options: GradOptions
-) -> Callable[[Division], Callable[..., Scattered]]:
-    """One program for each way in which the arguments are divided."""
-    label = getattr(loss_fn, "__name__", "loss")
-    axis_name, reduce_state = config.axis_name, config.reduce_state  # not the config, which must not be kept alive
-
-    @functools.cache
-    def program(division: Division) -> Callable[..., Scattered]:
-        loss = loss_of(loss_fn, division, VERB, axis_name, reduce_state, options.sync_batch_norm)
+    def make(loss_fn: Callable[..., Any]) -> Compiled:
+        sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
+        loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, sync)
         return Compiled(on_replicas(gradients(loss, options.accumulate_steps, options.reduce_dtype), label))
 
-    return program
+    return kept(loss_fn, (VERB, weakref.ref(config), options, division), make)
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:
@@ -203,48 +217,13 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
         return (value, aux) if options.has_aux else value
 
     transform = nnx.value_and_grad if kind == "nnx" else jax.value_and_grad
-    argnums: Any = tuple(nnx.DiffState(p, wrt) if kind == "nnx" else p for p, wrt in options.argnums)
+    argnums: Any = tuple(nnx.DiffState(p, wrt) if kind == "nnx" else p for p, wrt in options.wanted)
     return transform(plain, argnums=argnums[0] if options.single else argnums, has_aux=options.has_aux)
 
 
 def _plain(x: Any) -> Any:
     """What a marked value comes to where it is all there is."""
     return x.total / x.count if is_mean(x) else x.total if is_marker(x) else x
-
-
-def _axes(config: Config, in_axes: Any, count: int) -> list[Any]:
-    """An axis, or None, for each positional argument."""
-    if not count:
-        raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the parameters.")
-    if in_axes is None:
-        return [None] + [config.dim] * (count - 1)
-    rest = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * (count - 1)
-    if len(rest) != count - 1:
-        raise ValueError(
-            f"jdp.{VERB}: in_axes has {len(rest)} entries for {count - 1} arguments after the first; as in jax.vmap "
-            f"each has one. Pass in_axes of that length."
-        )
-    return [None, *rest]
-
-
-def _position(p: int, count: int) -> int:
-    if not -count <= p < count:
-        raise ValueError(
-            f"jdp.{VERB}: argnums has {p} for {count} arguments; it is the position of one. Pass 0 to {count - 1}."
-        )
-    return p % count
-
-
-def _check(call: Divided, args: Sequence[Any]) -> None:
-    (plain, state), _ = call.replicas
-    for p, tree in zip(call.division.plain, plain, strict=True):
-        check_differentiable(VERB, tree, f"args[{p}]")
-    if state is not None:
-        check_differentiable(VERB, state, "model")
-    positions = [p for p in range(call.division.arity) if p not in call.division.whole]
-    for i in call.division.rows:
-        tree = call.inputs[i]
-        check_differentiable(VERB, tree, f"args[{positions[i]}]")
 
 
 def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: int = 1) -> int:
