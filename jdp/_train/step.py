@@ -19,7 +19,7 @@ from .._core.replicate import broadcast
 from .._core.scattered import Scattered
 from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
-from .arguments import Division, divide, loss_of
+from .arguments import Division, Wanted, divide, loss_of
 from .gradients import Loss
 from .loss import FORMS, VERB, check_signature, results_of, rows_explained, variables_loss
 from .nonfinite import Nonfinite
@@ -352,7 +352,7 @@ class NNXTrainStep(_Step):
             return loss, metrics
 
         config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
-        division = Division(self._argnums, has_aux=True, whole=(0,), arity=2, nodes=((0,),))
+        division = Division((Wanted(0, (0,), self._argnums[0][1]),), has_aux=True, whole=(0,), arity=2)
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
