@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
@@ -195,7 +194,8 @@ class Recent(OrderedDict[K, T]):
     def used(self, key: K) -> T | None:
         """The entry with this key, which is the last now that goes; None where there is none."""
         try:
-            self.move_to_end(key)
+            if len(self) > 1:  # to find a key twice takes long where a large model's treedef is part of it
+                self.move_to_end(key)
         except KeyError:
             return None
         return self.get(key)
@@ -269,7 +269,7 @@ def may_deadlock(mesh: Mesh) -> bool:
 
 def _wait_for_earlier(program: Any, output: Any) -> None:
     """Keeps one output of a call that was just dispatched, and waits for the oldest of too many."""
-    value = concrete(output) if isinstance(output, Tracer) else output
+    value = concrete(output)
     if value is None:
         return
     _running.append((program.__name__, value))

@@ -124,14 +124,10 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
 def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
     """For each output the rows on each replica; none where it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
-
-    def rows(k: int, i: int) -> int:
-        if i not in layout.used:
-            return 0
-        return bodies[_sizes(signature, i)].jaxpr.out_avals[k].shape[lead.rules[k].axis]
-
+    replicas = range(len(layout.sizes))
+    outputs = [bodies[_sizes(signature, i)].jaxpr.out_avals if i in layout.used else None for i in replicas]
     return tuple(
-        tuple(rows(k, i) for i in range(len(layout.sizes))) if _along(aval, rule) else ()
+        tuple(avals[k].shape[rule.axis] if avals else 0 for avals in outputs) if _along(aval, rule) else ()
         for k, (aval, rule) in enumerate(zip(lead.jaxpr.out_avals, lead.rules, strict=True))
     )
 
