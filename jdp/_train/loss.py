@@ -22,8 +22,6 @@ from .gradients import Loss
 from .state import first_difference
 
 VERB = "train_step"
-
-
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
@@ -44,27 +42,21 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
     if takes(3 if key else 2):
         return
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    if takes(2 if key else 3):
-        what = "takes no third argument, and there is a key" if key else "takes a third argument, and there is no key"
-        way = (
-            "Leave key= out of step.init, or take it"
-            if key
-            else "Pass one: step.init(variables, key=jax.random.key(0))"
-        )
-        way = "Draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))" if key is None else way
-    else:
-        what, way = f"takes {signature}", "Put all that belongs to the batch into one tree"
+    what, way = f"takes {signature}", "Put all that belongs to the batch into one tree"
+    if takes(2) and key:
+        what = "takes no third argument, and there is a key"
+        way = "Leave key= out of step.init, or take it"
+    elif takes(3):
+        what = "takes a third argument, and there is no key"
+        way = "Pass one: step.init(variables, key=jax.random.key(0))"
+        if key is None:
+            way = "Draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))"
     last = ", key" if key else ""
     raise TypeError(f"jdp.{VERB}: loss_fn {name} {what}; a step calls loss_fn({first}, batch{last}). {way}.")
 
 
 def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
-    """`(loss, metrics, updates)` of what a loss function returned.
-
-    Raises:
-        TypeError: it is another tuple, or metrics are no dict.
-        ValueError: a metric has a name that the step gives.
-    """
+    """`(loss, metrics, updates)` of what a loss function returned; `reserved` are the metrics of the step itself."""
     parts = tuple(out) if isinstance(out, tuple | list) else (out,)
     if not 1 <= len(parts) <= len(forms):
         raise TypeError(
