@@ -87,12 +87,12 @@ def direct(task: Task) -> dict[str, Callable[[], Any]]:
     mapped = jax.shard_map(task.model, mesh=task.mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=False)
     by_hand = jax.jit(mapped, in_shardings=(task.whole, task.cut))
     placed = jax.device_put(task.batch, task.cut)
-    program = task.step._program.of(task.step.init(task.variables), task.scattered)
+    program = task.step._program.of(task.step.init(task.variables), task.scattered._layout)
     return {
         "apply direct": lambda: by_hand(task.variables, placed),
         "apply numpy direct": lambda: by_hand(task.variables, task.batch),
-        "step direct": task.stepped(lambda state: program(state, (placed,))),
-        "step numpy direct": task.stepped(lambda state: program(state, (task.batch,))),
+        "step direct": task.stepped(lambda state: program(state, (placed,))[:2]),
+        "step numpy direct": task.stepped(lambda state: program(state, (task.batch,))[:2]),
     }
 
 

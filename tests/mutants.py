@@ -125,7 +125,7 @@ MUTANTS = (
         "out.append(x[used].sum(0, dtype=x.dtype))",
         "out.append(x.sum(0, dtype=x.dtype))",
         "replicas without rows are added, too",
-        ("core/test_reduce_add.py::test_idle_replicas_add_nothing",),
+        ("core/test_reduce_add.py::test_what_is_whole_is_added_once_for_each_replica_with_rows",),
     ),
     Mutant(
         "oldest-goes",
@@ -166,7 +166,7 @@ MUTANTS = (
         "x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)",
         "x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=0)",
         "microbatches of what is cut along another axis are cut along the first",
-        ("train/test_value_and_grad.py::test_argnums_of_several_whole_arguments",),
+        ("train/test_value_and_grad.py::test_microbatches_of_another_axis",),
     ),
     Mutant(
         "key-of-microbatch",
@@ -242,7 +242,7 @@ MUTANTS = (
         "axes = (in_axes, config.dim)",
         "axes = (in_axes, 0)",
         "with in_axes, keyword arguments are cut along the first axis, whatever dim is",
-        ("wrapper/test_data_parallel.py::test_keywords_are_cut_like_arguments",),
+        ("wrapper/test_data_parallel.py::test_keywords_are_cut_along_dim",),
     ),
     Mutant(
         "state-to-the-output-device",
@@ -291,7 +291,7 @@ MUTANTS = (
         "layouts = config.batch_layouts if own is None else own.layouts",
         "layouts = config.batch_layouts",
         "a step with in_axes of its own cuts a batch as the wrapper cut one of its shapes before",
-        ("train/test_arguments.py::test_in_axes_of_a_step",),
+        ("train/test_arguments.py::test_what_the_wrapper_has_cut_a_step_cuts_along_its_own_axis",),
     ),
     # -------------------------------------------------------------------------------------------------- processes
     Mutant(

@@ -93,7 +93,7 @@ def _attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
     program, state, batch = step.on(mesh, rows)
     try:
         with quiet():
-            return explain(program.of, state, batch)
+            return explain(program.lower, state, batch)
     except Exception as error:
         return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 

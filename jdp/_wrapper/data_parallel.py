@@ -175,8 +175,7 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        may_be_known = self._takes_own_steps and not of_objects
-        found = run_known(self, variables, args, kwargs) if may_be_known else None
+        found = run_known(self, variables, args, kwargs) if self._takes_own_steps and not of_objects else None
         if found is not None:
             program, out = found
             if program.layout(out).is_gathered and config.output_device in (None, "sharded"):

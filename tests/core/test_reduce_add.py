@@ -38,6 +38,13 @@ def test_idle_replicas_add_nothing(same, devices, sizes):
     same(jdp.reduce_add(out), {"sum": x.sum(0) + 10 * used})
 
 
+def test_what_is_whole_is_added_once_for_each_replica_with_rows(same, devices):
+    x = rows(2, 2)
+    mixed = jdp.scatter((x, np.float32(5)), devices[:3], chunk_sizes=(1, 0, 1))
+    same(jdp.reduce_add(mixed), (x[:1] + x[1:], np.float32(10)))
+    same(jdp.reduce_add(jdp.scatter(np.float32(5), devices[:3])), np.float32(5))  # nothing to cut: one replica
+
+
 def test_even_chunks_add_up_row_by_row(same, devices):
     s = jdp.scatter(rows(6, 2), devices[:3])
     same(jdp.reduce_add(s), s[0] + jax.device_get(s[1]) + jax.device_get(s[2]))

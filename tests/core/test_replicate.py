@@ -48,8 +48,9 @@ def test_leaves_in_place_are_not_copied_again(devices):
 
 def test_one_leaf_out_of_place_moves_alone(devices):
     once = jdp.replicate({"a": jnp.ones(3), "b": jnp.ones(3)}, devices[:2])
-    mixed = jdp.replicate({"a": once["a"], "b": np.ones(3)}, devices[:2])
-    assert mixed["a"] is once["a"] and mixed["b"].devices() == set(devices[:2])
+    for other in (np.ones(3), jnp.ones(3), jax.device_put(np.ones(3), devices[0])):
+        mixed = jdp.replicate({"a": once["a"], "b": other}, devices[:2])
+        assert mixed["a"] is once["a"] and mixed["b"].devices() == set(devices[:2])
 
 
 @pytest.mark.parametrize("where", ["host", "uncommitted", "primary", "replicated"])

@@ -333,7 +333,7 @@ def test_without_nnx_tabulate_id(without):
     assert "Wrapper Summary" in nnx.tabulate(dp, X)
     without("_nnx_tabulate_id")
     same(Wrapper(model)(X), y)
-    with pytest.raises(TypeError, match="NoneType"):  # Flax's own
+    with pytest.raises(TypeError):  # Flax's own
         nnx.tabulate(dp, X)
     same(jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))(X), y)
 

@@ -330,6 +330,22 @@ def test_in_axes_of_a_step(n, rows):
         assert float(value) == pytest.approx(want, rel=1e-5)
 
 
+def test_what_the_wrapper_has_cut_a_step_cuts_along_its_own_axis():
+    """One array, as rows and as columns."""
+    dp = jdp.DataParallel(lambda v, x: x * v, devices=range(2))
+    rows = X[:6]
+
+    def loss(v, x):
+        assert x.shape == (6, 3)
+        return jnp.mean(x * v["params"])
+
+    one = {"params": np.float32(1)}
+    np.testing.assert_array_equal(dp.apply(np.float32(1), rows), rows)
+    assert float(dp.value_and_grad(loss, in_axes=1)(one, rows)[0]) == pytest.approx(rows.mean(), abs=1e-6)
+    step = dp.train_step(loss, optax.sgd(1.0), in_axes=1)
+    assert float(step(step.init(one), rows)[1]["loss"]) == pytest.approx(rows.mean(), abs=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("n", [1, 3])
 def test_in_axes_of_an_nnx_step(n):

@@ -290,6 +290,17 @@ def test_argnums_of_several_whole_arguments(argnums, steps):
     close(vg(first, x, second, y), whole(loss, argnums)(first, x, second, y))
 
 
+def test_microbatches_of_another_axis():
+    """What is cut along its columns has microbatches of columns."""
+
+    def loss(w, columns, y):
+        return jnp.mean((w @ columns - y) ** 2)
+
+    w, columns, y = np.ones(3, np.float32), np.arange(24, dtype=np.float32).reshape(3, 8), np.ones(8, np.float32)
+    vg = wrapper(2).value_and_grad(loss, in_axes=(1, 0), accumulate_steps=2)
+    close(vg(w, columns, y), jax.value_and_grad(loss)(w, columns, y))
+
+
 def test_the_count_of_a_mean_is_a_constant():
     """Even where it depends on the parameters, as a sum of weights may."""
 
@@ -730,7 +741,7 @@ def test_in_a_scan_over_steps(size, steps):
     close(got, train(jax.value_and_grad(scalar)))
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("shard_map-tokens")
 @pytest.mark.parametrize("around, form", [("shard_map", tokens), ("pmap", vector), ("parallel_apply", scalar)])
 def test_inside_another_replica_it_runs_directly(devices, same, around, form):
     """What is there is the batch; it is `jax.value_and_grad` to the last bit, and nothing is cut again."""

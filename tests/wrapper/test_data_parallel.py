@@ -215,6 +215,13 @@ def test_keywords_are_cut_like_arguments():
     np.testing.assert_allclose(got, 3 * x * scale + 3)
 
 
+@pytest.mark.parametrize("in_axes", [None, (1,)])
+def test_keywords_are_cut_along_dim(in_axes):
+    x, scale = np.arange(10, dtype=np.float32).reshape(2, 5), np.arange(15, dtype=np.float32).reshape(3, 5)
+    dp = jdp.DataParallel(lambda p, x, *, scale: p * x * scale.sum(0), range(3), dim=1, in_axes=in_axes)
+    np.testing.assert_allclose(dp.apply(WEIGHT, x, scale=scale), WEIGHT * x * scale.sum(0))
+
+
 def test_batch_of_data_parallel_tuple_none_list_and_the_rest():
     """Row 140a: a plain tuple is the arguments, None is none, a NamedTuple or a list is one argument."""
     Pair = collections.namedtuple("Pair", "a b")
