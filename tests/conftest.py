@@ -16,6 +16,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache))
 os.environ.setdefault("JDP_TESTS_ARE_JUDGED", str(int(_cache.is_dir())))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# LLVM's optimization takes two fifths of the time to compile, and changes neither sums nor collectives. `.ci/run` runs
+# the laws and what depends on versions with it, so that programs are tested as users have them, too.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jdp
 

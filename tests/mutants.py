@@ -374,10 +374,7 @@ MUTANTS = (
         '{"ok": not (failed or left_out or problems), ',
         '{"ok": not failed, ',
         "the doctor's exit code is 0 though a machine has problems",
-        (
-            "doctor/test_doctor.py::test_the_imbalance_of_devices_is_told",
-            "doctor/test_doctor.py::test_a_healthy_machine",
-        ),
+        ("doctor/test_doctor.py::test_gpus_that_jax_does_not_use_are_a_problem_and_the_exit_code_tells",),
     ),
     Mutant(
         "transposed-back",

@@ -574,6 +574,14 @@ def test_nvidia_smi_is_read_and_may_hang_or_fail(tmp_path, monkeypatch):
     assert found == {"gpus": [], "gpus_error": "nvidia-smi fails: no devices were found"}
 
 
+def test_gpus_that_jax_does_not_use_are_a_problem_and_the_exit_code_tells(doctor, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # nobody asks for CPUs
+    monkeypatch.setattr(machine, "nvidia_smi", lambda: {"gpus": [CARD]})
+    code, report = doctor("--json", "--no-links")
+    assert all(test["ok"] for test in [report["start"], *report["computes"]])  # no test failed
+    assert code == 1 and not report["ok"] and "1 problem" in report["verdict"]
+
+
 def test_the_password_of_a_proxy_is_not_shown():
     facts = machine.facts(
         {"https_proxy": "http://me:secret@proxy:3128", "HOME": "/home/me", "NCCL_DEBUG": "INFO"}
