@@ -110,9 +110,6 @@ class Program:
         state, metrics = self._dispatched(state, batch, flat, keep)
         if self.options.check_replicas:
             self._compare_replicas(state)
-        if spans_processes(self.config.mesh):
-            # Of those with an entry per row this process's own rows.
-            metrics = map_scattered(lambda s: join(s, "sharded"), metrics)
         return state, metrics
 
     def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
@@ -121,7 +118,7 @@ class Program:
         if spans_processes(mesh):
             program = self.of(state, layout)
             program.make_ready(*named)  # which takes long, and here it can be interrupted
-            return dispatch_step(program.__wrapped__, mesh, named, lambda out: keep(*of_state(out)))
+            return dispatch_step(program.__wrapped__, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         leaves, treedef = flat
         args = *leaves, *batch._arrays
         try:
@@ -316,6 +313,12 @@ def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
     (first, opt_state, last), metrics, updates, unflatten = out
     leaves = [*first, *opt_state, *last]
     return unflatten(leaves), leaves, metrics, updates
+
+
+def _own_rows(out: Any) -> Any:
+    """What a program of the state gave; of metrics with an entry per row this process's own rows."""
+    state, metrics, updates = out
+    return state, map_scattered(lambda s: join(s, "sharded"), metrics), updates
 
 
 def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:

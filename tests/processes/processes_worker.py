@@ -249,12 +249,19 @@ def case_nnx():
     model = Net(nnx.Rngs(0))
     dp = jdp.DataParallel(model)
     before = dp(X[MINE])
-    step = dp.train_step(lambda m, batch: jnp.mean((m(batch["x"]) - batch["y"]) ** 2), optax.adam(1e-2))
-    losses = [float(step(BATCH)["loss"]) for _ in range(3)]
+
+    def loss(m, batch):
+        error = (m(batch["x"]) - batch["y"]) ** 2
+        return jnp.mean(error), {"rows": jnp.sum(error, 1)}
+
+    step = dp.train_step(loss, optax.adam(1e-2))
+    metrics = [step(BATCH) for _ in range(3)]
+    losses, rows = [float(m["loss"]) for m in metrics], (metrics[-1]["rows"], step.last["rows"])
     loss, grads = dp.value_and_grad(lambda m, batch: jnp.mean((m(batch["x"]) - batch["y"]) ** 2))(dp.module, BATCH)
     dp.check_replicas()
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return {"before": before, "losses": losses, "params": params, "loss": loss, "after": dp(X[MINE])}
+    found = {"before": before, "losses": losses, "params": params, "loss": loss, "after": dp(X[MINE])}
+    return found | {"rows": rows}
 
 
 def batches(count):

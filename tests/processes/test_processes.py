@@ -348,6 +348,9 @@ def test_nnx(found):
         optimizer.update(model, grads)
         losses.append(float(value))
     np.testing.assert_allclose(found[0]["losses"], losses, rtol=1e-5)
+    for result in found:  # this process's own
+        rows, last = map(np.asarray, result["rows"])
+        assert rows.shape == (len(result["before"]),) and np.array_equal(rows, last)
     close(np.concatenate([result["after"] for result in found]), model(X), rtol=1e-4, atol=1e-4)
     close(found[0]["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)), rtol=1e-4, atol=1e-5)
 
