@@ -341,6 +341,8 @@ def test_what_the_wrapper_has_cut_a_step_cuts_along_its_own_axis():
 
     one = {"params": np.float32(1)}
     np.testing.assert_array_equal(dp.apply(np.float32(1), rows), rows)
+    by_rows = dp.train_step(lambda v, x: jnp.mean(x * v["params"]), optax.sgd(1.0))
+    assert float(by_rows(by_rows.init(one), rows)[1]["loss"]) == pytest.approx(rows.mean(), abs=1e-6)
     assert float(dp.value_and_grad(loss, in_axes=1)(one, rows)[0]) == pytest.approx(rows.mean(), abs=1e-6)
     step = dp.train_step(loss, optax.sgd(1.0), in_axes=1)
     assert float(step(step.init(one), rows)[1]["loss"]) == pytest.approx(rows.mean(), abs=1e-6)
