@@ -71,6 +71,7 @@ def doctor(capsys, monkeypatch):
     """`doctor(*arguments)`: the exit code, and what it printed (the report, with --json)."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)  # conftest's
 
     def doctor(*arguments):
         code = cli.main(list(arguments))
