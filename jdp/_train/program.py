@@ -107,6 +107,13 @@ class Program:
         What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
         """
         intercepted(self, state, batch)
+        if self.options.check_replicas and not trace_state_clean():
+            raise ValueError(
+                f"jdp.train_step: check_replicas is {self.options.check_replicas}, and the step is called inside of "
+                f"jax.jit or the like; what is compared are the bits on the devices, which a traced program has not "
+                f"yet. Call the step outside of it, or make it with check_replicas=0 and pass the state that comes out "
+                f"to dp.check_replicas(state)."
+            )
         state, metrics = self._dispatched(state, batch, flat, keep)
         if self.options.check_replicas:
             self._compare_replicas(state)
