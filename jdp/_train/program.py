@@ -198,6 +198,8 @@ class Program:
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
             updates = choose(updates, _before(updates, batch))
+            if shard:  # or the compiler gathers both, and chooses one then
+                after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh))
             metrics["skipped"] = ~finite
         if shard:
             after = whole(after, mesh)
