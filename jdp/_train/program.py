@@ -107,6 +107,13 @@ class Program:
         What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
         """
         intercepted(self, state, batch)
+        if self.options.check_replicas and not trace_state_clean():
+            raise ValueError(
+                f"jdp.train_step: check_replicas is {self.options.check_replicas}, and the step is called inside of "
+                f"jax.jit or the like; what is compared are the bits on the devices, which a traced program has not "
+                f"yet. Call the step outside of it, or make it with check_replicas=0 and pass the state that comes out "
+                f"to dp.check_replicas(state)."
+            )
         state, metrics = self._dispatched(state, batch, flat, keep)
         if self.options.check_replicas:
             self._compare_replicas(state)
@@ -188,6 +195,8 @@ class Program:
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
             updates = choose(updates, _before(updates, batch))
+            if shard:  # or the compiler gathers both, and chooses one then
+                after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh))
             metrics["skipped"] = ~finite
         if shard:
             after = whole(after, mesh)

@@ -17,6 +17,7 @@ from .._core.layout import Tree
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast
 from .._core.scattered import Scattered
+from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .arguments import Division, Wanted, divide, loss_of
@@ -224,7 +225,8 @@ class TrainStep(_Step):
         check_signature(self._loss_fn, "variables", key is not None)
         mesh = self._program.config.mesh
         variables, key = broadcast((variables, key), mesh, VERB)
-        if mesh.size > 1:  # each process has made its own, and what is replicated already may differ unseen
+        traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
+        if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
             check_replicas((variables, key), mesh, VERB)
         opt_shapes(self._program.tx, variables["params"])
 
@@ -233,7 +235,8 @@ class TrainStep(_Step):
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
         state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes = shapes
-        self._given.keep(state, jax.tree.leaves(state))
+        if not traced:
+            self._given.keep(state, jax.tree.leaves(state))
         return state
 
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:

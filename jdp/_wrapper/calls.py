@@ -74,8 +74,10 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
     key: list[Any] = [len(args)]
     leaves: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
-        if type(x) is Scattered:  # cut already; JAX itself looks at the types and places of a program's arrays
+        if type(x) is Scattered:  # cut already; JAX itself looks at the types of a program's arrays
             key.append(x._layout)
+            # An array that jax.tree.map has put elsewhere is not one that the program takes.
+            key += [getattr(y, "sharding", None) for y in x._arrays]
             leaves += x._arrays
         elif not _add(x, key, leaves):
             return None, []

@@ -514,6 +514,13 @@ def test_gradients_are_scattered_and_parameters_gathered_once(size, accumulate, 
     assert not sent
 
 
+def test_a_step_that_may_be_skipped_gathers_each_parameter_once():
+    """It chooses between the parts, and gathers what it chose; not the parameters before and after."""
+    step = step_of(8, TRANSFORMATIONS["adam"], shard_optimizer=True, skip_nonfinite=True)
+    hlo = step.lower(step.init({"params": single(PARAMS)}), batch(64)).compile().as_text()
+    assert collectives(hlo, loops=False)["all-gather"] == split(single(PARAMS), 8)[0]
+
+
 def stable(lowered, kind):
     """The operands of a collective as the program is handed to the compiler: (dtype, bytes)."""
     found = re.findall(rf"stablehlo\.{kind}\"?.*?\}}\) : \((.*?)\) ->", lowered.as_text(), re.DOTALL)

@@ -938,6 +938,29 @@ def test_inside_of_jit_and_of_a_scan_over_batches():
     close((metrics["loss"], state), (losses[-1], expected))
 
 
+def test_the_shapes_of_a_first_state_are_seen_without_making_it():
+    """As `jax.eval_shape` asks for them, to restore a checkpoint into; it leaves nothing of its trace behind."""
+    step, variables = wrapper(3).train_step(scalar, SGD), {"params": single(PARAMS)}
+    shapes = jax.eval_shape(step.init, variables)
+    assert step.last is None
+    state = step.init(variables)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    jax.jit(step.init)(variables)
+    assert step.last is state and int(step(state, batch(10))[0].step) == 1
+
+
+def test_replicas_are_not_compared_inside_of_jit(refused):
+    step = step_of(3, check_replicas=100)
+    state = step.init({"params": single(PARAMS)})
+    with refused(ValueError, "train_step", r"check_replicas is 100, and .* inside of jax.jit.*check_replicas=0"):
+        jax.jit(step)(state, batch(10))
+    net = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), devices=range(3))
+    inside = net.train_step(lambda model, x: model(x).mean(), optax.sgd(0.1), check_replicas=1)
+    with refused(ValueError, "train_step", r"check_replicas is 1, and .*"):
+        jax.jit(inside)(np.ones((6, 3), np.float32))
+    assert int(step(state, batch(10))[0].step) == 1 and inside(np.ones((6, 3), np.float32))["loss"].shape == ()
+
+
 # --- mixed precision ---
 
 

@@ -222,6 +222,14 @@ def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
     np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_gradients_where_replicas_have_other_numbers_of_microbatches(dtype):
+    """5 rows over 4 are chunks of 2, 2 and 1: the last is one microbatch, whose gradient was added to no other."""
+    x = np.arange(5).astype(dtype)
+    value, grad = wrapper(4).value_and_grad(lambda w, x: w * x, accumulate_steps=2)(np.asarray(1, dtype), x)
+    assert grad.dtype == dtype and float(value) == float(grad) == 2
+
+
 # --- where results live ---
 
 

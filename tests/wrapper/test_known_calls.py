@@ -97,6 +97,14 @@ def test_uneven_scattered_batches_are_recalled_and_trimmed(monkeypatch):
     np.testing.assert_allclose(again, EXPECTED[:13])
 
 
+@pytest.mark.parametrize("move", [lambda x: jax.device_put(x, jax.devices()[5]), np.asarray], ids=["device", "host"])
+def test_chunks_that_were_moved_are_put_back_as_ever(move):
+    """`jax.tree.map` keeps the layout of a `Scattered`, and not the place of its arrays."""
+    dp, params, scattered = wrapper(), jdp.replicate(host_params()), jdp.scatter(X)
+    for batch in (scattered, jax.tree.map(move, scattered), scattered):
+        np.testing.assert_allclose(dp.apply(params, batch), EXPECTED)
+
+
 def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
     """Each has a layout of its own, equal to the others'."""
     dp, params = wrapper(), jdp.replicate(host_params())
