@@ -261,6 +261,7 @@ def assert_codes(job, code, rank=2):
 # ---- killed, raising, asleep, absent, of other shapes: with and without the launcher
 
 
+@pytest.mark.each_value
 @EITHER
 @pytest.mark.parametrize("rank", [0, 2])
 def test_killed_in_the_middle_of_a_step(start, row, rank, how):
@@ -274,6 +275,7 @@ def test_killed_in_the_middle_of_a_step(start, row, rank, how):
     row(f"kill -9 of rank {rank} in a step", job, seconds)
 
 
+@pytest.mark.each_value
 @EITHER
 @pytest.mark.parametrize("when", ["before", "in", "after"])
 def test_an_exception(start, row, when, how):
