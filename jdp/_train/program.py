@@ -114,6 +114,8 @@ class Program:
                 f"yet. Call the step outside of it, or make it with check_replicas=0 and pass the state that comes out "
                 f"to dp.check_replicas(state)."
             )
+        if self.options.donate:
+            state, flat = _unshared(state, flat, batch)
         state, metrics = self._dispatched(state, batch, flat, keep)
         if self.options.check_replicas:
             self._compare_replicas(state)
@@ -231,6 +233,19 @@ class Program:
             ]
             found = found._replace(out=layout.fill(arrays).out)
         return found._replace(state=left(state.state, found.state))
+
+
+def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainState, Flat]:
+    """The state, with a copy of each array that the batch holds, too: `state.key`, the parameters as a teacher's.
+
+    What is donated must not be an argument as well: on several CPU devices that ends the process.
+    """
+    held = {id(x) for x, leaf in zip(batch._arrays, batch._layout.arrays, strict=True) if isinstance(leaf, Whole)}
+    leaves, treedef = flat
+    if not held or held.isdisjoint(map(id, leaves)):
+        return state, flat
+    leaves = [jnp.copy(x) if id(x) in held else x for x in leaves]
+    return treedef.unflatten(leaves), (leaves, treedef)
 
 
 def _operands(state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:

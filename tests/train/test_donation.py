@@ -160,6 +160,40 @@ def test_an_array_put_in_place_into_the_last_state_stays():
     np.testing.assert_array_equal(mine, np.ones(3))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_the_batch_holds_of_the_state_is_not_freed(n):
+    """Its key, its number, its parameters as a target: on two devices JAX would end the process."""
+
+    def towards(variables, batch, key):
+        x, target, _, other = batch
+        away = jnp.mean((x @ variables["params"]["w"] - x @ target["w"]) ** 2)
+        return away + 0 * jax.random.normal(key) + 0 * jax.random.normal(other)
+
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(n))
+    step = dp.train_step(towards, optax.sgd(0.1), in_axes=(0, None, None, None))
+    first = step.init(VARIABLES, key=jax.random.key(0))
+    batch = (X, first.params, first.step, first.key)
+    state, metrics = step(first, batch)
+    assert float(metrics["loss"]) == 0 and not any(freed(batch)) and all(freed(first.opt_state))
+    state = state.replace(params={**state.params, "w": state.params["w"] + 1})
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], np.mean(X.sum(1) ** 2), rtol=1e-5)
+    assert not any(freed(batch))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_clone_of_the_model_is_its_teacher_from_any_step_on(n):
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(net, devices=range(n))
+    step = dp.train_step(lambda m, b: jnp.mean((m(b[0]) - (b[1](b[0]) if len(b) > 1 else 0)) ** 2), optax.sgd(0.1))
+    step((X,))
+    teacher, kernel = nnx.clone(net), np.asarray(net.kernel[...])
+    assert float(step((X, teacher))["loss"]) == 0
+    step((X,))
+    assert float(step((X, teacher))["loss"]) > 0
+    np.testing.assert_array_equal(teacher.kernel[...], kernel)
+
+
 def test_one_array_in_two_places_is_donated_once():
     """As where a target network is set to the network."""
     step = step_of()
