@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from .._core.inputs import USUAL, no_further, refuse_deep
+from .._core.inputs import USUAL, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Reduce
+from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state
@@ -182,7 +183,6 @@ def take_nodes(
     arguments: Tree, first: int = 0, verb: str = "DataParallel", root: str | tuple[str, ...] = ("args", "kwargs")
 ) -> tuple[Tree, list[Any]]:
     """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
-    refuse_deep(arguments, verb, root)
     taken: list[Any] = []
 
     def take(x: Any) -> Any:
@@ -191,7 +191,8 @@ def take_nodes(
         taken.append(x)
         return StandIn(first + len(taken) - 1)
 
-    return jax.tree.map(take, arguments, is_leaf=lambda x: is_node(x) or isinstance(x, Scattered | Iterator)), taken
+    leaves, treedef = flat(arguments, verb, root, lambda x: is_node(x) or isinstance(x, Scattered | Iterator))
+    return treedef.unflatten([take(x) for x in leaves]), taken
 
 
 def stop_at_objects(x: Any) -> bool:

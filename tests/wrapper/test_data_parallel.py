@@ -12,6 +12,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -1120,3 +1121,13 @@ def test_axes_that_do_not_fit_name_what_they_do_not_fit():
     dp = jdp.DataParallel(lambda w, x: x, range(2), in_axes=({"z": 0},))
     with pytest.raises(ValueError, match=r"in_axes does not fit the arguments, whose tree is .*prefix"):
         dp(np.float32(1), NUMBERS)
+
+
+def test_a_dict_whose_keys_do_not_compare_is_refused_at_every_door(refused):
+    dp = jdp.DataParallel(lambda w, x: w, devices=range(2))
+    batch = {1: np.ones(4, np.float32), "a": np.ones(4, np.float32)}
+    step = dp.train_step(lambda v, x: v["params"].sum(), optax.sgd(0.1))
+    with refused(ValueError, "DataParallel", "keys of several types .*Pass keys of one type"):
+        dp(1.0, batch)
+    with refused(ValueError, "train_step", "keys of several types .*Pass keys of one type"):
+        step(step.init({"params": np.ones(2, np.float32)}), batch)
