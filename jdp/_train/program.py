@@ -29,7 +29,7 @@ from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
 from .state import TrainState, cut_axis, cut_shardings, first_difference, update, whole
 
-Flat = tuple[list[Any], Any]
+Leaves = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
 Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
 """Stores what a step gives: the state after, its leaves, the metrics, and what of NNX objects in the batch changed."""
@@ -101,7 +101,7 @@ class Program:
 
         return jax.tree.map(place, self.shardings(state), state)
 
-    def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
         """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has.
 
         What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
@@ -121,7 +121,7 @@ class Program:
             self._compare_replicas(state)
         return state, metrics
 
-    def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
+    def _dispatched(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         if spans_processes(mesh):
@@ -235,7 +235,7 @@ class Program:
         return found._replace(state=left(state.state, found.state))
 
 
-def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainState, Flat]:
+def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainState, Leaves]:
     """The state, with a copy of each array that the batch holds, too: `state.key`, the parameters as a teacher's.
 
     What is donated must not be an argument as well: on several CPU devices that ends the process.

@@ -24,7 +24,7 @@ from .arguments import Division, Wanted, divide, loss_of
 from .gradients import Loss
 from .loss import FORMS, VERB, check_signature, results_of, rows_explained, variables_loss
 from .nonfinite import Nonfinite
-from .program import Flat, Program, StepOptions, of_model
+from .program import Leaves, Program, StepOptions, of_model
 from .state import (
     Given,
     OptimizerBytes,
@@ -44,7 +44,7 @@ from .state import (
 )
 from .value_and_grad import check_differentiable, check_steps, hashable, wire_type
 
-Ready = tuple[TrainState, Scattered, Flat, list[Any]]
+Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
 """What a step begins with: the state, the batch, the state's leaves, and the NNX objects of the batch."""
 
 
