@@ -187,4 +187,4 @@ def _dtype(x: Any) -> str:
 
 
 def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
+    return isinstance(x, nnx.Pytree)  # a variable alone, as in nnx.state(model), is a tree of one leaf

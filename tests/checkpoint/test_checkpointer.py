@@ -221,6 +221,22 @@ def test_nnx_objects_are_updated_in_place(tmp_path):
         np.testing.assert_array_equal(model(x), want)
 
 
+def test_the_state_of_nnx_objects_is_that_of_the_objects(tmp_path):
+    """Saved as `nnx.state` has it, it comes back as such a state, or into the objects."""
+    pair, other = nnx_pair(0), nnx_pair(1)
+    states = {"model": nnx.state(pair["model"]), "optimizer": nnx.state(pair["optimizer"]), "n": np.ones(1)}
+    passed = {"model": nnx.state(other["model"]), "optimizer": nnx.state(other["optimizer"]), "n": np.zeros(1)}
+    before = on_host(nnx.to_pure_dict(passed["model"]))
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, states)
+        got, _ = checkpointer.restore(passed)
+        assert_equal(on_host(got), on_host(states))
+        assert_equal(on_host(nnx.to_pure_dict(passed["model"])), before)  # no object is in it that could be updated
+        into, _ = checkpointer.restore(other)
+    assert into["model"] is other["model"]
+    assert_equal(on_host(nnx.state(other["model"])), on_host(states["model"]))
+
+
 def test_nothing_is_printed_logged_or_warned(tmp_path, capfd, spread):
     state = state_of(1, *spread(8))
     with warnings.catch_warnings(record=True) as caught:
