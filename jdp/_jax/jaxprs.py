@@ -61,6 +61,11 @@ def axes(eqn: Any) -> tuple[Any, ...]:
     return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
+def communicates(jaxpr: Any) -> bool:
+    """Whether there is a collective in it, for which devices wait for each other."""
+    return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
+
+
 def _changed(eqn: Any, parameter: str) -> NotImplementedError:
     return NotImplementedError(
         f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {parameter!r}, by which jdp knows what "

@@ -6,31 +6,48 @@ scatter and replicate unchanged. That is seen here before anything runs, leaf by
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Tree, is_key, replicated
-from .._core.programs import Flat, dispatch, is_plain
+from .._core.programs import Flat, dispatch, is_plain, may_deadlock
 from .._core.replicate import all_lie
 from .._core.scattered import Scattered
+from .._jax.jaxprs import communicates
 from .._model.config import Config, Wrapper
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-class Known(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Known:
     """A call that ran: what it takes to run its program again."""
 
     module: Any
     program: Flat
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
+    looked_at: Any = None  # the treedef of the parameters for which it is known whether replicas wait for each other
+    waits: bool = True
+
+    def run(self, mesh: Mesh, treedef: Any, *operands: Any) -> tuple[Any, ...]:
+        """What the program gives for these parameters; a few at a time are in flight where replicas wait in it."""
+        if not may_deadlock(mesh):
+            return self.program.run(treedef, [], *operands)
+        if self.looked_at is None or self.looked_at != treedef:
+            jaxpr = self.program.run.trace(treedef, [], *operands).jaxpr  # of the call that ran: traced it is already
+            self.looked_at, self.waits = treedef, communicates(jaxpr)
+        if self.waits:
+            return dispatch(self.program.run, mesh, treedef, [], *operands)
+        return self.program.run(treedef, [], *operands)
 
 
 def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Flat, tuple[Any, ...]] | None:
@@ -48,7 +65,7 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Fl
     if not leaves or not all_lie(leaves, replicated(config.mesh)):
         return None
     batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
-    return known.program, dispatch(known.program.run, config.mesh, treedef, [], leaves, *batch)
+    return known.program, known.run(config.mesh, treedef, leaves, *batch)
 
 
 def remember(dp: Wrapper, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:

@@ -88,6 +88,31 @@ def test_the_queue_is_bounded_and_waits():
     jax.block_until_ready(outs)
 
 
+def test_known_calls_without_collectives_need_no_queue():
+    """No replica waits for another in them, so that any number may be in flight."""
+    import jax
+    import numpy as np
+
+    import jdp
+    from jdp._core import programs
+
+    plain, mean = (jdp.DataParallel(f) for f in (lambda w, x: w * x, lambda w, x: jax.lax.pmean(w * x, "data")))
+    w, (x,) = jdp.replicate(np.float32(2), plain.devices), plain.prefetch([np.ones(8, np.float32)])
+    for dp, is_queued in ((plain, False), (mean, True)):
+        for _ in range(2):  # known from now on
+            dp(w, x)
+        programs.wait_for_all()
+        np.testing.assert_array_equal(dp(w, x), [2.0] * 8)
+        assert bool(programs._running) == is_queued
+    # The same batch with other parameters may be another program.
+    either = jdp.DataParallel(lambda w, x: jax.lax.pmean(w["w"] * x, "data") if "mean" in w else w["w"] * x)
+    for _ in range(3):
+        either({"w": w}, x)
+        programs.wait_for_all()
+        either({"w": w, "mean": w}, x)
+        assert programs._running
+
+
 def test_so_are_steps():
     import jax
     import numpy as np
