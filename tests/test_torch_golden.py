@@ -83,6 +83,7 @@ def test_output_gradients_and_state_are_torchs(model, rows, n, devices):
     close(got, flax_side.expected(model, n, record))
 
 
+@pytest.mark.full
 def test_without_jit_too(devices):
     record = cases()["MLP", 11, 4]
     dp = jdp.DataParallel(flax_side.MLP(), devices[:4])

@@ -15,6 +15,7 @@ MOST = {  # files, and changes from one to another
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("door", MOST)
 def test_the_way_of_a_call(door):
     """In a process of its own, in which nothing was called before."""

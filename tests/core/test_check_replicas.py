@@ -157,6 +157,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.full
 def test_two_processes_raise_the_same_error():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -50,6 +50,7 @@ def doors(dp):
     }, step
 
 
+@pytest.mark.full
 def test_programs_of_the_sizes_used_last_are_kept(few):
     dp = jdp.DataParallel(model, devices=range(2))
     calls, step = doors(dp)
@@ -77,6 +78,7 @@ def test_what_is_dropped_is_what_was_not_used_for_longest(few, compilations):
     assert first > 0 and later == [0, 0, 0]  # the one that was used all the time, once
 
 
+@pytest.mark.full
 def test_a_dropped_program_is_freed(few):
     dp = jdp.DataParallel(model, devices=range(2))
     calls, step = doors(dp)

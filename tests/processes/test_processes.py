@@ -196,6 +196,7 @@ def chunks_of(x):
     return np.split(x, np.cumsum(CHUNKS)[:-1])
 
 
+@pytest.mark.full
 def test_batch_norm(found):
     model = Normed()
     v = model.init(jax.random.key(0), X[:2])
@@ -289,6 +290,7 @@ def test_train_rows(found):
         assert int(metrics["number of hits"]) == (error > 1).sum()
 
 
+@pytest.mark.full
 def test_train_key(found):
     masks = [mask for kept in found for mask in np.split(kept, LOCAL)]
     assert masks[0].shape == (2, 64)
@@ -472,6 +474,7 @@ def test_global_parameters_here(found):
         close(out, MLP.apply(variables(), X))
 
 
+@pytest.mark.full
 def test_verbs(found):
     for process, result in enumerate(found):
         assert result["sizes"] == CHUNKS
@@ -485,6 +488,7 @@ def test_verbs(found):
         assert result["chunks"] == (9, 0, 5, 0)
 
 
+@pytest.mark.full
 def test_parallel(found):
     """A step for pmap, of which every process has its own rows and its own losses."""
     rows = [X[:4], X[:4] + 1]
@@ -502,6 +506,7 @@ def test_parallel(found):
         assert result["freed"]
 
 
+@pytest.mark.full
 def test_check_replicas(found):
     """One ulp on the last device of the other process is found by both, and named."""
     for result in found:

@@ -23,6 +23,7 @@ def test_blocks_are_of_known_languages():
 
 
 @pytest.mark.budget(20)
+@pytest.mark.one_case
 @pytest.mark.parametrize("code", [c for c in PYTHON if "virtual_cpu_devices" not in c])
 def test_python_block_runs(code, tmp_path, monkeypatch):
     if re.search(r"^import .*\btorch\b", code, re.MULTILINE):

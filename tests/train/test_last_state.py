@@ -62,9 +62,9 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)  # six batches of two shapes, by two steps
 @pytest.mark.each_value
-@pytest.mark.one_case
 @pytest.mark.parametrize("prefetched", [True, False], ids=["prefetched", "numpy"])
 @pytest.mark.parametrize("key", [None, 1], ids=["", "dropout"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -64,7 +64,7 @@ def classifier_state():
 TX = optax.adam(1e-2, eps=1e-2)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("new_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "legacy"])
 def test_a_classifier_with_batch_norm_is_that_of_pmap(new_key):
     step = jdp.DataParallel(Classifier()).parallel(train_step, axis_name="batch")

@@ -156,7 +156,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_case("3-8-tokens-tx6-sizes6", "8-3-vector-tx9-sizes9")
+@pytest.mark.one_case("3-8-tokens-tx6-sizes6")
 @pytest.mark.parametrize("n, accumulate, loss, tx, sizes", CASES)
 def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulate, loss, tx, sizes):
     step = step_of(n, loss, tx, accumulate_steps=accumulate)
