@@ -110,9 +110,9 @@ class Program:
         if self.options.check_replicas and not trace_state_clean():
             raise ValueError(
                 f"jdp.train_step: check_replicas is {self.options.check_replicas}, and the step is called inside of "
-                f"jax.jit or the like; what is compared are the bits on the devices, which a traced program has not "
-                f"yet. Call the step outside of it, or make it with check_replicas=0 and pass the state that comes out "
-                f"to dp.check_replicas(state)."
+                f"jax.jit or the like; it compares values, and there are none while a program is traced. Call the step "
+                f"outside of it, or make it with check_replicas=0 and pass the state that comes out to "
+                f"dp.check_replicas(state)."
             )
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
