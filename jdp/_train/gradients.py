@@ -76,7 +76,7 @@ def gradients(
                 axis, dtype = None if scatter is None else scatter(param), param.dtype
                 # 16-bit gradients are divided before they travel: their sum may leave the range of their mean.
                 sent = wire or (dtype if dtype.itemsize < 4 else None)
-                if steps > 1:  # one replica has added several, in 32 bits, and another may have one alone
+                if steps > 1:  # several microbatches are added in 32 bits, and a replica may have only one
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
                 grad = grad if sent else grad.astype(dtype)
                 return Marked(grad, None, "sum", over=over, wire=sent, dtype=dtype, scatter=axis)

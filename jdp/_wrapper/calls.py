@@ -35,15 +35,16 @@ class Known:
     module: Any
     program: Flat
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
-    looked_at: Any = None  # the treedef of the parameters for which it is known whether replicas wait for each other
+    # Whether its replicas wait for each other, which is known of parameters with one treedef.
     waits: bool = True
+    looked_at: Any = None
 
     def run(self, mesh: Mesh, treedef: Any, *operands: Any) -> tuple[Any, ...]:
-        """What the program gives for these parameters; a few at a time are in flight where replicas wait in it."""
+        """Runs the program. Where its replicas wait for each other, few runs of it are in flight at a time."""
         if not may_deadlock(mesh):
             return self.program.run(treedef, [], *operands)
         if self.looked_at is None or self.looked_at != treedef:
-            jaxpr = self.program.run.trace(treedef, [], *operands).jaxpr  # of the call that ran: traced it is already
+            jaxpr = self.program.run.trace(treedef, [], *operands).jaxpr  # most often JAX has it from the first call
             self.looked_at, self.waits = treedef, communicates(jaxpr)
         if self.waits:
             return dispatch(self.program.run, mesh, treedef, [], *operands)
