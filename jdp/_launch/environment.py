@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -72,7 +74,9 @@ def _count_gpus(env: Mapping[str, str]) -> int:
 
 
 def _free_port() -> int:
-    # Chosen anew for each attempt: should another program take it before rank 0 does, a restart helps.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # None of those that the system gives to connections: one of these may have it before rank 0 listens there.
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("jdp launch: no port between 15000 and 32000 is free. Pass --coordinator HOST:PORT.")

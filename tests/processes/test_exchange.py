@@ -1,9 +1,10 @@
 """What the processes leave in JAX's coordination service for each other, here in a job of one process."""
 
 import os
-import socket
 import subprocess
 import sys
+
+from laws import free_port
 
 PUBLISHES = """
 import sys
@@ -28,11 +29,8 @@ print(*kept(), group.read("batch/0/b", 5))
 
 def test_what_a_process_publishes_is_bounded():
     """Python values that change with every batch are a new text each: the service would keep all of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-c", PUBLISHES, str(port)], capture_output=True, text=True, timeout=60, env=environ
+        [sys.executable, "-c", PUBLISHES, str(free_port())], capture_output=True, text=True, timeout=60, env=environ
     )
     assert done.stdout.splitlines() == ["a e f", "a b f the batch b"], done.stderr[-2000:]

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from laws import close
+from laws import close, free_port
 
 import jdp
 from jdp._processes import exchange
@@ -59,12 +59,6 @@ def start(log, command, **said):
         )
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def results(folder, *cases, said=by_jdp, head=(), meanwhile=lambda workers: None):
     """What each process found, by the name of the case; `meanwhile` is called while they run.
 
@@ -79,7 +73,7 @@ def results(folder, *cases, said=by_jdp, head=(), meanwhile=lambda workers: None
     finally:
         for worker in workers:
             worker.kill()
-    logs = "\n".join((folder / f"{p}.log").read_text()[-2000:] for p in range(len(workers)))
+    logs = "\n".join((folder / f"{p}.log").read_text()[-8000:] for p in range(len(workers)))
     assert codes == [0] * len(workers), logs
     return [pickle.loads((folder / f"{p}.pickle").read_bytes()) for p in range(PROCESSES)]
 
