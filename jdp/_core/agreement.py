@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from .._processes.agree import CONTAINERS, Outline
 from .._processes.coordination import DesyncError
-from .devices import replicas_of
 from .inputs import name_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 
@@ -93,11 +92,7 @@ def _empty(what: str, verb: str) -> Any:
     return np.zeros(shape, jnp.dtype(dtype))
 
 
-def layout_of_all(own: Layout, mesh: Mesh, told: Mapping[int, Sequence[int]]) -> Layout:
-    """The layout over all processes, of this one's and of the rows that each process has told."""
-    sizes = [0] * mesh.size
-    for process, rows in told.items():
-        for replica, size in zip(replicas_of(mesh, process), rows, strict=False):
-            sizes[replica] = size
-    leaves = tuple(Cut(leaf.axis, tuple(sizes)) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
-    return Layout(own.treedef, leaves, tuple(sizes), mesh, own.dim)
+def layout_of_all(own: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Layout:
+    """The layout over all processes, of this one's and of the rows of each replica."""
+    leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
+    return Layout(own.treedef, leaves, sizes, mesh, own.dim)

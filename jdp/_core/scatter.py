@@ -94,16 +94,16 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
         batch = prepare(inputs, how)
     except Exception as error:
         if spans_processes(how.mesh):
-            fail(processes_of(how.mesh), how.verb, error)
+            fail(how.mesh, how.verb, error)
         raise
     layout = batch.layout
     if batch.outline is not None:
-        processes = processes_of(how.mesh)
         if capturing():
-            told = dict.fromkeys(processes, layout.rows)
+            rows = {process: iter(layout.rows) for process in processes_of(how.mesh)}
+            sizes = tuple(next(rows[d.process_index], 0) for d in how.mesh.devices.flat)
         else:
-            told = finish(begin(processes, how.verb, layout.rows, batch.outline)).rows
-        layout = layout_of_all(layout, how.mesh, told)
+            sizes = finish(begin(how.mesh, how.verb, layout.rows, batch.outline)).sizes
+        layout = layout_of_all(layout, how.mesh, sizes)
     return filled(batch.arrays, layout, how.place)
 
 
