@@ -83,15 +83,23 @@ class Call:
         Raises:
             DesyncError: to one of them it is another call.
         """
-        found = {int(key.rpartition("/")[2]): json.loads(text) for key, text in under(f"{self._key}/")}
-        calls = {process: what for process, (what, _) in found.items()} | {self.exchange.here: self.what}
-        if len({*calls.values()}) > 1:
-            raise DesyncError(
-                f"jdp.{self.what}: the processes make different calls: {by_value(calls)}; all make the same calls in "
-                f"the same order. Look for a branch on jax.process_index(), or a loop that is shorter on one: "
-                f"dp.prefetch(batches) goes on until all have run out."
-            )
-        return {process: entry for process, (_, entry) in found.items()}
+        found = self._found()
+        if {what for what, _ in found.values()} <= {self.what}:
+            return {process: entry for process, (_, entry) in found.items()}
+        end = time.monotonic() + 2 * _SLICE  # in which those who wait for others have left word, too
+        while len(found) < len(self.exchange.processes) and time.monotonic() < end:
+            time.sleep(_SLICE / 20)
+            found = self._found()
+        calls = by_value({process: what for process, (what, _) in found.items()} | {self.exchange.here: self.what})
+        raise DesyncError(
+            f"jdp.{self.what}: the processes make different calls: {calls}; all make the same calls in the same "
+            f"order. Look for a branch on jax.process_index(), or a loop that is shorter on one: "
+            f"dp.prefetch(batches) goes on until all have run out."
+        )
+
+    def _found(self) -> dict[int, tuple[str, Any]]:
+        """To those who have come: which call it is, and what they have left."""
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in under(f"{self._key}/")}
 
     def read(self, process: int, seconds: float) -> Any:
         """The entry of a process; None where none comes in so many seconds."""
