@@ -94,7 +94,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
         return turn
 
     (ahead,) = dp.prefetch([batch])
-    agreed = Agreed(ahead["x"].sizes, is_over=False, outline=None)
+    agreed = Agreed(ahead["x"].sizes, is_over=False)
     without = mock.patch.multiple("jdp._core.scatter", begin=lambda *_: None, finish=lambda _: agreed)
     by_trust = by_jdp("trusting", step, lambda: itertools.repeat(batch, STEPS))
 

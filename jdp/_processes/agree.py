@@ -36,7 +36,7 @@ class Pending(NamedTuple):
     outline: Outline | None
     failure: Exception | None
     group: _Group
-    gathered: jax.Array
+    gathered: Any  # a jax.Array, on all devices
     seconds: float  # that the others may take
 
 
@@ -45,7 +45,7 @@ class Agreed(NamedTuple):
 
     sizes: tuple[int, ...]  # the rows of each replica
     is_over: bool  # nobody has a batch any more
-    outline: Outline | None  # the others' batch, where this process never had one
+    outline: Outline = ()  # the others' batch, where this process never had one
 
 
 def begin(
@@ -87,10 +87,12 @@ def finish(pending: Pending) -> Agreed:
     """
     call, seconds, here = pending.call, pending.seconds, pending.call.exchange.here
     words = _read(pending)
-    of = {process: words[replicas[0]].tolist() for process, replicas in pending.group.replicas.items()}
-    batches = {process: (first, second) for process, (*_, first, second, _rows, _number) in of.items()}
-    if len({(first, second) for first, second, *_ in of.values()}) > 1:
+    sizes = tuple(words[:, -2].tolist())
+    if words[0, 2] and (words[:, :4] == words[0, :4]).all():  # the same call, and the same batch but for its rows
+        return Agreed(sizes, False)
+    if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
+    batches = {p: tuple(words[replicas[0], 2:4].tolist()) for p, replicas in pending.group.replicas.items()}
     if _FAILED in batches.values():
         failure = pending.failure
         texts = call.tell("" if failure is None else f"{type(failure).__name__}: {failure}"[:500], seconds)
@@ -107,21 +109,22 @@ def finish(pending: Pending) -> Agreed:
             f"jdp.{call.what}: the processes' batches differ: {what or 'in their order'}; the number of rows (*) may "
             f"differ between processes, nothing else. Pass arrays of one shape and dtype."
         )
-    outline = None
+    outline: Outline = ()
     if having and _NEVER_A_BATCH in batches.values():
         if here == having[0]:
             call.leave(pending.outline)
         if batches[here] == _NEVER_A_BATCH:
-            outline = tuple((path, what) for path, what in call.read(having[0], seconds) or ())
-    return Agreed(tuple(words[:, -2].tolist()), not having, outline)
+            outline = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
+    return Agreed(sizes, not having, outline)
 
 
 def _read(pending: Pending) -> np.ndarray:
     """The words of all replicas, once they are there."""
-    call, began = pending.call, time.monotonic()
+    call = pending.call
 
     def is_there(seconds: float) -> bool:
         # Not block_until_ready, in which no signal is heard, and nobody looks for those who do not come.
+        began = time.monotonic()
         while not pending.gathered.is_ready():
             waited = time.monotonic() - began
             if waited > seconds:
@@ -167,7 +170,7 @@ class _Group:
         self.replicas = {process: [i for i, p in enumerate(of) if p == process] for process in sorted({*of})}
         self.exchange = exchange_of(tuple(self.replicas))
         self.own = self.replicas[self.exchange.here]
-        self.last: jax.Array | None = None  # what was gathered last
+        self.last: Any = None  # what was gathered last
         # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited
         # for; on the same connections its bytes would come in the place of these, and end both processes.
         self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
@@ -189,7 +192,7 @@ class _Group:
             )
         self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
 
-    def gather(self, own: tuple[_Words, ...]) -> jax.Array:
+    def gather(self, own: tuple[_Words, ...]) -> Any:
         """The words of all replicas (`places` says where), and after each the number of this gather."""
         self.last = self._program(self._placed(own), self.last)
         return self.last

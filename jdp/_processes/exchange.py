@@ -7,7 +7,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,7 @@ class Call:
 
     def __init__(self, exchange: Exchange, what: str, key: str) -> None:
         self.exchange, self.what, self._key = exchange, what, key
+        self._began = time.monotonic()
 
     def leave(self, entry: Any = None) -> None:
         """Leaves this process's entry; None says that it waits here."""
@@ -101,26 +102,25 @@ class Call:
         """To those who have come: which call it is, and what they have left."""
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in under(f"{self._key}/")}
 
-    def read(self, process: int, seconds: float) -> Any:
-        """The entry of a process; None where none comes in so many seconds."""
-        text = get(f"{self._key}/{process}", seconds)
-        return None if text is None else json.loads(text)[1]
-
     def tell(self, entry: Any, seconds: float) -> dict[int, Any]:
         """Leaves an entry, and gives those of all processes; raises as `wait` does."""
         self.leave(entry)
+        return self.told_by(self.exchange.processes, seconds)
+
+    def told_by(self, processes: Sequence[int], seconds: float) -> dict[int, Any]:
+        """What these processes have left, once it is there; raises as `wait` does."""
         found: dict[int, Any] = {}
 
-        def complete(seconds: float) -> bool:
+        def are_there(seconds: float) -> bool:
             found.update(self.entries())
-            missing = [p for p in self.exchange.processes if found.get(p) is None]
+            missing = [p for p in processes if found.get(p) is None]
             if missing and missing[0] in found:  # it waits here, and will see that there is something to say
                 time.sleep(_SLICE / 20)
             elif missing:
-                self.read(missing[0], seconds)
+                get(f"{self._key}/{missing[0]}", seconds)
             return not missing
 
-        self.wait(complete, seconds)
+        self.wait(are_there, seconds)
         return found
 
     def wait(self, ready: Callable[[float], bool], seconds: float) -> None:
@@ -137,15 +137,15 @@ class Call:
                 self.leave()
             absent = [p for p in self.exchange.processes if p not in found and p != self.exchange.here]
             if gone & {*absent} or absent and time.monotonic() > end:
-                raise DesyncError(self._text([p for p in absent if p in gone] or absent, gone, seconds))
+                raise DesyncError(self._text([p for p in absent if p in gone] or absent, gone))
 
-    def _text(self, absent: list[int], gone: set[int], seconds: float) -> str:
+    def _text(self, absent: list[int], gone: set[int]) -> str:
         several = len(absent) > 1
         how = f"process{'es' * several} {', '.join(map(str, absent))}"
         if gone >= {*absent}:
             how += " have ended their programs" if several else " has ended its program"
         else:
-            how += f" did not come to this call within {seconds:.0f} s"
+            how += f" did not come to this call within {time.monotonic() - self._began:.0f} s"
         return (
             f"jdp.{self.what}: {how}, and process {self.exchange.here} waits there; all processes make the same "
             f"calls in the same order. Iterate over dp.prefetch(batches), which goes on until all have run out of "
