@@ -44,7 +44,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import jdp
-    from jdp._processes.agree import Agreed
+    from jdp._core.agreement import Agreed
 
     model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(width), nn.relu, nn.Dense(10)])
     rng = np.random.default_rng(jax.process_index())

@@ -296,7 +296,7 @@ MUTANTS = (
     # -------------------------------------------------------------------------------------------------- processes
     Mutant(
         "order-of-the-gathered",
-        "jdp/_processes/agree.py",
+        "jdp/_core/agreement.py",
         "self.places = np.argsort(self._order)",
         "self.places = self._order",
         "the rows of one replica are taken for those of another",
@@ -304,7 +304,7 @@ MUTANTS = (
     ),
     Mutant(
         "digest-of-containers",
-        "jdp/_processes/agree.py",
+        "jdp/_core/agreement.py",
         "hashlib.sha256(repr(outline).encode())",
         "hashlib.sha256(repr(outline[:1]).encode())",
         "processes whose batches have other shapes or dtypes are taken for alike",

@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
-from .._processes.agree import Outline, begin, fail, finish
-from .agreement import layout_of_all, outline_of
+from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
 from .devices import Devices, mesh_of, names_of, own_mesh, processes_of, spans_processes
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (

@@ -30,8 +30,8 @@ _KEPT = 64  # entries that a process leaves in the coordination service, before 
 class Exchange:
     """The calls of the processes that share a mesh, numbered; each can leave an entry for a call.
 
-    Entries go through JAX's coordination service, which process 0 keeps. What comes with every batch goes another way
-    (`agree.py`), and leaves an entry only where it has to wait, or where the processes differ.
+    Entries go through JAX's coordination service, which process 0 keeps. What comes with every batch goes through a
+    collective, and leaves an entry only where it has to wait, or where the processes differ.
     """
 
     calls = 0  # of all exchanges

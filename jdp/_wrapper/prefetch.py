@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._core.agreement import layout_of_all, without_rows
+from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
 from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Cut, Tree
@@ -22,7 +22,6 @@ from .._core.scatter import Cutting, Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
-from .._processes.agree import Pending, begin, finish
 from .._processes.coordination import DesyncError
 
 

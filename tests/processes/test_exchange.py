@@ -12,7 +12,7 @@ import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 import numpy as np
 from jax.sharding import Mesh
-from jdp._processes.agree import begin, finish
+from jdp._core.agreement import begin, finish
 from jdp._processes.coordination import client
 from jdp._processes.exchange import exchange_of
 
