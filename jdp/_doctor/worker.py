@@ -30,8 +30,16 @@ from .._core.layout import cut_along, replicated
 
 def choose(spec: str | None) -> tuple[Device, ...]:
     """The devices of `--devices`: a count, or names and indices between commas."""
-    if spec is None or spec.isdecimal():
-        return resolve_devices("doctor", None if spec is None else range(int(spec)))
+    if spec is None:
+        return resolve_devices("doctor", None)
+    if spec.isdecimal():
+        every = jax.devices()
+        if not 1 <= int(spec) <= len(every):
+            raise ValueError(
+                f"jdp.doctor: --devices {spec} asks for {spec} devices, and there are {len(every)}; one at least is "
+                f"tested. Pass a count from 1 to {len(every)}, or names such as {_name(every[0])}."
+            )
+        return tuple(every[: int(spec)])
     parts = [part.strip() for part in spec.split(",")]
     return resolve_devices("doctor", [int(part) if part.isdecimal() else part for part in parts if part])
 
