@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .cost import trips
-from .hlo import CONTROL, KINDS, Computation, Instruction, Module, Shape, is_work, nbytes, target
+from .hlo import CONTROL, KINDS, PASS_ON, Computation, Instruction, Module, Shape, is_work, nbytes, target
 
 _SCOPE = re.compile(r"(?:^|[/(:])(?:reduce|gather)\.([^/:()]+)")
 
@@ -135,7 +135,6 @@ def _payload(one: Begun) -> list[Shape]:
     return list(given.shapes)[-len(taken) :]  # a start gives its operands too, before its results
 
 
-_MOVES = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 _GIVES = ("get-tuple-element", "slice", "all-reduce-done", "all-gather-done", "reduce-scatter-done", "async-done")
 
 
@@ -150,7 +149,7 @@ def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[t
     queue, starts, cut = [inner], {inner.name: 0}, {}
     for mover in queue:  # it grows
         for user in flat.users.get(mover.name, []):
-            if user.opcode not in (*_MOVES, *_GIVES) or user.name in starts:
+            if user.opcode not in (*PASS_ON, *_GIVES) or user.name in starts:
                 continue
             queue.append(user)
             names[user.op_name] = None
@@ -175,7 +174,7 @@ def _origins(flat: Computation, one: Instruction, names: dict[str, None]) -> lis
         if len(shape) == 1 and math.prod(here) == shape[0] and len(_sides(here)) > 1:  # XLA has flattened it
             shape = here
         above = [flat.by_name[name] for name in one.operands]
-        if one.opcode in _MOVES:
+        if one.opcode in PASS_ON:
             names[one.op_name] = None
             one = above[0]
         elif one.opcode == "concatenate" and len(shape) == 1:

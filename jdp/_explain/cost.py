@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hlo import CONTROL, FREE, KINDS, Computation, Instruction, Module, Shape, nbytes, target
+from .hlo import CONTROL, FREE, KINDS, PASS_ON, Computation, Instruction, Module, Shape, nbytes, target
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _NOTHING_READ = frozenset([*FREE, *KINDS]) - {"bitcast"}
@@ -198,9 +198,6 @@ def _inside(image: int, kernel: int, output: int, stride: int, pad: int, spread:
     return int(((at % spread == 0) & (at >= 0) & (at < image * spread)).sum())
 
 
-_PASS_ON = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done")
-
-
 class _Scalar(NamedTuple):
     """An integer: a constant, or what an element of the loop's carry was when the iteration began, plus a constant."""
 
@@ -248,7 +245,7 @@ def _scalar(flat: Computation, name: str) -> _Scalar | None:
         return _Scalar(int(one.literal))
     if one.opcode == "get-tuple-element" and flat.by_name[one.operands[0]].opcode == "parameter":
         return _Scalar(0, one.integers("index")[0])
-    if one.opcode in _PASS_ON:
+    if one.opcode in PASS_ON:
         return _scalar(flat, one.operands[0])
     if one.opcode == "add":
         a, b = (_scalar(flat, operand) for operand in one.operands)

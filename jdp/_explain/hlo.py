@@ -233,6 +233,8 @@ _MARKS = frozenset(  # custom calls that only tell TPU's compiler something
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
     "GatherScatterIndicesBitpacked Sharding".split()
 )
+# They give what they take, in another place or form.
+PASS_ON = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 CONTROL = ("while", "call", "conditional", "async-start")  # they run other computations
 
 

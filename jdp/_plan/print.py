@@ -90,9 +90,7 @@ def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(size: float | None) -> str:
-    if size is None:
-        return ""
-    return f"{size / 1e9:,.0f} GB" if size >= 1e12 else scaled(size, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    return "" if size is None else scaled(size, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
 
 
 def _seconds(seconds: float | None) -> str:
