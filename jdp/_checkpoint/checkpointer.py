@@ -56,7 +56,6 @@ class Checkpointer:
 
     Attributes:
         directory: the directory, absolute and without links.
-        latest_step: the newest complete checkpoint that was not found to be damaged, or None.
 
     Raises:
         OSError: the directory is something else.
@@ -283,28 +282,28 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     All processes raise if one cannot save, with what is wrong there; `prepare` raises if another job saves.
     """
     leaves: dict[str, Any] = {}
+    local: dict[str, str] = {}
     failed: Exception | None = None
-    mine: dict[str, Any] = {"problem": None, "local": {}, "data": None}
     try:
         check_data(data)
         leaves = leaves_of(state)
         prepare()
         if jax.process_count() == 1:
             return leaves, data, False
-        local = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
-        mine |= {"local": fingerprints(encode(local)), "data": data}
+        own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
+        local = fingerprints(encode(own))
     except Exception as error:
         if jax.process_count() == 1:
             raise
         failed = error
-        mine["problem"] = str(error)
+    mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}
     every = [json.loads(text) for text in tell_all(json.dumps(mine))]
     if isinstance(failed, TypeError | ValueError):
         raise failed
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
-    for path in mine["local"]:
+    for path in local:
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:
             raise ValueError(
