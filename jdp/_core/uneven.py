@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,16 +26,16 @@ from .._jax.jaxprs import (
     segmented,
     source_line,
 )
-from .layout import Cut, Layout, Tree, is_key
-from .outputs import Outputs, Returned, Rule, output_path
+from .layout import Cut, Layout, is_key
+from .outputs import Marked, Outputs, output_path
 from .scattered import Signature
 
-BodyOf = Callable[[int], Callable[..., Returned]]
+BodyOf = Callable[[int], Callable[..., Outputs]]
 _settings: Any = jax.config
 
 
-def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
-    """The replica's output arrays (padded alike on all replicas), and what they are.
+def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
+    """The replica's outputs, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
     equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs.
@@ -46,11 +47,11 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
         _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
     out = body_of(0)(*operands)
-    sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
-    return out.values, Outputs(layout, out.treedef, out.rules, sizes)
+    sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
+    return dataclasses.replace(out, sizes=sizes)
 
 
-def _along(x: Any, rule: Rule) -> bool:
+def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
@@ -59,9 +60,7 @@ class _Body(NamedTuple):
 
     replica: int
     jaxpr: Any
-    out: Tree  # its outputs, for their paths
-    treedef: Any
-    rules: tuple[Rule, ...]
+    out: Outputs  # with shapes for its values
 
 
 def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> dict[tuple[int, ...], _Body]:
@@ -79,25 +78,25 @@ def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature
             _refuse_collectives(jaxpr.jaxpr, layout)
         if layout.devices[0].platform == "cpu":
             jaxpr = canonical(jaxpr)
-        tree = jax.tree.unflatten(out.treedef, jaxpr.out_avals)
-        bodies[sizes] = _Body(replica, jaxpr, tree, out.treedef, out.rules)
+        bodies[sizes] = _Body(replica, jaxpr, out)
     lead, *others = bodies.values()
     for other in others:
         _must_agree(lead, other)
     return bodies
 
 
-def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
+def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
     layout = signature.layout
     bodies = _trace_bodies(body_of, operands, signature)
     lead = next(iter(bodies.values()))
-    rules, avals = lead.rules, lead.jaxpr.out_avals
-    shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
+    rules = lead.out.rules
+    outputs = [*zip(*[body.out.values for body in bodies.values()], strict=True)]
+    shapes = [_padded(found, rule) for found, rule in zip(outputs, rules, strict=True)]
 
     def idle(*operands: Any) -> list[Any]:
         return [
-            jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
-            for shape, aval, rule in zip(shapes, avals, rules, strict=True)
+            jnp.zeros(shape, x.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
+            for shape, x, rule in zip(shapes, lead.out.values, rules, strict=True)
         ]
 
     def finish(values: Sequence[Any]) -> list[Any]:
@@ -118,17 +117,17 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)
-    return values, Outputs(layout, lead.treedef, rules, _rows(bodies, signature))
+    return dataclasses.replace(lead.out, values=values, sizes=_rows(bodies, signature))
 
 
 def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
     """For each output the rows on each replica; none where it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
     replicas = range(len(layout.sizes))
-    outputs = [bodies[_sizes(signature, i)].jaxpr.out_avals if i in layout.used else None for i in replicas]
+    outputs = [bodies[_sizes(signature, i)].out.values if i in layout.used else None for i in replicas]
     return tuple(
-        tuple(avals[k].shape[rule.axis] if avals else 0 for avals in outputs) if _along(aval, rule) else ()
-        for k, (aval, rule) in enumerate(zip(lead.jaxpr.out_avals, lead.rules, strict=True))
+        tuple(values[k].shape[rule.axis] if values else 0 for values in outputs) if _is_cut(x, rule) else ()
+        for k, (x, rule) in enumerate(zip(lead.out.values, lead.out.rules, strict=True))
     )
 
 
@@ -139,7 +138,7 @@ def _on_no_rows(
     _refuse_collectives(lead.jaxpr.jaxpr, layout)
 
     def primary(*operands: Any) -> list[Any]:
-        made = zip(run(*operands), idle(*operands), lead.rules, strict=True)
+        made = zip(run(*operands), idle(*operands), lead.out.rules, strict=True)
         return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
 
     return jax.lax.cond(index == 0, primary, idle, *operands)
@@ -150,12 +149,12 @@ def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
 
 
 def _must_agree(lead: _Body, other: _Body) -> None:
-    if (lead.treedef, lead.rules) != (other.treedef, other.rules):
+    if (lead.out.treedef, lead.out.rules) != (other.out.treedef, other.out.rules):
         raise ValueError(
-            f"jdp.parallel_apply: replica {lead.replica} returns {lead.treedef}, replica {other.replica} "
-            f"{other.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
+            f"jdp.parallel_apply: replica {lead.replica} returns {lead.out.treedef}, replica {other.replica} "
+            f"{other.out.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
         )
-    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.rules, strict=True)):
+    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.out.rules, strict=True)):
         apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
         if a.ndim != b.ndim or a.dtype != b.dtype or apart:
             how = (
@@ -165,16 +164,16 @@ def _must_agree(lead: _Body, other: _Body) -> None:
                 f"along it; dp(...) and dp.parallel take another axis in out_axes"
             )
             raise ValueError(
-                f"jdp.parallel_apply: {output_path(lead.out, k)} is {a.str_short()} on replica {lead.replica} and "
-                f"{b.str_short()} on replica {other.replica}; {how}."
+                f"jdp.parallel_apply: {output_path(lead.out.treedef, k)} is {a.str_short()} on replica "
+                f"{lead.replica} and {b.str_short()} on replica {other.replica}; {how}."
             )
 
 
-def _padded(avals: Sequence[Any], rule: Rule) -> tuple[int, ...]:
-    """The shape that the outputs of all replicas are padded to."""
-    shape = list(avals[0].shape)
-    if _along(avals[0], rule):
-        shape[rule.axis] = max(1, *(a.shape[rule.axis] for a in avals))  # type: ignore[index]
+def _padded(values: Sequence[Any], rule: Marked) -> tuple[int, ...]:
+    """The shape that an output of all replicas is padded to."""
+    shape = list(values[0].shape)
+    if _is_cut(values[0], rule):
+        shape[rule.axis] = max(1, *(x.shape[rule.axis] for x in values))  # type: ignore[index]
     return tuple(shape)
 
 
