@@ -18,6 +18,7 @@ from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state
+from .sync_batch_norm import sync_nodes
 
 Filter = Callable[[Any, Any], bool]
 """Of a path and a variable: an NNX predicate."""
@@ -51,30 +52,25 @@ def _filter(kind: Any) -> Filter:
         ) from None
 
 
-class Beside(NamedTuple):
-    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments.
+class Held(NamedTuple):
+    """What holds stand-ins of NNX objects, or stands beside them, and these objects."""
 
-    Of an NNX module, which is one of the objects, the parameters are its stand-in.
-    """
-
-    params: Tree
-    graph: Any
-    states: tuple[Tree, ...]  # of the objects: what each filter of state_axes takes, then the rest
+    others: Tree  # parameters (of an NNX module its stand-in), arguments, the collections of a state, a batch
+    graph: Any  # of the objects; None where there are none
+    variables: Tree  # of the objects: a state, or several, which share them out
 
 
 def with_nodes(
     function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Callable[..., Tree]:
-    """`function`, called with `Beside` for its parameters: returns what it does, and the updates of the objects."""
+    """`function`, called with `Held` for its parameters: returns what it does, and the updates of the objects."""
 
-    def call(replicas: Beside, /, *args: Any, **kwargs: Any) -> Tree:
-        # Copies, for merge takes the variables as they are, and the objects change them in place.
-        own = [fold_state(state, axis_name) for state in copies(replicas.states)]
-        nodes = nnx.merge(replicas.graph, *own)
-        params, args, kwargs = put_nodes((replicas.params, args, kwargs), nodes)
+    def call(replicas: Held, /, *args: Any, **kwargs: Any) -> Tree:
+        nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
+        params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
         out = function(params, *args, **kwargs)
         axes = [axis for _, axis in filters]
-        each = itertools.zip_longest(replicas.states, axes)
+        each = itertools.zip_longest(replicas.variables, axes)
         before = [(path, v, axis) for state, axis in each for path, v in nnx.to_flat_state(state)]
         return out, mark_updates(nnx.state(nodes), before, reduce_state, filters)
 
@@ -98,9 +94,13 @@ def sorted_captures(module: Any) -> Iterator[None]:
             vars(m)[CAPTURES] = captures
 
 
-def copies(tree: Tree) -> Tree:
-    """The same variables in new objects."""
-    return jax.tree.map(lambda x: x, tree)
+def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) -> list[Any]:
+    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
+    # Copies, for merge takes the variables as they are, and the objects change them in place.
+    nodes = nnx.merge(graph, *jax.tree.map(lambda x: x, states))
+    if sync_over is not None:
+        sync_nodes(nodes, sync_over)
+    return nodes
 
 
 def fold_state(state: Tree, axis_name: str) -> Tree:
@@ -138,14 +138,6 @@ def mark_updates(
             name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
             updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis, key)))
     return nnx.from_flat_state(updates)
-
-
-class Held(NamedTuple):
-    """What every replica of a loss has whole beside what is differentiated."""
-
-    others: Tree  # arguments, or the collections of a state
-    graph: Any  # of the NNX objects; None where there are none
-    variables: Tree  # of these objects, but for the differentiated ones
 
 
 def enter(held: Held, axis_name: str) -> Held:

@@ -10,8 +10,8 @@ from flax import nnx
 from .._core.layout import Tree
 from .._core.outputs import Reduce
 from .._model.linen import unbox
-from .._model.nnx import Held, copies, leave, put_nodes, stand_ins, take_nodes
-from .._model.sync_batch_norm import sync_nodes, synced
+from .._model.nnx import Held, leave, own_nodes, put_nodes, stand_ins, take_nodes
+from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
 
 
@@ -130,15 +130,6 @@ def loss_of(
         return leave(after, before, reduce_state)
 
     return Loss(compute, verb, left, tuple(division.rows.values()), sync)
-
-
-def own_nodes(graph: Any, states: tuple[Tree, ...], sync_over: str | None) -> list[Any]:
-    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
-    # Copies, for merge takes the variables as they are, and the model changes them in place.
-    nodes = nnx.merge(graph, *copies(states))
-    if sync_over is not None:
-        sync_nodes(nodes, sync_over)
-    return nodes
 
 
 def _two(out: Any, verb: str) -> tuple[Any, Any]:

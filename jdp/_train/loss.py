@@ -15,9 +15,8 @@ from flax import nnx
 from .._core.layout import Tree
 from .._core.outputs import Reduce
 from .._model.linen import mark_state, unbox
-from .._model.nnx import Held, leave, put_nodes
+from .._model.nnx import Held, leave, own_nodes, put_nodes
 from .._model.sync_batch_norm import synced
-from .arguments import own_nodes
 from .gradients import Loss
 from .state import first_difference
 

@@ -22,7 +22,7 @@ from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._jax.private import trace_state_clean
-from .._model.config import Config, WithNodes, nodes_of
+from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
 from .gradients import Gradients, Loss, gradients
@@ -266,11 +266,11 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
 
 
-def entered(state: Tree, given: WithNodes | None) -> Held:
+def entered(state: Tree, given: Held | None) -> Held:
     """The state, with that of the NNX objects in the batch."""
     if isinstance(state, Mapping):
-        return Held(state, None, None) if given is None else Held(state, given.graph, given.state)
-    return state if given is None else state._replace(variables=with_updates(state.variables, given.state))
+        return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
+    return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
 def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
@@ -293,7 +293,7 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
     _, given = nodes_of(batch)
     if given is None:
         return updates  # there are none
-    known = dict(nnx.to_flat_state(given.state))
+    known = dict(nnx.to_flat_state(given.variables))
     new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
     if new:
         raise ValueError(
