@@ -15,7 +15,7 @@ from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import Value, added, is_exchanged, varying
 from .._model.nnx import mark_updates
-from .arguments import entries
+from .loss import entries
 
 VERB = "parallel"
 

@@ -21,8 +21,8 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
-from .arguments import Divided, Division, assemble, divide, entries, loss_of
 from .gradients import Gradients, gradients
+from .loss import Divided, Division, assemble, divide, entries, loss_of
 from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
 
