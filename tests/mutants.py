@@ -239,8 +239,8 @@ MUTANTS = (
     Mutant(
         "axis-of-keywords",
         "jdp/_wrapper/data_parallel.py",
-        "axes = (in_axes, config.dim)",
-        "axes = (in_axes, 0)",
+        "axes = (tuple(in_axes), config.dim)",
+        "axes = (tuple(in_axes), 0)",
         "with in_axes, keyword arguments are cut along the first axis, whatever dim is",
         ("wrapper/test_data_parallel.py::test_keywords_are_cut_along_dim",),
     ),

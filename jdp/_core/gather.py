@@ -139,34 +139,33 @@ def _trimming(layout: Layout, sharded: bool) -> Any:
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """`jdp.gather` of a list of trees."""
     columns, treedef = transpose_list(outputs, "gather")
+    name = functools.partial(name_of, outputs[0], root="outputs")
     out = []
     for k, column in enumerate(columns):
         first = column[0]
-        if first.ndim == 0 and all(x.ndim == 0 for x in column):
-            column, axis = [jnp.expand_dims(x, 0) for x in column], 0
-        else:
-            for i, x in enumerate(column):
-                if x.ndim != first.ndim:
-                    raise ValueError(
-                        f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device "
-                        f"{i}; all must have the same number of dimensions. Return outputs that agree."
-                    )
-            axis = normal_axis(dim, first.ndim, "gather", lambda k=k: _name(outputs, k))
         for i, x in enumerate(column):
-            off = (*x.shape[:axis], *x.shape[axis + 1 :])
-            if off != (*column[0].shape[:axis], *column[0].shape[axis + 1 :]):
+            if x.ndim != first.ndim:
                 raise ValueError(
-                    f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
+                    f"jdp.gather: {name(k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
+                    f"all must have the same number of dimensions. Return outputs that agree."
+                )
+        axis = normal_axis(dim, first.ndim, "gather", functools.partial(name, k)) if first.ndim else 0
+        for i, x in enumerate(column):
+            if (*x.shape[:axis], *x.shape[axis + 1 :]) != (*first.shape[:axis], *first.shape[axis + 1 :]):
+                raise ValueError(
+                    f"jdp.gather: {name(k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
                     f"shapes must agree off dim {dim}. Pass another dim, or outputs that agree."
                 )
             if x.dtype != first.dtype:
                 raise ValueError(
-                    f"jdp.gather: {_name(outputs, k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
+                    f"jdp.gather: {name(k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
                     f"dtypes must agree. Cast them."
                 )
         home = device_of(first) if device is None or device == "sharded" else device
         if home is not None:
             column = put_all(column, [home] * len(column))
+        if not first.ndim:
+            column = [jnp.expand_dims(x, 0) for x in column]
         out.append(jnp.concatenate(column, axis=axis))
     whole = jax.tree.unflatten(treedef, out)
     return _spread(outputs, whole, dim) if device == "sharded" else whole
@@ -237,7 +236,3 @@ def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
     if not devices:
         return whole
     return join(split(whole, Cutting(make_mesh(devices), dim, "gather", "outputs")), "sharded")
-
-
-def _name(outputs: Sequence[Tree], k: int) -> str:
-    return "outputs" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(outputs[0])[k][0])

@@ -258,3 +258,14 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
         for axis, subtree in zip(prefix, subtrees, strict=True)
         for _ in jax.tree.leaves(subtree, is_leaf=no_further)
     ]
+
+
+def entries(verb: str, axes: Any, count: int, name: str, what: str) -> list[Any]:
+    """An entry of `axes` for each argument, or each result."""
+    given = list(axes) if isinstance(axes, tuple | list) else [axes] * count
+    if len(given) != count:
+        raise ValueError(
+            f"jdp.{verb}: {name} has {len(given)} entries for {count} {what}; as in jax.vmap each has one. Pass "
+            f"{name} of that length, None for what is whole."
+        )
+    return given

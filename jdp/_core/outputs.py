@@ -170,7 +170,7 @@ class Outputs:
             if rule.scatter is not None:
                 sizes = (x.shape[0] // layout.mesh.size,) * layout.mesh.size
             leaves.append(Cut(axis, sizes) if sizes else Stack())
-        return Scattered(arrays, Layout(self.treedef, tuple(leaves), layout.sizes, layout.mesh, layout.dim))
+        return Scattered(arrays, layout.of(self.treedef, leaves))
 
 
 def path_name(path: Any) -> str:

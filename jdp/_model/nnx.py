@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,10 +68,7 @@ def with_nodes(
         nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
         params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
         out = function(params, *args, **kwargs)
-        axes = [axis for _, axis in filters]
-        each = itertools.zip_longest(replicas.variables, axes)
-        before = [(path, v, axis) for state, axis in each for path, v in nnx.to_flat_state(state)]
-        return out, mark_updates(nnx.state(nodes), before, reduce_state, filters)
+        return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters)
 
     return call
 
@@ -111,26 +107,18 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 
 
 def mark_updates(
-    state: Tree,
-    before: Sequence[tuple[Any, Any, int | None]],
-    reduce: Reduce,
-    filters: Sequence[tuple[Filter, int]] = (),
+    state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Tree:
-    """What of the state has changed, each leaf with its rule.
-
-    `before` has a path, a variable and an axis for each that there was; `filters` give those that are new their axis.
-    """
-    known = {path: (v, axis) for path, v, axis in before}
+    """What of the state has changed, each leaf with its rule; before, it was in several parts."""
+    known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
+        old = known.get(path)
         if isinstance(after, nnx.RngKey):
             continue  # a folded key is one replica's; only the counts go back
-        if path in known:
-            old, axis = known[path]
-            if _same(old, after):
-                continue
-        else:
-            old, axis = None, next((axis for accepts, axis in filters if accepts(path, after)), None)
+        if old is not None and _same(old, after):
+            continue
+        axis = next((axis for accepts, axis in filters if accepts(path, after if old is None else old)), None)
         if isinstance(after, nnx.Intermediate) and axis is None:
             updates.append((path, mark_sown(after, old)))
         else:
@@ -149,8 +137,7 @@ def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
     """What of the NNX objects' state has changed, each leaf with its rule."""
     if before.graph is None:
         return ()
-    known = [(path, v, None) for path, v in nnx.to_flat_state(before.variables)]
-    return mark_updates(after.variables, known, reduce)
+    return mark_updates(after.variables, [before.variables], reduce)
 
 
 def own_values(updates: Tree) -> Tree:

@@ -161,17 +161,6 @@ def assemble(division: Division, found: Gradients, args: Sequence[Any]) -> tuple
     return tuple(known[w.position] for w in division.wanted)
 
 
-def entries(verb: str, axes: Any, count: int, name: str, what: str) -> list[Any]:
-    """An entry of `axes` for each argument, or each result."""
-    given = list(axes) if isinstance(axes, tuple | list) else [axes] * count
-    if len(given) != count:
-        raise ValueError(
-            f"jdp.{verb}: {name} has {len(given)} entries for {count} {what}; as in jax.vmap each has one. Pass "
-            f"{name} of that length, None for what is whole."
-        )
-    return given
-
-
 VERB = "train_step"
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 

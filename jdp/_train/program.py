@@ -252,8 +252,7 @@ def _operands(state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], S
     """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
     rows, given = nodes_of(batch)
     layout = rows._layout
-    treedef = jax.tree_util.treedef_tuple([layout.treedef])
-    inputs = Scattered(rows._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+    inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
     return (state.params, entered(state.state, given)), inputs, step_key(state, layout)
 
 
@@ -262,8 +261,7 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     if state.key is None:
         return None
     key = jax.random.fold_in(state.key, state.step)
-    treedef = jax.tree.structure({"key": 0})
-    return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
+    return Scattered((key,), layout.of(jax.tree.structure({"key": 0}), [Whole()]))
 
 
 def entered(state: Tree, given: Held | None) -> Held:

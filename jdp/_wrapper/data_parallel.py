@@ -12,6 +12,7 @@ from flax import nnx
 from .._core.devices import Device, DeviceLike, Devices, named_once, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
+from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated
@@ -216,14 +217,8 @@ class DataParallel(nnx.Module, Generic[M]):
         config = self._config
         axes = None
         if config.in_axes is not None:
-            in_axes = config.in_axes
-            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
-            if len(in_axes) != len(inputs):
-                raise ValueError(
-                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
-                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
-                )
-            axes = (in_axes, config.dim)
+            in_axes = entries("DataParallel", config.in_axes, len(inputs), "in_axes", "arguments")
+            axes = (tuple(in_axes), config.dim)
         own = devices is config.devices
         mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
         roots = ("args", "kwargs")
