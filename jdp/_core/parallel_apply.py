@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -103,7 +104,7 @@ def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
             index = jax.lax.axis_index(axis_name)
             operands = signature.fold_keys(operands, index)
             outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
-            found.append(outputs)
+            found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
             return outputs.reduce(index)
 
         specs = (PartitionSpec(axis_name), PartitionSpec())
