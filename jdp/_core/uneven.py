@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.jaxprs import (
+    Env,
     Segmented,
     axes,
     bind,
@@ -26,7 +27,7 @@ from .._jax.jaxprs import (
     segmented,
     source_line,
 )
-from .layout import Cut, Layout, is_key
+from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
 from .scattered import Signature
 
@@ -244,91 +245,52 @@ def run_segments(
         )
 
     parts = [segmented(inlined(jaxpr, is_synced, in_a_loop), is_synced) for jaxpr in jaxprs]
-    bags: list[list[Any]] = []
-    results: list[list[Any]] = []
     count = len(parts[0].cuts)
     if any(len(part.cuts) != count for part in parts):
         raise ValueError(
             f"jdp.sync_batch_norm: chunks are {layout.rows}, the number of BatchNorms depends on the rows; replicas "
             f"meet at each. Leave that out of the model, or pass a batch that divides by {len(layout.devices)}."
         )
-    for j in range(count + 1):
-        runs = [functools.partial(_segment, part, j, _lengths(parts, j)) for part in parts]
-        shapes = jax.eval_shape(functools.partial(runs[0], finish), operands, bags, results)
-        rest = idle if j == count else [jnp.zeros(x.shape, x.dtype) for x in shapes[0]]
-        nothing = (rest, [jnp.zeros(x.shape, x.dtype) for x in shapes[1]])
-        branches = [functools.partial(run, finish) for run in runs] + [lambda *_, nothing=nothing: nothing]
-        sent, bag = jax.lax.switch(which, branches, operands, bags, results)
-        if j == count:
-            return sent
-        eqn = parts[0].cuts[j]
-        results.append(bind(eqn, sent))
-        bags.append(bag)
-    raise AssertionError
+    kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
+    results: list[list[Any]] = []
+    for j in range(count):
+        nothing = _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]
+        branches = [functools.partial(_segment, parts, k, j) for k in range(len(parts))]
+        sent, found = jax.lax.switch(which, [*branches, lambda *_, nothing=nothing: nothing], operands, kept, results)
+        results.append(bind(parts[0].cuts[j], sent))
+        kept.append(found)
+
+    def last(k: int, *so_far: Any) -> list[Any]:
+        env = _run(parts[k], k, count, *so_far)
+        return finish([read(env, v) for v in parts[k].jaxpr.jaxpr.outvars])
+
+    branches = [functools.partial(last, k) for k in range(len(parts))]
+    return jax.lax.switch(which, [*branches, lambda *_: idle], operands, kept, results)
 
 
-def _segment(
-    part: Segmented,
-    j: int,
-    lengths: dict[str, int],
-    finish: Callable[[Sequence[Any]], list[Any]],
-    operands: Sequence[Any],
-    bags: Sequence[Sequence[Any]],
-    results: Sequence[Sequence[Any]],
-) -> tuple[list[Any], list[Any]]:
-    """One branch of one switch: what goes to the collective (the outputs, after the last), and what is kept."""
+def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:
+    """Segment j of part k: what goes to the collective, and what is kept.
+
+    What the parts keep has other shapes, and a switch wants one: each gives zeros for what the others would keep.
+    """
+    env = _run(parts[k], k, j, *so_far)
+    sent = [jnp.asarray(read(env, v)) for v in parts[k].cuts[j].invars]
+    return sent, [[env[v] for v in part.keeps(j)] if part is parts[k] else _zeros(part.keeps(j)) for part in parts]
+
+
+def _run(part: Segmented, k: int, j: int, operands: Any, kept: Sequence[Any], results: Sequence[Any]) -> Env:
+    """The values of part k when its segment j has run, after what those before it have kept."""
     env = env_of(part.jaxpr, operands)
-    for i, bag in enumerate(bags):
-        env.update(_unpacked(part.keeps(i), bag))
-        env.update(zip(part.cuts[i].outvars, results[i], strict=True))
+    for i, (found, result) in enumerate(zip(kept, results, strict=True)):
+        env.update(zip(part.keeps(i), found[k], strict=True))
+        env.update(zip(part.cuts[i].outvars, result, strict=True))
     for eqn in part.segments[j]:
         evaluate(eqn, env)
-    if j == len(part.cuts):
-        return finish([read(env, v) for v in part.jaxpr.jaxpr.outvars]), []
-    sent = [jnp.asarray(read(env, v)) for v in part.cuts[j].invars]
-    return sent, _packed([env[v] for v in part.keeps(j)], lengths)
+    return env
 
 
-# What is kept has other shapes in other branches, and a switch wants one: so it goes as one vector for each dtype,
-# padded to the longest.
-
-
-def _lengths(parts: Sequence[Segmented], j: int) -> dict[str, int]:
-    """The longest vector of each dtype that a branch keeps."""
-    lengths: dict[str, int] = {}
-    for part in parts:
-        mine: dict[str, int] = {}
-        for v in part.keeps(j):
-            data = jax.eval_shape(_plain, v.aval)
-            mine[str(data.dtype)] = mine.get(str(data.dtype), 0) + data.size
-        lengths |= {dtype: max(size, lengths.get(dtype, 0)) for dtype, size in mine.items()}
-    return dict(sorted(lengths.items()))
-
-
-def _plain(x: Any) -> Any:
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def _packed(values: Sequence[Any], lengths: dict[str, int]) -> list[Any]:
-    bag = []
-    data = [_plain(x) for x in values]
-    for dtype, length in lengths.items():
-        flat = [x.ravel() for x in data if str(x.dtype) == dtype]
-        missing = length - sum(x.size for x in flat)
-        bag.append(jnp.concatenate([*flat, jnp.zeros(missing, dtype)]) if flat or missing else jnp.zeros(0, dtype))
-    return bag
-
-
-def _unpacked(variables: Sequence[Any], bag: Sequence[Any]) -> dict[Any, Any]:
-    vectors, start = {str(x.dtype): x for x in bag}, dict.fromkeys([str(x.dtype) for x in bag], 0)
-    found = {}
-    for v in variables:
-        data = jax.eval_shape(_plain, v.aval)
-        dtype = str(data.dtype)
-        x = jax.lax.slice_in_dim(vectors[dtype], start[dtype], start[dtype] + data.size).reshape(data.shape)
-        found[v] = jax.random.wrap_key_data(x, impl=jax.random.key_impl(v.aval)) if is_key(v.aval) else x
-        start[dtype] += data.size
-    return found
+def _zeros(variables: Sequence[Any]) -> list[Any]:
+    return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 class SyncedAxis(str):
