@@ -132,10 +132,7 @@ def _holds_arrays(x: Any) -> bool:
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """How the leaf with this index is reached: `inputs['x']`, `args[0]`, `kwargs['mask']`.
-
-    `root` is the name of the tree, or one name for each child of a tuple.
-    """
+    """How this leaf is reached, `args[0]['x']`; `root` names the tree, or each child of one that is a tuple."""
     return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
 
 

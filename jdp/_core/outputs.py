@@ -179,7 +179,7 @@ def path_name(path: Any) -> str:
 
 
 def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
-    """The sum over the replicas, divided; in the program it bears the name of what it is of, a gradient's parameter."""
+    """The sum over the replicas, divided; in the program it has the name of its output, a gradient's parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
         x = _divided(_sum(x, rule.scatter, name, mesh), over)
@@ -195,10 +195,7 @@ _SMALL = 1 << 17  # elements
 
 
 def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
-    """The sum over the replicas, whole on all; or, where an axis is given, scattered along it.
-
-    The compiled program (and so `explain`, and a profile) knows it by its name.
-    """
+    """The sum over the replicas, whole on all, or scattered along an axis; `explain` and a profile show its name."""
     if axis is not None:
         with jax.named_scope(name):
             return jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=axis, tiled=True)

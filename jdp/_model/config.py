@@ -146,7 +146,7 @@ class Config:
         return self  # nothing in it changes
 
     def __reduce__(self) -> Any:
-        devices = [*map(_portable, (*self.devices, self.output_device))]
+        devices = [(d.platform, d.id) if isinstance(d, Device) else d for d in (*self.devices, self.output_device)]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
         return _unpickled, (self.kind, devices, *rest)
 
@@ -194,10 +194,6 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
         f"jdp.{verb}: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
         f"Pass an instance or a function."
     )
-
-
-def _portable(device: Any) -> Any:
-    return (device.platform, device.id) if isinstance(device, Device) else device
 
 
 def _here(devices: list[Any]) -> list[Any]:

@@ -237,10 +237,7 @@ def rows_explained(batch: Tree) -> Iterator[None]:
 def variables_loss(
     loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, axis_name: str, sync: bool
 ) -> Loss:
-    """The loss of `loss_fn(variables, batch[, key])`: `diff` is the parameters.
-
-    What is held is the other collections, and the NNX objects in the batch.
-    """
+    """The loss of `loss_fn(variables, batch[, key])`: of the parameters; the other collections are held."""
     sync_over = axis_name if sync else None
     if sync:
         loss_fn = synced(loss_fn, axis_name)

@@ -127,10 +127,7 @@ def mark_nodes(before: Tree, after: Tree, reduce: Reduce) -> Tree:
 
 
 def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept]:
-    """The leaves of the NNX objects' state, but for what a call sows and for the keys that are folded.
-
-    `names` are the arguments that the objects stood in.
-    """
+    """The leaves of the NNX objects' state, but for what a call sows and the keys; `names` are their arguments'."""
     was, kept = dict(nnx.to_flat_state(before)), []
     for path, variable in nnx.to_flat_state(after):
         if path in was and not isinstance(variable, nnx.Intermediate | nnx.RngKey):

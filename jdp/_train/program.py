@@ -53,10 +53,7 @@ class StepOptions(NamedTuple):
 
 
 class Program:
-    """The step as a pure function `(state, batch) -> (state, metrics, updates)`, compiled once per layout and shapes.
-
-    `updates` are of the NNX objects in the batch.
-    """
+    """The step as a pure function, `(state, batch) -> (state, metrics, updates of NNX objects in the batch)`."""
 
     def __init__(
         self,
