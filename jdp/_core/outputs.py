@@ -58,7 +58,7 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
     rules = []
     for i, mark in enumerate(marks):
         value, axis, over = mark.value, mark.axis, mark.over
-        if not is_array(value):
+        if not isinstance(value, jax.Array) and not is_array(value):
             raise TypeError(
                 f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays, "
                 f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."

@@ -108,8 +108,12 @@ class Forms:
         return jax.tree.unflatten(self.treedef, leaves), counts
 
 
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) or is_array(x)
+
+
 def _is_number(x: Any) -> bool:
-    return is_array(x) or isinstance(x, float | int)
+    return _is_array(x) or isinstance(x, float | int)
 
 
 def is_mean(x: Any) -> bool:
@@ -126,7 +130,7 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
             if not total.ndim and not count.ndim and jnp.issubdtype(total.dtype, jnp.floating):
                 return total
             what = f"a jdp.Mean of {total.dtype}{list(total.shape)} and {count.dtype}{list(count.shape)}"
-    elif is_array(loss) or isinstance(loss, float):
+    elif _is_array(loss) or isinstance(loss, float):
         loss = jnp.asarray(loss)
         if jnp.issubdtype(loss.dtype, jnp.floating):
             if not loss.ndim:
@@ -192,7 +196,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     """The form and the value of what is no marker: entries per row, or a mean over the rows."""
     if isinstance(x, float):
         x = jnp.asarray(x)
-    axis = followed.axis(at) if is_array(x) and x.ndim else None
+    axis = followed.axis(at) if _is_array(x) and x.ndim else None
     if isinstance(axis, str):
         raise TypeError(
             f"{name} is {_described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
@@ -201,7 +205,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
         )
     if axis is not None:
         return Form("rows", x.dtype, axis), [x]
-    if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
+    if _is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
         return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
     raise TypeError(
         f"{name} is {_described(x)}; beside the loss stand floats (the mean over the rows), arrays with entries per "
@@ -219,7 +223,7 @@ class Followed:
 
     def __init__(self, tree: Tree, rows: int | None, total: int, more: Callable[[int], Tree]) -> None:
         self.rows, self._more = rows, more
-        self.leaves = [jnp.shape(x) if is_array(x) else () for x in jax.tree.leaves(tree)]
+        self.leaves = [jnp.shape(x) if _is_array(x) else () for x in jax.tree.leaves(tree)]
         self.seen: Shapes = []  # for more rows
         self._fewer: Shapes = []
         self._problem = ""  # why none was seen
@@ -280,7 +284,7 @@ def is_marker(x: Any) -> bool:
 
 
 def _described(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if is_array(x) else f"a {type(x).__name__}"
+    return f"{x.dtype}{list(x.shape)}" if _is_array(x) else f"a {type(x).__name__}"
 
 
 def _wide(x: Any) -> Any:
