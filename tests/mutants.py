@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "state-of-no-rows",
         "jdp/_core/uneven.py",
-        "jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])",
-        "jnp.zeros(shape, aval.dtype)",
+        "jnp.zeros(shape, x.dtype) if rule.old is None else jnp.asarray(operands[rule.old])",
+        "jnp.zeros(shape, x.dtype)",
         "a batch of no rows sets the state to zero",
         ("core/test_uneven.py::test_zero_rows_leave_the_state_as_it_was_to_the_last_bit",),
     ),
@@ -239,8 +239,8 @@ MUTANTS = (
     Mutant(
         "axis-of-keywords",
         "jdp/_wrapper/data_parallel.py",
-        "axes = (in_axes, config.dim)",
-        "axes = (in_axes, 0)",
+        "axes = (tuple(in_axes), config.dim)",
+        "axes = (tuple(in_axes), 0)",
         "with in_axes, keyword arguments are cut along the first axis, whatever dim is",
         ("wrapper/test_data_parallel.py::test_keywords_are_cut_along_dim",),
     ),
