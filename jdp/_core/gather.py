@@ -68,6 +68,8 @@ def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
     ]
     if all(in_place):
         return join(s, device)
+    if spans_processes(layout.mesh):
+        refuse_traced(s._arrays, "gather")
     own = own_replicas(layout.mesh)
     used = [i for i in layout.used if i in own] or own[:1]
     home = layout.devices[own[0]] if device is None else device

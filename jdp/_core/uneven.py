@@ -253,10 +253,14 @@ def run_segments(
         )
     kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
     results: list[list[Any]] = []
+
+    def nothing(j: int, *_: Any) -> tuple[list[Any], list[list[Any]]]:
+        return _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]
+
     for j in range(count):
-        nothing = _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]
         branches = [functools.partial(_segment, parts, k, j) for k in range(len(parts))]
-        sent, found = jax.lax.switch(which, [*branches, lambda *_, nothing=nothing: nothing], operands, kept, results)
+        branches.append(functools.partial(nothing, j))
+        sent, found = jax.lax.switch(which, branches, operands, kept, results)
         results.append(bind(parts[0].cuts[j], sent))
         kept.append(found)
 
