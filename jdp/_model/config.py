@@ -146,7 +146,8 @@ class Config:
         return self  # nothing in it changes
 
     def __reduce__(self) -> Any:
-        devices = [(d.platform, d.id) if isinstance(d, Device) else d for d in (*self.devices, self.output_device)]
+        named = (*self.devices, self.output_device)
+        devices = [d if d is None or isinstance(d, str) else (d.platform, d.id) for d in named]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
         return _unpickled, (self.kind, devices, *rest)
 
