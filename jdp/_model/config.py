@@ -146,9 +146,10 @@ class Config:
         return self  # nothing in it changes
 
     def __reduce__(self) -> Any:
-        devices = [(d.platform, d.id) if isinstance(d, Device) else d for d in (*self.devices, self.output_device)]
+        devices: list[Any] = [*self.devices, self.output_device]
+        portable = [(d.platform, d.id) if isinstance(d, Device) else d for d in devices]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
-        return _unpickled, (self.kind, devices, *rest)
+        return _unpickled, (self.kind, portable, *rest)
 
 
 def _unpickled(kind: Kind, portable: list[Any], *rest: Any) -> Config:
