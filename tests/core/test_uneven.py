@@ -82,12 +82,11 @@ def plain_loop(variables, x, n, reduce_state="primary"):
 
 close = functools.partial(laws.close, rtol=2e-5, atol=2e-6)
 
-# every size from 0 to 17, every number of devices: full, short, single and absent chunks for each
+# full, short, single and absent chunks for each number of devices
 CASES = (
-    [(8, size, "primary") for size in (0, 1, 7, 8, 9, 10, 13, 17)]
-    + [(3, size, "primary") for size in (2, 4, 5, 6, 11, 14, 15)]
-    + [(2, size, "primary") for size in (1, 16)]
-    + [(1, size, "primary") for size in (0, 3, 12)]
+    [(8, size, "primary") for size in (0, 1, 8, 10, 17)]
+    + [(3, size, "primary") for size in (2, 5, 14, 15)]
+    + [(2, 1, "primary"), (1, 3, "primary")]
     + [(8, 10, "mean"), (3, 5, "mean"), (2, 0, "mean")]
 )
 

@@ -42,17 +42,25 @@ def loss_of(net, form="scalar"):
     return loss_fn
 
 
+def init(x):
+    return jax.jit(Net().init)(jax.random.key(0), x)  # operation by operation takes ten times as long
+
+
 def on_one_device(variables, rows, lr=0.1):
     """The whole batch at once, with nothing of jdp."""
     loss_fn = loss_of(Net())
 
-    def loss(params, x, y):
-        value, metrics, updates = loss_fn({**variables, "params": params}, (x, y))
-        return value, (metrics["out"], updates)
+    @jax.jit
+    def step(variables, x, y):
+        def loss(params):
+            value, metrics, updates = loss_fn({**variables, "params": params}, (x, y))
+            return value, (metrics["out"], updates)
 
-    (value, (out, updates)), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"], X[:rows], Y[:rows])
-    params = jax.tree.map(lambda p, g: p - lr * g, variables["params"], grads)
-    return {"params": params, **updates}, value, out
+        (value, (out, updates)), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+        params = jax.tree.map(lambda p, g: p - lr * g, variables["params"], grads)
+        return {"params": params, **updates}, value, out
+
+    return step(variables, X[:rows], Y[:rows])
 
 
 @pytest.mark.full
@@ -61,7 +69,7 @@ def test_params_and_statistics_are_those_of_the_whole_batch(count, sizes, axis):
     with jax.enable_x64(True):
         dp = jdp.DataParallel(Net(axis), devices=list(range(count)))
         step = dp.train_step(loss_of(Net(axis)), optax.sgd(0.1), sync_batch_norm=True)
-        want = Net().init(jax.random.key(0), X)
+        want = init(X)
         state = step.init(want)
         for rows in sizes:
             state, metrics = step(state, (X[:rows], Y[:rows]))
@@ -76,7 +84,7 @@ def test_every_form_of_loss_on_uneven_chunks(form):
     with jax.enable_x64(True):
         dp = jdp.DataParallel(Net(), devices=[0, 1, 2])
         step = dp.train_step(loss_of(Net(), form), optax.sgd(0.1), sync_batch_norm=True)
-        variables = Net().init(jax.random.key(0), X)
+        variables = init(X)
         state, metrics = step(step.init(variables), (X, Y))
         want, loss, _ = on_one_device(variables, len(X))
         close((state.params, metrics["loss"]), (want["params"], loss), 1e-12, 1e-12)
@@ -88,7 +96,7 @@ def test_without_it_statistics_are_those_of_each_replica():
     with jax.enable_x64(True):
         dp = jdp.DataParallel(Net(), devices=[0, 1])
         step = dp.train_step(loss_of(Net()), optax.sgd(0.1))
-        variables = Net().init(jax.random.key(0), X)
+        variables = init(X)
         state, _ = step(step.init(variables), (X, Y))
         want, _, _ = on_one_device(variables, len(X))
         mean = state.state["batch_stats"]["BatchNorm_0"]["mean"]
@@ -100,7 +108,7 @@ def test_even_batches_take_no_switch_and_one_collective_for_each_batch_norm():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
     step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True)
     x, y = X.astype(np.float32), Y.astype(np.float32)
-    state = step.init(Net().init(jax.random.key(0), x))
+    state = step.init(init(x))
     text = step.lower(state, (x[:16], y[:16])).as_text()
     assert "stablehlo.case" not in text and "stablehlo.if" not in text
     assert "stablehlo.case" in step.lower(state, (x, y)).as_text()
@@ -112,18 +120,18 @@ def test_accumulation_synchronises_each_microbatch():
     with jax.enable_x64(True):
         dp = jdp.DataParallel(Net(), devices=[0, 1])
         step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
-        variables = Net().init(jax.random.key(0), X)
+        variables = init(X)
         state, metrics = step(step.init(variables), (X[:16], Y[:16]))
         loss_fn, stats, total = loss_of(Net()), variables["batch_stats"], 0.0
         grads = jax.tree.map(jnp.zeros_like, variables["params"])
         for k in range(2):
             rows = np.r_[4 * k : 4 * k + 4, 8 + 4 * k : 12 + 4 * k]
 
-            def loss(params, stats=stats, rows=rows):
+            def loss(params, stats, rows=rows):
                 value, _, updates = loss_fn({"params": params, "batch_stats": stats}, (X[rows], Y[rows]))
                 return value, updates["batch_stats"]
 
-            (value, stats), more = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+            (value, stats), more = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], stats)
             total, grads = total + value / 2, jax.tree.map(lambda a, b: a + b / 2, grads, more)
         close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads), 1e-12, 1e-12)
         close((state.state["batch_stats"], metrics["loss"]), (stats, total), 1e-12, 1e-12)
@@ -134,7 +142,7 @@ def test_uneven_microbatches_are_refused():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
     step = dp.train_step(loss_of(Net()), optax.sgd(0.1), sync_batch_norm=True, accumulate_steps=2)
     x, y = X.astype(np.float32), Y.astype(np.float32)
-    state = step.init(Net().init(jax.random.key(0), x))
+    state = step.init(init(x))
     with pytest.raises(ValueError, match=r"BatchNorm runs in a scan, the chunks are \(9, 8\).*accumulate_steps=1"):
         step(state, (x, y))
     step(state, (x[:16], y[:16]))  # the state is as good as before
@@ -149,7 +157,7 @@ def test_other_collectives_are_refused_on_uneven_chunks_all_the_same():
 
     step = dp.train_step(loss_fn, optax.sgd(0.1), sync_batch_norm=True)
     x, y = X.astype(np.float32), Y.astype(np.float32)
-    state = step.init(Net().init(jax.random.key(0), x))
+    state = step.init(init(x))
     with pytest.raises(ValueError, match="runs a collective"):
         step(state, (x, y))
 
@@ -174,7 +182,7 @@ def test_nnx(rows):
         return ((model(x) - y) ** 2).mean()
 
     alone, dp = Model(), jdp.DataParallel(Model())
-    want = nnx.value_and_grad(loss_fn)(alone, x, y)
+    want = nnx.jit(nnx.value_and_grad(loss_fn))(alone, x, y)
     got = dp.value_and_grad(loss_fn, sync_batch_norm=True)(dp.module, x, y)
     close(nnx.as_pure(got), nnx.as_pure(want), 2e-5, 2e-5)
     close(nnx.as_pure(nnx.state(dp.module)), nnx.as_pure(nnx.state(alone)), 1e-6, 1e-6)
@@ -209,8 +217,7 @@ class Jitted(nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("order", [(False, True), (True, False)])
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("order, rows", [((False, True), 8), ((True, False), 5)])
 def test_a_jitted_block_is_not_taken_for_its_synchronised_self(order, rows):
     """nn.jit keeps its trace over calls, and cannot see that an interceptor is part of it."""
     model = nn.jit(Jitted)()

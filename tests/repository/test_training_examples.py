@@ -33,7 +33,9 @@ def command(script, *args):
 
 
 def environment(**more):
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC")}
+    # conftest's, for 8 devices and quick compiling: this computes, and takes less time with LLVM's optimization
+    left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    env = {k: v for k, v in os.environ.items() if k not in left_out}
     env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), env.get("PYTHONPATH", "")])
     return env | more
 

@@ -17,8 +17,8 @@ RANDOM = np.random.RandomState(0)
 X = RANDOM.randn(24, 6).astype(np.float32)
 Y = RANDOM.randn(24, 6).astype(np.float32)
 EYE = np.eye(6, dtype=np.float32)
-ROWS = pytest.mark.parametrize("rows", [16, 11])
-NS = pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+# one device, even chunks, uneven ones, and uneven ones of which two are absent
+PLACES = pytest.mark.parametrize("n, rows", [(1, 11), (2, 16), (3, 16), (8, 11)])
 
 
 class Noisy(nnx.Module):
@@ -68,8 +68,7 @@ def by_replica(loss, rows, n):
 
 
 @pytest.mark.full
-@ROWS
-@NS
+@PLACES
 def test_rngs_in_the_batch_of_an_nnx_step(n, rows):
     """The masks differ from step to step, and are those of the replicas' own keys; on one device the bare model's."""
     bare = Noisy()
@@ -94,8 +93,7 @@ def mask_of(replica, step, size):
 
 
 @pytest.mark.full
-@ROWS
-@NS
+@PLACES
 def test_rngs_in_the_batch_of_a_function_and_of_linen(n, rows):
     def masked(w, x, y, mask):
         return jnp.mean((x @ w * mask - y) ** 2)
@@ -135,16 +133,19 @@ def distilled(rows, steps):
     student, teacher = nnx.Linear(6, 6, rngs=nnx.Rngs(1)), Teacher()
     teacher.eval()
     optimizer = nnx.Optimizer(student, optax.adam(0.1), wrt=nnx.Param)
-    for _ in range(steps):
+
+    @nnx.jit
+    def step(student, optimizer):
         grads = nnx.grad(lambda s: jnp.mean((s(X[:rows]) - teacher(X[:rows])) ** 2))(student)
         optimizer.update(student, grads)
+
+    for _ in range(steps):
+        step(student, optimizer)
     return np.asarray(student.kernel[...])
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
-@ROWS
-@NS
+@PLACES
 def test_a_teacher_in_the_batch(n, rows):
     """Whole on every replica, neither trained nor donated; the student is one device's."""
     teacher = Teacher()
@@ -307,10 +308,8 @@ TABLE = {"weights": np.arange(1.0, 7, dtype=np.float32), "teacher": RANDOM.randn
 AXES = {"x": 0, "labels": 0, "table": None}
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
-@ROWS
-@NS
+@PLACES
 def test_in_axes_of_a_step(n, rows):
     """What is None goes whole; the numbers are one device's, with the wrapper's own in_axes or without."""
     batch = {"x": X[:rows], "labels": np.arange(rows) % 6, "table": TABLE}
@@ -510,10 +509,8 @@ class Student(nn.Module):
         return nn.Dense(3)(teacher(x))
 
 
-@pytest.mark.each_value
 @pytest.mark.one_case
-@NS
-@ROWS
+@PLACES
 def test_a_function_draws_from_rngs_that_go_on(n, rows):
     """Each replica from its own, and in each call other numbers; also where calls without them are known."""
     dp, x = jdp.DataParallel(dropped, devices=range(n)), X[:rows]
@@ -527,8 +524,7 @@ def test_a_function_draws_from_rngs_that_go_on(n, rows):
 
 
 @pytest.mark.full
-@NS
-@ROWS
+@PLACES
 def test_a_linen_module_and_a_function_take_an_nnx_model(n, rows):
     """Whole on every replica; what it changes of itself is kept as reduce_state says."""
     x, sizes = X[:rows], sizes_of(rows, n)

@@ -70,7 +70,7 @@ def test_what_stands_beside_the_loss_is_that_of_one_device(leaves, n, rows, step
         out = {f"{i} {kind}": KINDS[kind](w, x) for i, ((kind, _), x) in enumerate(zip(leaves, batch, strict=True))}
         return jnp.mean(w * batch[0]), out
 
-    loss, want = measured(W, batch)
+    loss, want = jax.jit(measured)(W, batch)
     dp = wrapper(n)
     if door == "value_and_grad":
         (got_loss, got), _ = dp.value_and_grad(measured, has_aux=True, accumulate_steps=steps)(W, batch)

@@ -227,6 +227,7 @@ def test_a_step_that_reduces_is_that_of_pmap(name, same):
         same(metrics, wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.full
 @pytest.mark.parametrize("reduce", [gathered, sharded, groups, ring, chunked_ring], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["sgd", "adam"])

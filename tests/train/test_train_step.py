@@ -143,20 +143,16 @@ def float64():
 
 # batches of different sizes, one after the other: even, uneven, and fewer rows than devices; then the first size again
 CASES = [
-    (1, 1, scalar, ADAM, (8, 5)),
     (1, 3, tokens, SGD, (5, 8)),
-    (2, 2, vector, ADAM, (8, 1)),
     (2, 8, scalar, SGD, (7, 8)),
-    (3, 1, vector, SGD, (9, 2)),
-    (3, 3, scalar, ADAM, (10, 9)),
+    (3, 1, vector, ADAM, (9, 2)),
     (3, 8, tokens, ADAM, (10, 2)),
     (8, 1, tokens, ADAM, (24, 5)),
     (8, 2, scalar, ADAM, (21, 24, 5)),
-    (8, 3, vector, SGD, (5, 21)),
 ]
 
 
-@pytest.mark.one_case("3-8-tokens-tx6-sizes6")
+@pytest.mark.one_case("3-8-tokens-tx3-sizes3")
 @pytest.mark.parametrize("n, accumulate, loss, tx, sizes", CASES)
 def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulate, loss, tx, sizes):
     step = step_of(n, loss, tx, accumulate_steps=accumulate)
