@@ -118,7 +118,7 @@ def test_foreign_imports(path):
     assert [*foreign(path)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if package_of(path) not in ("_launch", "_doctor")], ids=str)
+@pytest.mark.parametrize("path", [p for p in MODULES if package_of(p) not in ("_launch", "_doctor")], ids=str)
 def test_processes_have_no_connections_of_their_own(path):
     """What they tell each other goes through JAX: it alone opens ports, and who hears at them is its business."""
     opens = re.compile(r"\.(listen|accept|connect|create_(server|connection))\(|import (socketserver|http|asyncio|ssl)\b")
