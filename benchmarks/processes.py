@@ -44,6 +44,7 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import jdp
+    from jdp._core.agreement import Agreed
 
     model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(width), nn.relu, nn.Dense(10)])
     rng = np.random.default_rng(jax.process_index())
@@ -93,7 +94,8 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], None]]:
         return turn
 
     (ahead,) = dp.prefetch([batch])
-    without = mock.patch("jdp._core.scatter._agreed_on", lambda *_: ahead["x"].sizes)
+    agreed = Agreed(ahead["x"].sizes, is_over=False)
+    without = mock.patch.multiple("jdp._core.scatter", begin=lambda *_: None, finish=lambda _: agreed)
     by_trust = by_jdp("trusting", step, lambda: itertools.repeat(batch, STEPS))
 
     def trusting() -> None:

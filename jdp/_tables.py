@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TextIO
@@ -33,6 +35,13 @@ def show_blocks(found: Iterable[Block], out: TextIO, wide: int = 80) -> None:
             for row in block.rows:
                 table.add_row(*(rich.text.Text(cell) for cell in row))
             console.print(rich.padding.Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def say(command: str, text: str) -> None:
+    """What is being done, on a line that the next one overwrites, or "" to end; for someone who watches."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            print(f"\r\x1b[K{f'jdp {command}: {text} ...' if text else ''}"[:78], end="", file=sys.stderr, flush=True)
 
 
 class Title(NamedTuple):

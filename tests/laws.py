@@ -1,4 +1,8 @@
-"""What the tests of laws share."""
+"""What the tests share."""
+
+import contextlib
+import random
+import socket
 
 import jax
 import numpy as np
@@ -13,6 +17,19 @@ TARGETS = _random.normal(size=(8, 4)).astype(np.float32)
 def examples(count: int) -> settings:
     """So many examples of a law in the full tier, and a tenth of them, but two at least, in the fast one."""
     return settings(max_examples=max(2, count * settings.default.max_examples // 30))
+
+
+def free_port() -> int:
+    """A port at which nobody listens, nor at the next one.
+
+    None of those that the system gives to connections: one of these may have it by the time that a process listens.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000, 2), 1000):
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
+    raise OSError("no port is free")
 
 
 def close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:

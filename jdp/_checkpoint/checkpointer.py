@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
+import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,6 @@ from .._core.layout import Tree
 from .._processes.exchange import by_value
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of
-from .preemption import Preemption
 from .read import tell_all
 from .steps import Steps
 from .write import Writer
@@ -54,7 +56,6 @@ class Checkpointer:
 
     Attributes:
         directory: the directory, absolute and without links.
-        latest_step: the newest complete checkpoint that was not found to be damaged, or None.
 
     Raises:
         OSError: the directory is something else.
@@ -195,6 +196,59 @@ class Checkpointer:
             error.add_note(str(e))
 
 
+# The service counts the calls of a process, and agrees on one that no process has made yet; a second Checkpointer of
+# the process must go on counting where the first stopped.
+_calls = itertools.count(1)
+
+
+class Preemption:
+    """Whether this job has been told to end: `reached()` is asked once per step, by every process.
+
+    Under `jax.distributed` SIGTERM goes to JAX's preemption service, which tells all processes to stop at the same
+    call. Elsewhere a handler is installed (in the main thread, the only one that may; not where SIGTERM is ignored),
+    which calls an earlier one of Python's too.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._service = jax.distributed.is_initialized()
+        self._over = True  # where there is no handler
+        self.acted = False  # whether the SIGTERM has been acted on
+        self._before = signal.getsignal(signal.SIGTERM)
+        main = threading.current_thread() is threading.main_thread()
+        if main and not self._service and self._before not in (signal.SIG_IGN, None):
+            self._over = False
+            signal.signal(signal.SIGTERM, self._note)
+
+    def reached(self) -> bool:
+        """Whether this is the step after which to stop."""
+        if not self._service:
+            return self._told
+        if not jax.config.values["jax_enable_preemption_service"]:
+            return False
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.reached_preemption_sync_point(next(_calls))
+
+    def close(self) -> None:
+        """Puts the earlier handler back; a SIGTERM on which nobody has acted is delivered to it now."""
+        if self._over or threading.current_thread() is not threading.main_thread():
+            return
+        self._over = True
+        found = handler = signal.getsignal(signal.SIGTERM)
+        while isinstance(one := getattr(handler, "__self__", None), Preemption) and one._over:
+            handler = one._before  # of several the first to close need not be the last that began
+        if handler is not found:
+            signal.signal(signal.SIGTERM, handler)
+        if self._told and not self.acted and not callable(self._before):
+            signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._told = True
+        if callable(self._before):
+            self._before(number, frame)
+
+
 def _let_go(preemption: Preemption, quiet: Quiet) -> None:
     quiet.close()
     preemption.close()
@@ -228,28 +282,28 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     All processes raise if one cannot save, with what is wrong there; `prepare` raises if another job saves.
     """
     leaves: dict[str, Any] = {}
+    local: dict[str, str] = {}
     failed: Exception | None = None
-    mine: dict[str, Any] = {"problem": None, "local": {}, "data": None}
     try:
         check_data(data)
         leaves = leaves_of(state)
         prepare()
         if jax.process_count() == 1:
             return leaves, data, False
-        local = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
-        mine |= {"local": fingerprints(encode(local)), "data": data}
+        own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
+        local = fingerprints(encode(own))
     except Exception as error:
         if jax.process_count() == 1:
             raise
         failed = error
-        mine["problem"] = str(error)
+    mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}
     every = [json.loads(text) for text in tell_all(json.dumps(mine))]
     if isinstance(failed, TypeError | ValueError):
         raise failed
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
-    for path in mine["local"]:
+    for path in local:
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:
             raise ValueError(

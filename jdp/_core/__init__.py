@@ -5,7 +5,7 @@
     layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
     scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
     global_arrays.py   arrays over several processes, out of each one's parts, and apart again
-    agreement.py       what a process tells the others of its batch
+    agreement.py       the processes agree on a batch: what it is, how many rows each replica has
     scatter.py         cuts a batch
     replicate.py       puts parameters whole on every device
     parallel_apply.py  runs the function on every replica, as one program

@@ -1,23 +1,232 @@
-"""What a process's batch is, without its rows: to compare with the others', and to make one that has none."""
+"""The processes agree on each batch: what it is without its rows, and how many rows each replica has."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._processes.agree import CONTAINERS, Outline
+from .._jax.private import trace_state_clean
+from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
-from .devices import replicas_of
+from .._processes.exchange import Call, by_value, exchange_of, limits
+from .devices import own_replicas, processes_of, replicas_of
 from .inputs import name_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
+
+Outline = tuple[tuple[str, str], ...]
+"""For each leaf its path, and its dtype and shape without the rows."""
+
+_Words = tuple[int, ...]
+_NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the digest of a batch
+
+
+class Pending(NamedTuple):
+    """A batch that the others are being told of."""
+
+    call: Call
+    outline: Outline | None
+    failure: Exception | None
+    group: _Group
+    gathered: Any  # a jax.Array, on all devices
+    seconds: float  # that the others may take
+
+
+class Agreed(NamedTuple):
+    """What all processes know of a batch."""
+
+    sizes: tuple[int, ...]  # the rows of each replica
+    is_over: bool  # nobody has a batch any more
+    outline: Outline = ()  # the others' batch, where this process never had one
+
+
+def begin(
+    mesh: Mesh,
+    verb: str,
+    sizes: Sequence[int],
+    outline: Outline | None,
+    failure: Exception | None = None,
+    never: bool = False,
+) -> Pending:
+    """Tells the other processes of a batch, in a collective that it does not wait for.
+
+    Args:
+        mesh: the devices of all replicas.
+        verb: the call, by its name in errors.
+        sizes: the rows of each replica of this process.
+        outline: what the batch is; None where this process has run out of data.
+        failure: what came instead of a batch: the others are not to wait for one.
+        never: this process never had a batch, and is to be told what the others' is.
+    """
+    group = _group(mesh)
+    if group.last is None:
+        group.start(verb)
+    call = group.exchange.next_call(verb)
+    batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
+    rows = sizes or [0] * len(own_replicas(mesh))
+    gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
+    # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
+    # than another; what comes between two steps does not.
+    seconds = limits.step if verb in group.calls else limits.start
+    group.calls.add(verb)
+    return Pending(call, outline, failure, group, gathered, seconds)
+
+
+def finish(pending: Pending) -> Agreed:
+    """Waits for the other processes.
+
+    Raises:
+        DesyncError: the processes' batches differ, or one does not come to this call.
+    """
+    call, seconds, here = pending.call, pending.seconds, pending.call.exchange.here
+    words = _read(pending)
+    sizes = tuple(words[:, -2].tolist())
+    if words[0, 2] and (words[:, :4] == words[0, :4]).all():  # the same call, and the same batch but for its rows
+        return Agreed(sizes, False)
+    if (words[:, :2] != words[0, :2]).any():
+        call.tell("", seconds)  # which raises: to the others it is another call
+    mesh = pending.group.mesh
+    batches = {p: tuple(words[replicas_of(mesh, p)[0], 2:4].tolist()) for p in processes_of(mesh)}
+    if _FAILED in batches.values():
+        failure = pending.failure
+        texts = call.tell("" if failure is None else f"{type(failure).__name__}: {failure}"[:500], seconds)
+        process = next(p for p, batch in batches.items() if batch == _FAILED)
+        raise DesyncError(
+            f"jdp.{call.what}: process {process} has no batch, but an error ({texts[process]}); all processes make the "
+            f"same calls. Its own output says more."
+        )
+    having = [p for p, batch in batches.items() if batch not in (_NO_BATCH, _NEVER_A_BATCH)]
+    if len({batches[p] for p in having}) > 1:
+        told = call.tell(pending.outline or "", seconds)
+        what = difference({p: dict(told[p]) for p in having})
+        raise DesyncError(
+            f"jdp.{call.what}: the processes' batches differ: {what or 'in their order'}; the number of rows (*) may "
+            f"differ between processes, nothing else. Pass arrays of one shape and dtype."
+        )
+    outline: Outline = ()
+    if having and _NEVER_A_BATCH in batches.values():
+        if here == having[0]:
+            call.leave(pending.outline)
+        if batches[here] == _NEVER_A_BATCH:
+            outline = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
+    return Agreed(sizes, not having, outline)
+
+
+def _read(pending: Pending) -> np.ndarray:
+    """The words of all replicas, once they are there."""
+    call = pending.call
+
+    def is_there(seconds: float) -> bool:
+        # Not block_until_ready, in which no signal is heard, and nobody looks for those who do not come.
+        began = time.monotonic()
+        while not pending.gathered.is_ready():
+            waited = time.monotonic() - began
+            if waited > seconds:
+                return False
+            time.sleep(min(_NAP, waited / 4))
+        return True
+
+    def all_are_here(seconds: float) -> bool:
+        time.sleep(seconds / 4)
+        return {*call.entries()} >= {*call.exchange.processes}
+
+    call.wait(is_there, pending.seconds)
+    try:
+        return np.asarray(pending.gathered)[pending.group.places]
+    except jax.errors.JaxRuntimeError as error:  # the connection to one that has died, or does not come
+        call.leave()
+        call.wait(all_are_here, 0)
+        raise DesyncError(
+            f"jdp.{call.what}: the processes cannot reach each other ({str(error).splitlines()[0]}), and all have come "
+            f"to this call. Look at the network between their machines."
+        ) from error
+
+
+_NAP = 1e-3  # seconds between two looks
+
+
+def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
+    """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
+    if not trace_state_clean():
+        return
+    try:
+        finish(begin(mesh, verb, (), None, failure))
+    except RuntimeError:  # a DesyncError too: its own is the one to raise
+        pass
+
+
+class _Group:
+    """The processes of a mesh, and the gather by which they tell each other some words of each replica."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        devices = [*mesh.devices.flat]
+        self.mesh, self.exchange = mesh, exchange_of(processes_of(mesh))
+        self.last: Any = None  # what was gathered last
+        self.calls: set[str] = set()  # those that were made before
+        # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited
+        # for; on the same connections its bytes would come in the place of these, and end both processes.
+        self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
+        self.places = np.argsort(self._order)  # of the mesh's replicas, in what was gathered
+        self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
+        cut, whole = PartitionSpec("replicas"), PartitionSpec()
+        mapped = jax.shard_map(_gather, mesh=self._ordered, in_specs=(cut, whole), out_specs=whole, check_vma=False)
+        self._program = jax.jit(mapped)
+        self._placed = functools.lru_cache(maxsize=16)(self._place)
+
+    def start(self, verb: str) -> None:
+        """Compares the devices, before the first gather."""
+        devices = " ".join(f"{d.platform}:{d.id}" for d in self.mesh.devices.flat)
+        found = self.exchange.tell(f"{verb} (its first call)", devices, limits.start)
+        if len({*found.values()}) > 1:
+            raise DesyncError(
+                f"jdp.{verb}: the processes name different devices: {by_value(found)}; one call runs on one list of "
+                f"devices. Pass the same devices, in the same order, on all processes."
+            )
+        self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
+
+    def gather(self, own: tuple[_Words, ...]) -> Any:
+        """The words of all replicas (`places` says where), and after each the number of this gather."""
+        self.last = self._program(self._placed(own), self.last)
+        return self.last
+
+    def _place(self, own: tuple[_Words, ...]) -> jax.Array:
+        words = np.zeros((len(self._order), len(own[0])), np.uint32)
+        words[[*own_replicas(self.mesh)]] = own
+        return self._array(words[self._order], PartitionSpec("replicas"))
+
+    def _array(self, host: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.make_array_from_callback(host.shape, NamedSharding(self._ordered, spec), lambda index: host[index])
+
+
+def _gather(words: jax.Array, before: jax.Array) -> jax.Array:
+    # The number comes out of the gather before: so they run in the order of the calls, whatever else the devices do.
+    number = before[:1, -1:] + 1
+    return jax.lax.all_gather(jnp.concatenate([words, number], axis=1), "replicas", tiled=True)
+
+
+@functools.cache
+def _group(mesh: Mesh) -> _Group:
+    return _Group(mesh)
+
+
+def _name(verb: str) -> _Words:
+    return _digest(((verb, ""),))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(outline: Outline) -> _Words:
+    """64 bits, as two words of which the first is not 0."""
+    first, second = np.frombuffer(hashlib.sha256(repr(outline).encode()).digest()[:8], np.uint32).tolist()
+    return first | 1, second
 
 
 def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root: str | tuple[str, ...]) -> Outline:
@@ -93,11 +302,7 @@ def _empty(what: str, verb: str) -> Any:
     return np.zeros(shape, jnp.dtype(dtype))
 
 
-def layout_of_all(own: Layout, mesh: Mesh, told: Mapping[int, Sequence[int]]) -> Layout:
-    """The layout over all processes, of this one's and of the rows that each process has told."""
-    sizes = [0] * mesh.size
-    for process, rows in told.items():
-        for replica, size in zip(replicas_of(mesh, process), rows, strict=False):
-            sizes[replica] = size
-    leaves = tuple(Cut(leaf.axis, tuple(sizes)) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
-    return Layout(own.treedef, leaves, tuple(sizes), mesh, own.dim)
+def layout_of_all(own: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Layout:
+    """The layout over all processes, of this one's and of the rows of each replica."""
+    leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
+    return Layout(own.treedef, leaves, sizes, mesh, own.dim)

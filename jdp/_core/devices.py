@@ -124,10 +124,7 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str 
 
 
 def _own_device(device: Device) -> Device:
-    """The device itself, or for one of another process its counterpart here: that at the same place among our own.
-
-    So one script says `output_device=0` on all processes, and each has its outputs on a device of its own.
-    """
+    """The device itself, or for one of another process (`output_device=0`) that at the same place among our own."""
     if device.process_index == jax.process_index():
         return device
     theirs = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._processes.agree import same_program
-from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
+from .devices import Device, DeviceLike, make_mesh, own_mesh, own_replicas, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Static, Tree, Whole, pad, replicated
+from .layout import Cut, Layout, Leaf, Tree, Whole, replicated
 from .programs import SIZES, dispatch
 from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
@@ -55,8 +54,33 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     device = resolve_output("gather", output_device)
     check_dim("gather", dim)
     if holds_scattered(outputs):
-        return map_scattered(lambda s: join(_along(placed(s), dim), device), outputs)
+        return map_scattered(lambda s: _of_scattered(s, device, dim), outputs)
     return gather_list(outputs, device, dim)
+
+
+def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
+    """`gather`; arrays that were cut along another axis than `dim` are taken for a list, with one for each replica."""
+    layout = s._layout
+    in_place = [
+        not isinstance(leaf, Cut)
+        or leaf.axis == normal_axis(dim, x.ndim, "gather", lambda i=i: name_of(layout.fill(s._arrays), i, "outputs"))
+        for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True))
+    ]
+    if all(in_place):
+        return join(s, device)
+    if spans_processes(layout.mesh):
+        refuse_traced(s._arrays, "gather")
+    own = own_replicas(layout.mesh)
+    used = [i for i in layout.used if i in own] or own[:1]
+    home = layout.devices[own[0]] if device is None else device
+    if any(concrete(x) is None for x in s._arrays):
+        home = None  # under jit all stays where it is
+    parts = [Scattered((x,), one) for x, one in zip(s._arrays, layout.each, strict=True)]
+    found = [
+        join(part, device) if is_there else gather_list([part[i] for i in used], home, dim)
+        for part, is_there in zip(parts, in_place, strict=True)
+    ]
+    return layout.fill(found)
 
 
 def join(outputs: Scattered, device: Device | str | None) -> Tree:
@@ -114,88 +138,36 @@ def _trimming(layout: Layout, sharded: bool) -> Any:
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
 
-def _along(s: Scattered, dim: int) -> Scattered:
-    """`s` with its chunks side by side along `dim`; itself, where they are."""
-    layout = s._layout
-    axes = [
-        normal_axis(dim, x.ndim, "gather", lambda i=i: name_of(layout.fill(s._arrays), i, "outputs"))
-        if isinstance(leaf, Cut)
-        else 0
-        for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True))
-    ]
-    if all(not isinstance(leaf, Cut) or leaf.axis == axis for leaf, axis in zip(layout.arrays, axes, strict=True)):
-        return s
-    return dispatch(_realigning(layout, tuple(axes)), layout.mesh, s)
-
-
-@functools.lru_cache(SIZES)
-def _realigning(layout: Layout, axes: tuple[int, ...]) -> Any:
-    realign = jax.jit(lambda s: _realign(s, axes))
-    return same_program(realign, layout.mesh.devices.flat, ("outputs",)) if spans_processes(layout.mesh) else realign
-
-
-def _realign(s: Scattered, axes: tuple[int, ...]) -> Scattered:
-    layout, n = s._layout, len(s._layout.devices)
-    arrays, leaves = [], iter(axes)
-    specs: list[Leaf] = []
-    values = iter(s._arrays)
-    for leaf in layout.leaves:
-        if isinstance(leaf, Static):
-            specs.append(leaf)
-            continue
-        x, axis = next(values), next(leaves)
-        if isinstance(leaf, Cut) and leaf.axis != axis:
-            sizes = tuple(x.shape[axis] if i in layout.used else 0 for i in range(len(layout.sizes)))
-            if len({leaf.sizes[i] for i in layout.used}) > 1:
-                raise ValueError(
-                    f"jdp.gather: chunks of {leaf.sizes} rows along axis {leaf.axis} cannot be concatenated along "
-                    f"axis {axis}; shapes must agree off dim. Pass dim={leaf.axis}."
-                )
-            moved = Cut(axis, sizes)
-            x = jnp.concatenate(
-                [
-                    jax.lax.slice_in_dim(x, i * leaf.padded, i * leaf.padded + leaf.sizes[i], axis=leaf.axis)
-                    for i in layout.used
-                ],
-                axis=axis,
-            )
-            x, leaf = pad(x, moved, n), moved
-        arrays.append(x)
-        specs.append(leaf)
-    return Scattered(arrays, layout.of(layout.treedef, specs))
-
-
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """`jdp.gather` of a list of trees."""
     columns, treedef = transpose_list(outputs, "gather")
+    name = functools.partial(name_of, outputs[0], root="outputs")
     out = []
     for k, column in enumerate(columns):
         first = column[0]
-        if first.ndim == 0 and all(x.ndim == 0 for x in column):
-            column, axis = [jnp.expand_dims(x, 0) for x in column], 0
-        else:
-            for i, x in enumerate(column):
-                if x.ndim != first.ndim:
-                    raise ValueError(
-                        f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device "
-                        f"{i}; all must have the same number of dimensions. Return outputs that agree."
-                    )
-            axis = normal_axis(dim, first.ndim, "gather", lambda k=k: _name(outputs, k))
         for i, x in enumerate(column):
-            off = (*x.shape[:axis], *x.shape[axis + 1 :])
-            if off != (*column[0].shape[:axis], *column[0].shape[axis + 1 :]):
+            if x.ndim != first.ndim:
                 raise ValueError(
-                    f"jdp.gather: {_name(outputs, k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
+                    f"jdp.gather: {name(k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
+                    f"all must have the same number of dimensions. Return outputs that agree."
+                )
+        axis = normal_axis(dim, first.ndim, "gather", functools.partial(name, k)) if first.ndim else 0
+        for i, x in enumerate(column):
+            if (*x.shape[:axis], *x.shape[axis + 1 :]) != (*first.shape[:axis], *first.shape[axis + 1 :]):
+                raise ValueError(
+                    f"jdp.gather: {name(k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
                     f"shapes must agree off dim {dim}. Pass another dim, or outputs that agree."
                 )
             if x.dtype != first.dtype:
                 raise ValueError(
-                    f"jdp.gather: {_name(outputs, k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
+                    f"jdp.gather: {name(k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
                     f"dtypes must agree. Cast them."
                 )
         home = device_of(first) if device is None or device == "sharded" else device
         if home is not None:
             column = put_all(column, [home] * len(column))
+        if not first.ndim:
+            column = [jnp.expand_dims(x, 0) for x in column]
         out.append(jnp.concatenate(column, axis=axis))
     whole = jax.tree.unflatten(treedef, out)
     return _spread(outputs, whole, dim) if device == "sharded" else whole
@@ -266,7 +238,3 @@ def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
     if not devices:
         return whole
     return join(split(whole, Cutting(make_mesh(devices), dim, "gather", "outputs")), "sharded")
-
-
-def _name(outputs: Sequence[Tree], k: int) -> str:
-    return "outputs" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(outputs[0])[k][0])

@@ -132,10 +132,7 @@ def _holds_arrays(x: Any) -> bool:
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """How the leaf with this index is reached: `inputs['x']`, `args[0]`, `kwargs['mask']`.
-
-    `root` is the name of the tree, or one name for each child of a tuple.
-    """
+    """How this leaf is reached, `args[0]['x']`; `root` names the tree, or each child of one that is a tuple."""
     return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
 
 
@@ -258,3 +255,14 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
         for axis, subtree in zip(prefix, subtrees, strict=True)
         for _ in jax.tree.leaves(subtree, is_leaf=no_further)
     ]
+
+
+def entries(verb: str, axes: Any, count: int, name: str, what: str) -> list[Any]:
+    """An entry of `axes` for each argument, or each result."""
+    given = list(axes) if isinstance(axes, tuple | list) else [axes] * count
+    if len(given) != count:
+        raise ValueError(
+            f"jdp.{verb}: {name} has {len(given)} entries for {count} {what}; as in jax.vmap each has one. Pass "
+            f"{name} of that length, None for what is whole."
+        )
+    return given

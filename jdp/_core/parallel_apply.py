@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .layout import Static, Tree
-from .outputs import Outputs, Returned, returned
+from .outputs import Outputs, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
 from .scatter import Cutting, split
@@ -102,9 +103,9 @@ def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
         def local(*operands: Any) -> tuple[list[Any], list[Any]]:
             index = jax.lax.axis_index(axis_name)
             operands = signature.fold_keys(operands, index)
-            values, outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
-            found.append(outputs)
-            return outputs.reduce(values, index)
+            outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
+            found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
+            return outputs.reduce(index)
 
         specs = (PartitionSpec(axis_name), PartitionSpec())
         # check_vma fails on real models (the scan of an RNN).
@@ -128,13 +129,13 @@ def _plain(fn: Callable[..., Tree]) -> CallOf:
     return call_of
 
 
-def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Returned]]:
+def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Outputs]]:
     @functools.lru_cache(SIZES)
-    def body(signature: Signature, replica: int) -> Callable[..., Returned]:
+    def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
         """The call on a chunk of the size that `replica` (the lowest such) has."""
         run = call_of(signature, replica)
 
-        def call(*operands: Any) -> Returned:
+        def call(*operands: Any) -> Outputs:
             try:
                 out = run(*operands)
             except Exception as error:

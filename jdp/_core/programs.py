@@ -127,10 +127,9 @@ class Flat:
 
 
 def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
-    """Calls a program as part of another.
+    """Calls a program as part of the user's own `jax.jit`.
 
-    Where an argument of the user's own `jax.jit` is committed to one device, it is JAX that refuses it, after all of
-    this has returned. Its text ends with the name of this function, the one place where jdp can say what to do.
+    Where an argument of that is committed to one device, JAX refuses it later, in a text that ends with this name.
     """
     return program(*operands)
 

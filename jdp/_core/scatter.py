@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
-from .._processes.agree import Outline, begin, fail, finish
-from .agreement import layout_of_all, outline_of
+from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
 from .devices import Devices, mesh_of, names_of, own_mesh, processes_of, spans_processes
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
@@ -94,16 +93,16 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
         batch = prepare(inputs, how)
     except Exception as error:
         if spans_processes(how.mesh):
-            fail(processes_of(how.mesh), how.verb, error)
+            fail(how.mesh, how.verb, error)
         raise
     layout = batch.layout
     if batch.outline is not None:
-        processes = processes_of(how.mesh)
         if capturing():
-            told = dict.fromkeys(processes, layout.rows)
+            rows = {process: iter(layout.rows) for process in processes_of(how.mesh)}
+            sizes = tuple(next(rows[d.process_index], 0) for d in how.mesh.devices.flat)
         else:
-            told = finish(begin(processes, how.verb, layout.rows, batch.outline)).rows
-        layout = layout_of_all(layout, how.mesh, told)
+            sizes = finish(begin(how.mesh, how.verb, layout.rows, batch.outline)).sizes
+        layout = layout_of_all(layout, how.mesh, sizes)
     return filled(batch.arrays, layout, how.place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.jaxprs import (
+    Env,
     Segmented,
     axes,
     bind,
@@ -25,16 +27,16 @@ from .._jax.jaxprs import (
     segmented,
     source_line,
 )
-from .layout import Cut, Layout, Tree, is_key
-from .outputs import Outputs, Returned, Rule, output_path
+from .layout import Cut, Layout
+from .outputs import Marked, Outputs, output_path
 from .scattered import Signature
 
-BodyOf = Callable[[int], Callable[..., Returned]]
+BodyOf = Callable[[int], Callable[..., Outputs]]
 _settings: Any = jax.config
 
 
-def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
-    """The replica's output arrays (padded alike on all replicas), and what they are.
+def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
+    """The replica's outputs, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
     equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs.
@@ -46,11 +48,11 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
         _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
     out = body_of(0)(*operands)
-    sizes = tuple((x.shape[r.axis],) * n if _along(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
-    return out.values, Outputs(layout, out.treedef, out.rules, sizes)
+    sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
+    return dataclasses.replace(out, sizes=sizes)
 
 
-def _along(x: Any, rule: Rule) -> bool:
+def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
@@ -59,9 +61,7 @@ class _Body(NamedTuple):
 
     replica: int
     jaxpr: Any
-    out: Tree  # its outputs, for their paths
-    treedef: Any
-    rules: tuple[Rule, ...]
+    out: Outputs  # with shapes for its values
 
 
 def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> dict[tuple[int, ...], _Body]:
@@ -79,25 +79,25 @@ def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature
             _refuse_collectives(jaxpr.jaxpr, layout)
         if layout.devices[0].platform == "cpu":
             jaxpr = canonical(jaxpr)
-        tree = jax.tree.unflatten(out.treedef, jaxpr.out_avals)
-        bodies[sizes] = _Body(replica, jaxpr, tree, out.treedef, out.rules)
+        bodies[sizes] = _Body(replica, jaxpr, out)
     lead, *others = bodies.values()
     for other in others:
         _must_agree(lead, other)
     return bodies
 
 
-def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> tuple[list[Any], Outputs]:
+def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
     layout = signature.layout
     bodies = _trace_bodies(body_of, operands, signature)
     lead = next(iter(bodies.values()))
-    rules, avals = lead.rules, lead.jaxpr.out_avals
-    shapes = [_padded([b.jaxpr.out_avals[k] for b in bodies.values()], rule) for k, rule in enumerate(rules)]
+    rules = lead.out.rules
+    outputs = [*zip(*[body.out.values for body in bodies.values()], strict=True)]
+    shapes = [_padded(found, rule) for found, rule in zip(outputs, rules, strict=True)]
 
     def idle(*operands: Any) -> list[Any]:
         return [
-            jnp.zeros(shape, aval.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
-            for shape, aval, rule in zip(shapes, avals, rules, strict=True)
+            jnp.zeros(shape, x.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
+            for shape, x, rule in zip(shapes, lead.out.values, rules, strict=True)
         ]
 
     def finish(values: Sequence[Any]) -> list[Any]:
@@ -118,17 +118,17 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)
-    return values, Outputs(layout, lead.treedef, rules, _rows(bodies, signature))
+    return dataclasses.replace(lead.out, values=values, sizes=_rows(bodies, signature))
 
 
 def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
     """For each output the rows on each replica; none where it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
     replicas = range(len(layout.sizes))
-    outputs = [bodies[_sizes(signature, i)].jaxpr.out_avals if i in layout.used else None for i in replicas]
+    outputs = [bodies[_sizes(signature, i)].out.values if i in layout.used else None for i in replicas]
     return tuple(
-        tuple(avals[k].shape[rule.axis] if avals else 0 for avals in outputs) if _along(aval, rule) else ()
-        for k, (aval, rule) in enumerate(zip(lead.jaxpr.out_avals, lead.rules, strict=True))
+        tuple(values[k].shape[rule.axis] if values else 0 for values in outputs) if _is_cut(x, rule) else ()
+        for k, (x, rule) in enumerate(zip(lead.out.values, lead.out.rules, strict=True))
     )
 
 
@@ -139,7 +139,7 @@ def _on_no_rows(
     _refuse_collectives(lead.jaxpr.jaxpr, layout)
 
     def primary(*operands: Any) -> list[Any]:
-        made = zip(run(*operands), idle(*operands), lead.rules, strict=True)
+        made = zip(run(*operands), idle(*operands), lead.out.rules, strict=True)
         return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
 
     return jax.lax.cond(index == 0, primary, idle, *operands)
@@ -150,12 +150,12 @@ def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
 
 
 def _must_agree(lead: _Body, other: _Body) -> None:
-    if (lead.treedef, lead.rules) != (other.treedef, other.rules):
+    if (lead.out.treedef, lead.out.rules) != (other.out.treedef, other.out.rules):
         raise ValueError(
-            f"jdp.parallel_apply: replica {lead.replica} returns {lead.treedef}, replica {other.replica} "
-            f"{other.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
+            f"jdp.parallel_apply: replica {lead.replica} returns {lead.out.treedef}, replica {other.replica} "
+            f"{other.out.treedef}; all replicas return the same tree. Return one that does not depend on the rows."
         )
-    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.rules, strict=True)):
+    for k, (a, b, rule) in enumerate(zip(lead.jaxpr.out_avals, other.jaxpr.out_avals, lead.out.rules, strict=True)):
         apart = [i for i, (p, q) in enumerate(zip(a.shape, b.shape, strict=False)) if p != q and i != rule.axis]
         if a.ndim != b.ndim or a.dtype != b.dtype or apart:
             how = (
@@ -165,16 +165,16 @@ def _must_agree(lead: _Body, other: _Body) -> None:
                 f"along it; dp(...) and dp.parallel take another axis in out_axes"
             )
             raise ValueError(
-                f"jdp.parallel_apply: {output_path(lead.out, k)} is {a.str_short()} on replica {lead.replica} and "
-                f"{b.str_short()} on replica {other.replica}; {how}."
+                f"jdp.parallel_apply: {output_path(lead.out.treedef, k)} is {a.str_short()} on replica "
+                f"{lead.replica} and {b.str_short()} on replica {other.replica}; {how}."
             )
 
 
-def _padded(avals: Sequence[Any], rule: Rule) -> tuple[int, ...]:
-    """The shape that the outputs of all replicas are padded to."""
-    shape = list(avals[0].shape)
-    if _along(avals[0], rule):
-        shape[rule.axis] = max(1, *(a.shape[rule.axis] for a in avals))  # type: ignore[index]
+def _padded(values: Sequence[Any], rule: Marked) -> tuple[int, ...]:
+    """The shape that an output of all replicas is padded to."""
+    shape = list(values[0].shape)
+    if _is_cut(values[0], rule):
+        shape[rule.axis] = max(1, *(x.shape[rule.axis] for x in values))  # type: ignore[index]
     return tuple(shape)
 
 
@@ -245,91 +245,56 @@ def run_segments(
         )
 
     parts = [segmented(inlined(jaxpr, is_synced, in_a_loop), is_synced) for jaxpr in jaxprs]
-    bags: list[list[Any]] = []
-    results: list[list[Any]] = []
     count = len(parts[0].cuts)
     if any(len(part.cuts) != count for part in parts):
         raise ValueError(
             f"jdp.sync_batch_norm: chunks are {layout.rows}, the number of BatchNorms depends on the rows; replicas "
             f"meet at each. Leave that out of the model, or pass a batch that divides by {len(layout.devices)}."
         )
-    for j in range(count + 1):
-        runs = [functools.partial(_segment, part, j, _lengths(parts, j)) for part in parts]
-        shapes = jax.eval_shape(functools.partial(runs[0], finish), operands, bags, results)
-        rest = idle if j == count else [jnp.zeros(x.shape, x.dtype) for x in shapes[0]]
-        nothing = (rest, [jnp.zeros(x.shape, x.dtype) for x in shapes[1]])
-        branches = [functools.partial(run, finish) for run in runs] + [lambda *_, nothing=nothing: nothing]
-        sent, bag = jax.lax.switch(which, branches, operands, bags, results)
-        if j == count:
-            return sent
-        eqn = parts[0].cuts[j]
-        results.append(bind(eqn, sent))
-        bags.append(bag)
-    raise AssertionError
+    kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
+    results: list[list[Any]] = []
+
+    def nothing(j: int, *_: Any) -> tuple[list[Any], list[list[Any]]]:
+        return _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]
+
+    for j in range(count):
+        branches = [functools.partial(_segment, parts, k, j) for k in range(len(parts))]
+        branches.append(functools.partial(nothing, j))
+        sent, found = jax.lax.switch(which, branches, operands, kept, results)
+        results.append(bind(parts[0].cuts[j], sent))
+        kept.append(found)
+
+    def last(k: int, *so_far: Any) -> list[Any]:
+        env = _run(parts[k], k, count, *so_far)
+        return finish([read(env, v) for v in parts[k].jaxpr.jaxpr.outvars])
+
+    branches = [functools.partial(last, k) for k in range(len(parts))]
+    return jax.lax.switch(which, [*branches, lambda *_: idle], operands, kept, results)
 
 
-def _segment(
-    part: Segmented,
-    j: int,
-    lengths: dict[str, int],
-    finish: Callable[[Sequence[Any]], list[Any]],
-    operands: Sequence[Any],
-    bags: Sequence[Sequence[Any]],
-    results: Sequence[Sequence[Any]],
-) -> tuple[list[Any], list[Any]]:
-    """One branch of one switch: what goes to the collective (the outputs, after the last), and what is kept."""
+def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:
+    """Segment j of part k: what goes to the collective, and what is kept.
+
+    What the parts keep has other shapes, and a switch wants one: each gives zeros for what the others would keep.
+    """
+    env = _run(parts[k], k, j, *so_far)
+    sent = [jnp.asarray(read(env, v)) for v in parts[k].cuts[j].invars]
+    return sent, [[env[v] for v in part.keeps(j)] if part is parts[k] else _zeros(part.keeps(j)) for part in parts]
+
+
+def _run(part: Segmented, k: int, j: int, operands: Any, kept: Sequence[Any], results: Sequence[Any]) -> Env:
+    """The values of part k when its segment j has run, after what those before it have kept."""
     env = env_of(part.jaxpr, operands)
-    for i, bag in enumerate(bags):
-        env.update(_unpacked(part.keeps(i), bag))
-        env.update(zip(part.cuts[i].outvars, results[i], strict=True))
+    for i, (found, result) in enumerate(zip(kept, results, strict=True)):
+        env.update(zip(part.keeps(i), found[k], strict=True))
+        env.update(zip(part.cuts[i].outvars, result, strict=True))
     for eqn in part.segments[j]:
         evaluate(eqn, env)
-    if j == len(part.cuts):
-        return finish([read(env, v) for v in part.jaxpr.jaxpr.outvars]), []
-    sent = [jnp.asarray(read(env, v)) for v in part.cuts[j].invars]
-    return sent, _packed([env[v] for v in part.keeps(j)], lengths)
+    return env
 
 
-# What is kept has other shapes in other branches, and a switch wants one: so it goes as one vector for each dtype,
-# padded to the longest.
-
-
-def _lengths(parts: Sequence[Segmented], j: int) -> dict[str, int]:
-    """The longest vector of each dtype that a branch keeps."""
-    lengths: dict[str, int] = {}
-    for part in parts:
-        mine: dict[str, int] = {}
-        for v in part.keeps(j):
-            data = jax.eval_shape(_plain, v.aval)
-            mine[str(data.dtype)] = mine.get(str(data.dtype), 0) + data.size
-        lengths |= {dtype: max(size, lengths.get(dtype, 0)) for dtype, size in mine.items()}
-    return dict(sorted(lengths.items()))
-
-
-def _plain(x: Any) -> Any:
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def _packed(values: Sequence[Any], lengths: dict[str, int]) -> list[Any]:
-    bag = []
-    data = [_plain(x) for x in values]
-    for dtype, length in lengths.items():
-        flat = [x.ravel() for x in data if str(x.dtype) == dtype]
-        missing = length - sum(x.size for x in flat)
-        bag.append(jnp.concatenate([*flat, jnp.zeros(missing, dtype)]) if flat or missing else jnp.zeros(0, dtype))
-    return bag
-
-
-def _unpacked(variables: Sequence[Any], bag: Sequence[Any]) -> dict[Any, Any]:
-    vectors, start = {str(x.dtype): x for x in bag}, dict.fromkeys([str(x.dtype) for x in bag], 0)
-    found = {}
-    for v in variables:
-        data = jax.eval_shape(_plain, v.aval)
-        dtype = str(data.dtype)
-        x = jax.lax.slice_in_dim(vectors[dtype], start[dtype], start[dtype] + data.size).reshape(data.shape)
-        found[v] = jax.random.wrap_key_data(x, impl=jax.random.key_impl(v.aval)) if is_key(v.aval) else x
-        start[dtype] += data.size
-    return found
+def _zeros(variables: Sequence[Any]) -> list[Any]:
+    return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 class SyncedAxis(str):

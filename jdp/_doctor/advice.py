@@ -68,74 +68,74 @@ def _start(failure: str) -> list[str]:
 def notes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Note]:
     """The traps that this machine is in: `problem`s fail the examination, `note`s do not."""
     platform = devices[0]["platform"] if devices else ""
-    found = [*_of_software(facts, platform, environ), *_of_settings(facts, platform, len(devices), environ)]
-    return [{"level": level, "text": text} for level, text in found]
+    problems, harmless = _problems(facts, platform, environ), _notes(facts, platform, len(devices), environ)
+    return [{"level": "problem", "text": text} for text in problems] + [
+        {"level": "note", "text": text} for text in harmless
+    ]
 
 
-def _of_software(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    cards, versions = facts["gpus"], facts["versions"]
-    if cards and platform == "cpu":
+def _problems(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> Iterator[str]:
+    cards = facts["gpus"]
+    if cards and platform == "cpu" and not _cpu_is_asked_for(environ):
         here = f"{len(cards)} GPUs are here and"
-        plugins = [p for p in versions if re.fullmatch(r"jax-cuda\d+-plugin", p)]
-        asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
-        if asked == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            yield "note", f"{len(cards)} GPUs are here, and the environment keeps JAX on the CPU."
-        elif plugins:
+        plugins = [p for p in facts["versions"] if re.fullmatch(r"jax-cuda\d+-plugin", p)]
+        if plugins:
             yield (
-                "problem",
                 f"{here} {plugins[0]} is installed, and yet JAX runs on the CPU: the plugin did not start. "
-                f"JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why.",
+                f"JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' says why."
             )
         else:
             yield (
-                "problem",
                 f"{here} JAX runs on the CPU: no CUDA plugin is installed. pip install "
-                f'"jax-data-parallel[{cuda_extra(cards)}]", or set JAX_PLATFORMS=cpu if that is what you want.',
+                f'"jax-data-parallel[{cuda_extra(cards)}]", or set JAX_PLATFORMS=cpu if that is what you want.'
             )
+    if facts.get("gpus_error"):
+        yield f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."
+
+
+def _cpu_is_asked_for(environ: Mapping[str, str]) -> bool:
+    asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME")
+    return asked == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def _notes(facts: Mapping[str, Any], platform: str, n: int, environ: Mapping[str, str]) -> Iterator[str]:
+    if facts["gpus"] and platform == "cpu" and _cpu_is_asked_for(environ):
+        yield f"{len(facts['gpus'])} GPUs are here, and the environment keeps JAX on the CPU."
+    versions = facts["versions"]
     jaxlib = versions.get("jaxlib")
     for p in versions if jaxlib else ():
         if re.fullmatch(r"jax|jax-(cuda|rocm)\d+-(plugin|pjrt)", p) and versions[p] != jaxlib:
-            yield (
-                "note",
-                f"{p} is {versions[p]} and jaxlib is {jaxlib}; they belong together. pip install --upgrade {p} jaxlib.",
-            )
-
-
-def _of_settings(
-    facts: Mapping[str, Any], platform: str, n: int, environ: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
+            text = f"{p} is {versions[p]} and jaxlib is {jaxlib}; they belong together."
+            yield f"{text} pip install --upgrade {p} jaxlib."
     said = environ.get("PJRT_NPROC") or environ.get("NPROC") or ""
     threads = int(said) if said.isdecimal() else facts["cores"]
     if platform == "cpu" and 2 <= n and threads < 2 * n:
         yield (
-            "note",
             f"{n} CPU devices share {threads} threads ({'NPROC' if said else 'cores; NPROC is unset'}): a plain loop "
             f"of steps with collectives deadlocks there, and XLA ends the process after a minute. Call "
-            f"jdp.virtual_cpu_devices({n}) first in the program, or set NPROC={2 * n}.",
+            f"jdp.virtual_cpu_devices({n}) first in the program, or set NPROC={2 * n}."
         )
     proxies = sorted(k for k, v in environ.items() if re.fullmatch("(https?|grpc|all)_proxy", k, re.I) and v)
     spared = ",".join(v for k, v in environ.items() if k.lower() == "no_proxy")
     if proxies and not ("*" in spared or "localhost" in spared and "127.0.0.1" in spared):
         yield (
-            "note",
             f"{', '.join(proxies)} is set and no_proxy spares neither side of jax.distributed: processes may wait for "
-            f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy.",
+            f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy."
         )
-    if platform in GPU and n >= 2 and os.path.isdir("/dev/shm"):
+    if platform in GPU:
+        yield from _notes_for_gpus(n, environ)
+
+
+def _notes_for_gpus(n: int, environ: Mapping[str, str]) -> Iterator[str]:
+    if n >= 2 and os.path.isdir("/dev/shm"):
         shared = os.statvfs("/dev/shm")
         if (mebibytes := shared.f_bavail * shared.f_frsize >> 20) < 64 * n:
-            yield (
-                "note",
-                f"/dev/shm has {mebibytes} MiB free for {n} GPUs, NCCL may need more: docker run --shm-size=1g.",
-            )
-    if facts.get("gpus_error"):
-        yield "problem", f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."
-    if platform in GPU and "LD_LIBRARY_PATH" in environ:
-        text = "it goes before the CUDA libraries that pip installed. Unset it if JAX fails."
-        yield "note", f"LD_LIBRARY_PATH is set: {text}"
+            yield f"/dev/shm has {mebibytes} MiB free for {n} GPUs, NCCL may need more: docker run --shm-size=1g."
+    if "LD_LIBRARY_PATH" in environ:
+        yield "LD_LIBRARY_PATH is set: it goes before the CUDA libraries that pip installed. Unset it if JAX fails."
     left = sorted(k for k, v in environ.items() if re.fullmatch(r"NCCL_(P2P|SHM|IB)_DISABLE", k) and v not in ("", "0"))
-    if left and platform in GPU:
-        yield "note", f"{', '.join(left)} is set: it costs bandwidth. Unset it once the cause is gone."
+    if left:
+        yield f"{', '.join(left)} is set: it costs bandwidth. Unset it once the cause is gone."
 
 
 def cuda_extra(cards: Sequence[Mapping[str, str]]) -> str:

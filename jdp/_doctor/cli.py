@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .._tables import say
 from .advice import notes, remedies
 from .examine import Examination, pairs, plan
 from .machine import facts
@@ -81,14 +82,14 @@ def examine(chosen: str | None, links: bool, seconds: float, size: int) -> dict[
     machine = facts(environ)
     examination = Examination(environ, seconds, chosen)
     try:
-        _say("starting JAX")
+        say("doctor", "starting JAX")
         answer = examination.start()
         devices = answer.get("devices", [])
         tests = [(test, on) for test, on in plan(len(devices)) if links or test == "compute"]
-        results = examination.run(tests, devices, size, _say)
+        results = examination.run(tests, devices, size)
     finally:
         examination.close()
-        _say("")
+        say("doctor", "")
     machine["platform_version"] = answer.get("platform_version")
     said = notes(machine, devices, environ) + [{"level": "note", "text": text} for text in answer.get("imbalance", [])]
     start = {"test": "start", "devices": [], "ok": True}
@@ -134,7 +135,3 @@ def _verdict(report: dict[str, Any]) -> dict[str, Any]:
     return {"ok": not (failed or left_out or problems), "verdict": said + "."}
 
 
-def _say(text: str) -> None:
-    """What is being tested, on a line of its own that the next one overwrites; for someone who watches."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{f'jdp doctor: {text} ...' if text else ''}"[:78], end="", file=sys.stderr, flush=True)

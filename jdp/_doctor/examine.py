@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .._tables import say
 from .advice import BY_NCCL, GPU, remedies
 from .watch import Worker
 
@@ -15,7 +16,6 @@ FEW = 8  # with more devices than these, all pairs would take too long
 ENOUGH = 2  # tests of a kind that hang or die, before the rest of the kind is left out: each costs a deadline
 
 Result = dict[str, Any]
-Say = Callable[[str], None]
 
 
 def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, float]:
@@ -25,10 +25,6 @@ def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, floa
     is the first times the share of the data that a link must carry, however clever the algorithm.
 
     Source: doc/PERFORMANCE.md of NVIDIA's nccl-tests.
-
-    Example:
-        >>> bandwidth("all_reduce", 4_000_000_000, 2.0, 4)
-        (2.0, 3.0)
     """
     algorithm = size / seconds / 1e9
     share = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n}
@@ -36,12 +32,7 @@ def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, floa
 
 
 def pairs(n: int) -> tuple[list[tuple[int, int]], str]:
-    """The pairs of devices that are tested, and in words which they are.
-
-    Example:
-        >>> pairs(2)
-        ([(0, 1), (1, 0)], 'all pairs of devices')
-    """
+    """The pairs of devices that are tested, and in words which they are."""
     every = list(itertools.permutations(range(n), 2))
     if n <= FEW:
         return every, "all pairs of devices"
@@ -86,7 +77,7 @@ class Examination:
             answer["text"] = f"{step}: {_worded(answer, [])}"
         return answer
 
-    def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int, say: Say) -> list:
+    def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int) -> list[Result]:
         """The results of all the tests, in their order; the ones that were left out say why.
 
         At the worst every test hangs: then it ends after `ENOUGH` deadlines and starts of JAX for each kind.
@@ -102,7 +93,7 @@ class Examination:
             if gone or lost.get(test, 0) >= ENOUGH:
                 result |= {"ok": None, "text": gone or f"the rest of {test} was left out after {ENOUGH} failures"}
                 continue
-            say(f"{test} {' '.join(names)}")
+            say("doctor", f"{test} {' '.join(names)}")
             result |= self._one(test, numbers, names, size)
             if result.get("failure") in ("hang", "died", "error"):
                 lost[test] = lost.get(test, 0) + 1

@@ -34,22 +34,16 @@ class Worker:
         self._printed = tempfile.TemporaryFile()
         self._unread = b""
         self.alive = True
-        try:
-            self._process = subprocess.Popen(
-                command(reply, _alarm(seconds)),
-                stdin=subprocess.PIPE,
-                stdout=self._printed,
-                stderr=self._printed,
-                pass_fds=[reply],
-                start_new_session=True,  # a group of its own: what it starts is killed with it
-                env=dict(environ),
-            )
-        except BaseException:
-            os.close(self._replies)
-            self._printed.close()
-            raise
-        finally:
-            os.close(reply)
+        self._process = subprocess.Popen(
+            command(reply, _alarm(seconds)),
+            stdin=subprocess.PIPE,
+            stdout=self._printed,
+            stderr=self._printed,
+            pass_fds=[reply],
+            start_new_session=True,  # a group of its own: what it starts is killed with it
+            env=dict(environ),
+        )
+        os.close(reply)
 
     def __enter__(self) -> Worker:
         return self

@@ -28,13 +28,10 @@ class Call:
     mesh: Mesh
     roles: dict[str, Tree]
     batch: tuple[Scattered, ...]
-    differentiated: Tree
-    """The parameters whose gradients it reduces, if it does."""
+    differentiated: Tree  # the parameters whose gradients it reduces, if it does
     compilations: int | None
-    trace: Callable[[], Any]
-    """`jax.jit(...).trace` of the program."""
-    alone: Callable[[], Call]
-    """The same call on the primary device alone, with the whole batch."""
+    trace: Callable[[], Any]  # `jax.jit(...).trace` of the program
+    alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def compile(self, traced: Any) -> Any:
@@ -56,13 +53,10 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     # An NNX module is one object for jdp, though JAX sees a tree.
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
-    def run(arrays: list[Any]) -> None:
-        filled = list(leaves)
-        for i, x in zip(at, arrays, strict=True):
-            filled[i] = x
-        args, kwargs = jax.tree.unflatten(treedef, filled)
+    def run(arrays: dict[int, Any]) -> None:
+        args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
         fn(*args, **kwargs)
 
     def take(program: Any, *operands: Any) -> None:
@@ -71,7 +65,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     try:
         with intercept(take, shapes=True):
-            jax.eval_shape(run, [leaves[i] for i in at])
+            jax.eval_shape(run, arrays)
     except Captured as found:
         return found.args[0]
     return None
@@ -123,12 +117,11 @@ def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: 
             program, *jax.tree.map(lambda x: spread(x, one) if is_scattered(x) else x, operands, is_leaf=is_scattered)
         )
 
-    batch = tuple(s for s in rest if s is not None)
     return Call(
         label=program.__name__,
         mesh=mesh,
-        roles={"parameters": replicas, "batch": batch},
-        batch=batch,
+        roles={"parameters": replicas},
+        batch=tuple(s for s in rest if s is not None),
         # Of value_and_grad: what stands before what is only held. Of others nothing is looked for.
         differentiated=replicas[0] if isinstance(replicas, tuple) and replicas else replicas,
         compilations=compilations(_jitted_of(program.programs)),
@@ -154,7 +147,6 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
             "parameters": shapes.params,
             "optimizer": shapes.opt_state,
             "state": (shapes.step, shapes.state, shapes.key),
-            "batch": scattered,
         },
         batch=(scattered,),
         differentiated=shapes.params,

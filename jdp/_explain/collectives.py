@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .cost import trips
-from .hlo import CONTROL, KINDS, Computation, Instruction, Module, Shape, is_work, nbytes, target
+from .hlo import CONTROL, KINDS, PASS_ON, Computation, Instruction, Module, Shape, is_work, nbytes, target
 
 _SCOPE = re.compile(r"(?:^|[/(:])(?:reduce|gather)\.([^/:()]+)")
 
@@ -41,8 +41,6 @@ class Collective:
     """Of the instruction that begins it."""
     done: str
     """Of the one that waits for it: the same, where it is synchronous."""
-    computation: str
-    """The one whose schedule has both."""
     parameters: tuple[str, ...] = ()
     """Paths of the parameters it carries, or their gradients: what `carried` found."""
 
@@ -107,7 +105,6 @@ def of_computation(
                 overlapped=tuple(i.name for i in itertools.compress(computation[meanwhile], works[meanwhile])),
                 name=one.start.name,
                 done=one.done.name,
-                computation=computation.name,
             )
         )
     return found
@@ -138,7 +135,6 @@ def _payload(one: Begun) -> list[Shape]:
     return list(given.shapes)[-len(taken) :]  # a start gives its operands too, before its results
 
 
-_MOVES = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 _GIVES = ("get-tuple-element", "slice", "all-reduce-done", "all-gather-done", "reduce-scatter-done", "async-done")
 
 
@@ -153,7 +149,7 @@ def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[t
     queue, starts, cut = [inner], {inner.name: 0}, {}
     for mover in queue:  # it grows
         for user in flat.users.get(mover.name, []):
-            if user.opcode not in (*_MOVES, *_GIVES) or user.name in starts:
+            if user.opcode not in (*PASS_ON, *_GIVES) or user.name in starts:
                 continue
             queue.append(user)
             names[user.op_name] = None
@@ -174,10 +170,11 @@ def _origins(flat: Computation, one: Instruction, names: dict[str, None]) -> lis
     """The shapes of the arrays that an operand was put together from, in their order; adds to the names."""
     shape = _shape(one)
     while True:
-        if len(shape) == 1 and _flattened(_shape(one), shape[0]):
-            shape = _shape(one)
+        here = _shape(one)
+        if len(shape) == 1 and math.prod(here) == shape[0] and len(_sides(here)) > 1:  # XLA has flattened it
+            shape = here
         above = [flat.by_name[name] for name in one.operands]
-        if one.opcode in _MOVES:
+        if one.opcode in PASS_ON:
             names[one.op_name] = None
             one = above[0]
         elif one.opcode == "concatenate" and len(shape) == 1:
@@ -190,11 +187,6 @@ def _shape(one: Instruction) -> tuple[int, ...]:
     return one.shapes[0][1] if one.shapes else ()
 
 
-def _flattened(shape: tuple[int, ...], size: int) -> bool:
-    """Whether a vector of that size can be an array of that shape; (1, n) is no shape that a vector comes from."""
-    return math.prod(shape) == size and sum(length > 1 for length in shape) > 1
-
-
 _IOTA = re.compile(r"\[(\d+(?:,\d+)*)\]<=")  # groups as rows of a reshaped range: [2,4]<=[8]
 _MESH = re.compile(r"mesh\[([^]]*)\][^{]*\{([^}]*)\}")  # groups along axes: mesh['a'=2,'b'=4] {'b'}
 
@@ -205,9 +197,8 @@ class Begun(NamedTuple):
     kind: str
     start: Instruction
     done: Instruction
-    inner: Instruction
-    """The collective itself, and the computation that it stands in."""
-    inside: Computation
+    inner: Instruction  # the collective itself
+    inside: Computation  # where that stands
 
 
 def begun(module: Module, computation: Computation) -> list[Begun]:
@@ -273,17 +264,11 @@ def group_size(module: Module, collective: Instruction) -> int:
 
 
 def _longest(pairs: list[tuple[str, str]]) -> int:
-    """The most devices that pairs of source and target connect in one ring or chain."""
-    follow = {source: at for source, at in pairs if source != at}
-    begin = [*(follow.keys() - set(follow.values())), *follow]  # heads of chains, then rings
-    longest, seen = 1, set()
-    for device in begin:
-        length = 0
-        while device not in seen:
-            seen.add(device)
-            length += 1
-            if device not in follow:
-                break
-            device = follow[device]
-        longest = max(longest, length)
-    return longest
+    """The most devices that pairs of source and target connect."""
+    connected = {device: {device} for pair in pairs for device in pair}
+    for source, other in pairs:
+        small, large = sorted((connected[source], connected[other]), key=len)
+        if small is not large:
+            large |= small
+            connected |= dict.fromkeys(small, large)
+    return max(map(len, connected.values()), default=1)

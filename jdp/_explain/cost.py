@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hlo import CONTROL, FREE, KINDS, Computation, Instruction, Module, Shape, nbytes, target
+from .hlo import CONTROL, FREE, KINDS, PASS_ON, Computation, Instruction, Module, Shape, nbytes, target
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _NOTHING_READ = frozenset([*FREE, *KINDS]) - {"bitcast"}
@@ -198,9 +198,6 @@ def _inside(image: int, kernel: int, output: int, stride: int, pad: int, spread:
     return int(((at % spread == 0) & (at >= 0) & (at < image * spread)).sum())
 
 
-_PASS_ON = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done")
-
-
 class _Scalar(NamedTuple):
     """An integer: a constant, or what an element of the loop's carry was when the iteration began, plus a constant."""
 
@@ -213,11 +210,12 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
     if loop.known_trips is not None:
         return loop.known_trips
     called = {role: module.computations[name] for role, name in loop.called}
-    if "body" not in called or "condition" not in called:
-        return None
     condition, body, outside = (module.dissolved(c) for c in (called["condition"], called["body"], outer))
-    ends, carry = _comparison(condition), outside.by_name[outside.by_name[loop.name].operands[0]]
-    if ends is None or carry.opcode != "tuple" or body.root.opcode != "tuple":
+    compare, carry = condition.root, outside.by_name[outside.by_name[loop.name].operands[0]]
+    if compare.attribute("direction") != "LT" or carry.opcode != "tuple" or body.root.opcode != "tuple":
+        return None
+    counter, bound = (_scalar(condition, operand) for operand in compare.operands)
+    if counter is None or bound is None:
         return None
 
     def first(x: _Scalar) -> int | None:
@@ -234,24 +232,10 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
         after = _scalar(body, body.root.operands[x.element])
         return after.constant if after is not None and after.element == x.element else None
 
-    counter, bound = ends
     begin, end, by = first(counter), first(bound), added(counter)
     if begin is None or end is None or by is None or by <= 0 or added(bound) != 0:
         return None
     return max(0, -(-(end - begin) // by))
-
-
-def _comparison(condition: Computation) -> tuple[_Scalar, _Scalar] | None:
-    """(counter, bound) of a condition `counter < bound`."""
-    direction = condition.root.attribute("direction")
-    if condition.root.opcode != "compare" or direction not in ("LT", "GT", "LE", "GE"):
-        return None
-    left, right = (_scalar(condition, operand) for operand in condition.root.operands)
-    if direction[0] == "G":
-        left, right = right, left
-    if left is None or right is None or left.element is None:
-        return None
-    return left, right._replace(constant=right.constant + (direction[1] == "E"))
 
 
 def _scalar(flat: Computation, name: str) -> _Scalar | None:
@@ -261,7 +245,7 @@ def _scalar(flat: Computation, name: str) -> _Scalar | None:
         return _Scalar(int(one.literal))
     if one.opcode == "get-tuple-element" and flat.by_name[one.operands[0]].opcode == "parameter":
         return _Scalar(0, one.integers("index")[0])
-    if one.opcode in _PASS_ON:
+    if one.opcode in PASS_ON:
         return _scalar(flat, one.operands[0])
     if one.opcode == "add":
         a, b = (_scalar(flat, operand) for operand in one.operands)

@@ -94,7 +94,7 @@ def _compiled(call: Call, traced: Any) -> Any:
 
 def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
-    module = parse(hlo)
+    module, chip = parse(hlo), chip_of(device.device_kind)
     sizes = {role: _bytes_on_each(tree) for role, tree in call.roles.items()}
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
@@ -108,11 +108,12 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         parameter_bytes=sizes["parameters"],
         optimizer_bytes=sizes.get("optimizer", 0),
         state_bytes=sizes.get("state", 0),
-        batch_bytes=sizes["batch"],
+        batch_bytes=_bytes_on_each(call.batch),
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=output,
         peak_bytes=memory.argument_size_in_bytes + output + memory.temp_size_in_bytes,
-        memory_bytes=_memory_of(device),
+        # Its own word; for a described one the data sheet's.
+        memory_bytes=memory_bytes(device) or (chip and chip.available_bytes),
         collectives=_collectives_of(call, module),
         unscattered=unscattered(call, jaxpr),
         unused_donations=donations,
@@ -132,12 +133,6 @@ def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
         dataclasses.replace(c, parameters=tuple(short[name] for name in carried(c, leaves)))
         for c in collectives(module)
     )
-
-
-def _memory_of(device: Any) -> int | None:
-    """What programs can have of the device's memory: its own word, or for a described one the data sheet's."""
-    chip = chip_of(device.device_kind)
-    return memory_bytes(device) or (chip and int(chip.memory_bytes * chip.memory_share))
 
 
 def work_alone(call: Call) -> Work | None:

@@ -53,13 +53,7 @@ class Instruction:
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The names of the instructions whose results it takes."""
-        if self.opcode in ("constant", "parameter", "iota"):
-            return ()
-        text = self.literal
-        names = _PERCENT.findall(text)
-        if names or not text.strip():
-            return tuple(names)
-        return tuple(part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", text).split(","))
+        return tuple(_PERCENT.findall(self.literal))
 
     @property
     def attributes(self) -> str:
@@ -231,22 +225,23 @@ FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier add-dependency domain "
     "partition-id replica-id".split()
 )
-MOVES = frozenset(
+_MOVES = frozenset(
     "copy reshape transpose convert broadcast iota slice dynamic-slice dynamic-update-slice concatenate pad "
-    "reverse bitcast-convert".split()
+    "reverse bitcast-convert send recv infeed outfeed".split()
 )
-_COMMUNICATE = frozenset([*KINDS, "send", "recv", "infeed", "outfeed"])
 _MARKS = frozenset(  # custom calls that only tell TPU's compiler something
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
     "GatherScatterIndicesBitpacked Sharding".split()
 )
+# They give what they take, in another place or form.
+PASS_ON = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 CONTROL = ("while", "call", "conditional", "async-start")  # they run other computations
 
 
 def is_work(module: Module, computation: Computation, instruction: Instruction) -> bool:
     """Whether a scheduled instruction computes something that takes time."""
     opcode = instruction.opcode
-    if opcode in FREE or opcode in MOVES or opcode in _COMMUNICATE:
+    if opcode in FREE or opcode in KINDS or opcode in _MOVES:
         return False
     if opcode == "fusion" or opcode in CONTROL:
         inside = (module.computations[name] for _, name in instruction.called)

@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from .environment import environments, gpus_to_divide
-from .options import Job, parse
+from .options import Job, environments, gpus_to_divide, parse
 from .output import Printer, Reader
 from .workers import Crew, Events, Guard, Worker
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO
 
 from . import guard as _launch_guard
 from .protocol import FOR_ANOTHER
@@ -152,10 +152,9 @@ class Crew:
 
 
 Process = subprocess.Popen[bytes]
-Ended = Callable[[int, int], None]
 
 
-def watch(processes: Sequence[Process], ended: Ended) -> list[threading.Thread]:
+def watch(processes: Sequence[Process], ended: Callable[[int, int], None]) -> list[threading.Thread]:
     """Calls `ended(i, code)`, in a thread, when process i has ended, with the code that `subprocess` gives.
 
     The process stays a zombie, so that its number cannot be given to another: a signal to it or to its
@@ -177,18 +176,18 @@ def watch(processes: Sequence[Process], ended: Ended) -> list[threading.Thread]:
         except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
             threads = [threading.Thread(target=note, args=(i,), daemon=True) for i in range(len(processes))]
         else:
-            calls = (poll, files, note, opened.pop_all())
-            threads = [threading.Thread(target=_note_in_order, args=calls, daemon=True)]
+            kept = opened.pop_all()
+
+            def note_in_order() -> None:
+                with kept:
+                    for _ in files:
+                        ((file, _),) = poll.poll(maxevents=1)
+                        note(files[file])
+
+            threads = [threading.Thread(target=note_in_order, daemon=True)]
     for thread in threads:
         thread.start()
     return threads
-
-
-def _note_in_order(poll: Any, files: dict[int, int], note: Callable[[int], None], opened: contextlib.ExitStack) -> None:
-    with opened:
-        for _ in files:
-            ((file, _),) = poll.poll(maxevents=1)
-            note(files[file])
 
 
 def _code(process: Process) -> int:

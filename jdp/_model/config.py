@@ -31,7 +31,7 @@ from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
 from .linen import linen_function, mark_outputs
-from .nnx import filters_of, put_nodes, take_nodes, with_nodes
+from .nnx import Held, filters_of, put_nodes, take_nodes, with_nodes
 
 Kind = Literal["linen", "nnx", "function"]
 
@@ -146,7 +146,8 @@ class Config:
         return self  # nothing in it changes
 
     def __reduce__(self) -> Any:
-        devices = [*map(_portable, (*self.devices, self.output_device))]
+        named = (*self.devices, self.output_device)
+        devices = [d if d is None or isinstance(d, str) else (d.platform, d.id) for d in named]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
         return _unpickled, (self.kind, devices, *rest)
 
@@ -194,10 +195,6 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
         f"jdp.{verb}: module is {what}; it is a Flax Linen or NNX module, or a function apply_fn(params, *args). "
         f"Pass an instance or a function."
     )
-
-
-def _portable(device: Any) -> Any:
-    return (device.platform, device.id) if isinstance(device, Device) else device
 
 
 def _here(devices: list[Any]) -> list[Any]:
@@ -281,25 +278,17 @@ def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
     return type(batch)(axes) if type(batch) in (tuple, list) else axes
 
 
-class WithNodes(NamedTuple):
-    """A training step's batch with NNX objects: its rows hold stand-ins, `graph` and `state` are the objects'."""
-
-    rows: Tree
-    graph: Any
-    state: Any
-
-
 def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
-    """The batch, scattered, as `WithNodes`: the objects' state is whole on every replica."""
+    """The batch, scattered, as `Held`: the objects' state is whole on every replica."""
     layout = rows._layout
     state = broadcast(state, layout.mesh, verb)
     arrays = jax.tree.leaves(state)
-    tree = WithNodes(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
+    tree = Held(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
     leaves = (*layout.leaves, *[Whole()] * len(arrays))
     return Scattered((*rows._arrays, *arrays), layout.of(jax.tree.structure(tree), leaves))
 
 
-def nodes_of(batch: Scattered) -> tuple[Scattered, WithNodes | None]:
-    """The rows of a training step's batch, and what it is with NNX objects."""
+def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
+    """The rows of a training step's batch, and the batch where there are NNX objects in it."""
     tree = batch._layout.fill(batch._arrays)
-    return (children(batch)[0], tree) if isinstance(tree, WithNodes) else (batch, None)
+    return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

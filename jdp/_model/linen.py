@@ -132,13 +132,9 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
             f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
             f"collections. Call variables = dp.init(key, x) first, then dp.apply(variables, x)."
         )
-    kwargs = _normal(kwargs) if kwargs else kwargs
-    return kwargs, is_stateful(kwargs)
-
-
-def _normal(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`rngs` and `mutable` in one form each, so that calls that say the same run the same program."""
-    kwargs = dict(kwargs)
+    if not kwargs:
+        return kwargs, False
+    kwargs = dict(kwargs)  # in which calls that say the same say it alike, and run the same program
     for name, default in (("rngs", None), ("mutable", False), ("method", None)):
         if name in kwargs and kwargs[name] is default:
             del kwargs[name]
@@ -148,7 +144,7 @@ def _normal(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         kwargs["rngs"] = jax.tree.map(lambda k: jax.random.wrap_key_data(k) if _is_old_key(k) else k, rngs)
     if isinstance(kwargs.get("mutable"), set | frozenset | tuple):
         kwargs["mutable"] = sorted(kwargs["mutable"])
-    return kwargs
+    return kwargs, is_stateful(kwargs)
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:

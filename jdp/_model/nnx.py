@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state
+from .sync_batch_norm import sync_nodes
 
 Filter = Callable[[Any, Any], bool]
 """Of a path and a variable: an NNX predicate."""
@@ -51,32 +51,24 @@ def _filter(kind: Any) -> Filter:
         ) from None
 
 
-class Beside(NamedTuple):
-    """The parameters of a function or a Linen module, and the NNX objects among a call's arguments.
+class Held(NamedTuple):
+    """What holds stand-ins of NNX objects, or stands beside them, and these objects."""
 
-    Of an NNX module, which is one of the objects, the parameters are its stand-in.
-    """
-
-    params: Tree
-    graph: Any
-    states: tuple[Tree, ...]  # of the objects: what each filter of state_axes takes, then the rest
+    others: Tree  # parameters (of an NNX module its stand-in), arguments, the collections of a state, a batch
+    graph: Any  # of the objects; None where there are none
+    variables: Tree  # of the objects: a state, or several, which share them out
 
 
 def with_nodes(
     function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Callable[..., Tree]:
-    """`function`, called with `Beside` for its parameters: returns what it does, and the updates of the objects."""
+    """`function`, called with `Held` for its parameters: returns what it does, and the updates of the objects."""
 
-    def call(replicas: Beside, /, *args: Any, **kwargs: Any) -> Tree:
-        # Copies, for merge takes the variables as they are, and the objects change them in place.
-        own = [fold_state(state, axis_name) for state in copies(replicas.states)]
-        nodes = nnx.merge(replicas.graph, *own)
-        params, args, kwargs = put_nodes((replicas.params, args, kwargs), nodes)
+    def call(replicas: Held, /, *args: Any, **kwargs: Any) -> Tree:
+        nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
+        params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
         out = function(params, *args, **kwargs)
-        axes = [axis for _, axis in filters]
-        each = itertools.zip_longest(replicas.states, axes)
-        before = [(path, v, axis) for state, axis in each for path, v in nnx.to_flat_state(state)]
-        return out, mark_updates(nnx.state(nodes), before, reduce_state, filters)
+        return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters)
 
     return call
 
@@ -98,9 +90,13 @@ def sorted_captures(module: Any) -> Iterator[None]:
             vars(m)[CAPTURES] = captures
 
 
-def copies(tree: Tree) -> Tree:
-    """The same variables in new objects."""
-    return jax.tree.map(lambda x: x, tree)
+def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) -> list[Any]:
+    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
+    # Copies, for merge takes the variables as they are, and the objects change them in place.
+    nodes = nnx.merge(graph, *jax.tree.map(lambda x: x, states))
+    if sync_over is not None:
+        sync_nodes(nodes, sync_over)
+    return nodes
 
 
 def fold_state(state: Tree, axis_name: str) -> Tree:
@@ -111,26 +107,18 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 
 
 def mark_updates(
-    state: Tree,
-    before: Sequence[tuple[Any, Any, int | None]],
-    reduce: Reduce,
-    filters: Sequence[tuple[Filter, int]] = (),
+    state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Tree:
-    """What of the state has changed, each leaf with its rule.
-
-    `before` has a path, a variable and an axis for each that there was; `filters` give those that are new their axis.
-    """
-    known = {path: (v, axis) for path, v, axis in before}
+    """What of the state has changed, each leaf with its rule; before, it was in several parts."""
+    known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
+        old = known.get(path)
         if isinstance(after, nnx.RngKey):
             continue  # a folded key is one replica's; only the counts go back
-        if path in known:
-            old, axis = known[path]
-            if _same(old, after):
-                continue
-        else:
-            old, axis = None, next((axis for accepts, axis in filters if accepts(path, after)), None)
+        if old is not None and _same(old, after):
+            continue
+        axis = next((axis for accepts, axis in filters if accepts(path, after if old is None else old)), None)
         if isinstance(after, nnx.Intermediate) and axis is None:
             updates.append((path, mark_sown(after, old)))
         else:
@@ -138,14 +126,6 @@ def mark_updates(
             name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
             updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis, key)))
     return nnx.from_flat_state(updates)
-
-
-class Held(NamedTuple):
-    """What every replica of a loss has whole beside what is differentiated."""
-
-    others: Tree  # arguments, or the collections of a state
-    graph: Any  # of the NNX objects; None where there are none
-    variables: Tree  # of these objects, but for the differentiated ones
 
 
 def enter(held: Held, axis_name: str) -> Held:
@@ -157,8 +137,7 @@ def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
     """What of the NNX objects' state has changed, each leaf with its rule."""
     if before.graph is None:
         return ()
-    known = [(path, v, None) for path, v in nnx.to_flat_state(before.variables)]
-    return mark_updates(after.variables, known, reduce)
+    return mark_updates(after.variables, [before.variables], reduce)
 
 
 def own_values(updates: Tree) -> Tree:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
 from .._core.devices import Device
+from .._tables import say
 from .._topology.chips import CHIPS, Chip
 from .._topology.topology import how_to_install, topology
-from .lines import Line, available, line
+from .lines import Line, line
 from .print import as_json, picture, show
 from .script import PlanError, Step, capture_step
 
@@ -48,22 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise PlanError(
                 "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
             )
-        rows, chip, title = (
-            args.batch_per_device or step.rows,
-            CHIPS[args.topology],
-            f"train_step of {step.program.label}",
-        )
-        lines = list(_lines(step, chip, devices, rows, args.search))
-        _say("")
+        chip, title = CHIPS[args.topology], f"train_step of {step.program.label}"
+        lines = list(_lines(step, chip, devices, args.batch_per_device or step.rows, args.search))
         if args.picture is not None:
             picture(lines, chip, title).savefig(args.picture, dpi=120)
         print(as_json(lines, chip)) if args.json else show(lines, chip, title, sys.stdout)
     except (PlanError, ValueError, ImportError) as error:
-        _say("")
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        _say("")
         print("jdp plan: interrupted", file=sys.stderr)
         return 130
     return 0 if any(one.compiles for one in lines) else 1
@@ -143,18 +135,16 @@ def _lines(
     step: Step, chip: Chip, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
 ) -> Iterator[Line]:
     (where, one), *asked = devices
-    memory, most = available(chip, os.environ), None
-    _say(f"compiling for one {chip.name}")
-    alone = line(step, where, one, rows, None, memory, None, search=False).seconds
-    for where, these in asked:
-        _say(f"compiling for {len(these)} {chip.name}s")
-        found = line(step, where, these, rows, alone, memory, most, search)
-        most = found.most or most
-        yield found
+    most = None
+    try:
+        say("plan", f"compiling for one {chip.name}")
+        alone = line(step, where, one, rows).seconds
+        for where, these in asked:
+            say("plan", f"compiling for {len(these)} {chip.name}s")
+            found = line(step, where, these, rows, alone, most, search)
+            most = found.most or most
+            yield found
+    finally:
+        say("plan", "")
 
 
-def _say(text: str) -> None:
-    """What is being done, on a line that the next one overwrites; for someone who watches."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(OSError):
-            print(f"\r\x1b[K{f'jdp plan: {text} ...' if text else ''}"[:78], end="", file=sys.stderr, flush=True)

@@ -114,10 +114,8 @@ class Schedule:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     collective_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    """In which nothing is computed, because a collective is waited for."""
-    link: float = 0.0
-    """When the collectives begun so far will be through."""
+    exposed_seconds: float = 0.0  # in which nothing is computed, because a collective is waited for
+    link: float = 0.0  # when the collectives begun so far will be through
 
     def wait(self, until: float) -> None:
         self.exposed_seconds += max(0.0, until - self.seconds)

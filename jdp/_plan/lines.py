@@ -13,7 +13,6 @@ from .._core.devices import Device, make_mesh
 from .._explain.explain import explain
 from .._explain.hlo import parse
 from .._explain.report import Report
-from .._topology.chips import Chip
 from .._topology.quiet import quiet
 from .estimate import Network, simulate, wire_bytes
 from .script import Step
@@ -28,21 +27,16 @@ class Line:
     where: str
     devices: int
     hosts: int
-    rows: int
-    """On each device."""
-    reason: str = ""
-    """Why it does not compile, or does not fit."""
+    rows: int  # on each device
+    reason: str = ""  # why it does not compile, or does not fit
     compiles: bool = True
     fits: bool | None = None
     peak_bytes: int | None = None
     most: Most | None = None
-    wire_bytes: float | None = None
-    """That each device sends in a step."""
-    exposed_seconds: float | None = None
-    """Of communication with no computation beside it; estimated, as are the two below."""
+    wire_bytes: float | None = None  # that each device sends in a step
+    exposed_seconds: float | None = None  # with no computation beside; estimated, as are the two below
     seconds: float | None = None
-    efficiency: float | None = None
-    """Of `seconds`, what one such device alone takes for as many rows."""
+    efficiency: float | None = None  # of `seconds`, what one such device alone takes for as many rows
     in_flight: float | None = None
     compile_seconds: float | None = None
 
@@ -52,13 +46,12 @@ def line(
     where: str,
     devices: Sequence[Device],
     rows: int,
-    alone: float | None,
-    memory: int,
-    guess: Most | None,
-    search: bool,
+    alone: float | None = None,
+    guess: Most | None = None,
+    search: bool = False,
 ) -> Line:
-    """One line: `alone` seconds on one device, `memory` bytes that each has, `guess` the Most of another."""
-    mesh = make_mesh(tuple(devices), step.program.config.axis_name)
+    """One line: `alone` seconds on one device, `guess` the Most of another line, to search from."""
+    mesh, network = make_mesh(tuple(devices), step.program.config.axis_name), Network.of(devices)
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows)
     compiled = _attempt(step, mesh, rows)
     if isinstance(compiled, str):
@@ -67,10 +60,9 @@ def line(
             return found
         found.fits = False
     else:
-        network = Network.of(devices)
         times = simulate(parse(compiled.hlo), network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
         found.seconds, found.exposed_seconds = times.seconds, times.exposed_seconds
-        found.peak_bytes, found.fits = compiled.peak_bytes, compiled.peak_bytes <= memory
+        found.peak_bytes, found.fits = compiled.peak_bytes, compiled.fits
         found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in compiled.collectives)
         found.efficiency = None if alone is None else alone / found.seconds
         found.in_flight, found.compile_seconds = compiled.in_flight, compiled.compile_seconds
@@ -84,7 +76,7 @@ def line(
                 return math.inf if _TOO_MUCH in compiled else math.nan
             return compiled.peak_bytes
 
-        found.most = most(needs, memory, rows, guess)
+        found.most = most(needs, network.chip.available_bytes, rows, guess)
     return found
 
 
@@ -98,12 +90,6 @@ def _attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
         return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 
 
-def available(chip: Chip, environ: Mapping[str, str]) -> int:
-    """Bytes that JAX gives to a program on such a device."""
-    share = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") if chip.kind == "gpu" else None
-    return int(chip.memory_bytes * (float(share) if share else chip.memory_share))
-
-
 COMPILATIONS = 14
 TOLERANCE = 0.01
 _NONE = 2**31  # rows; no axis of an array is longer
@@ -115,8 +101,7 @@ class Most(NamedTuple):
     rows: int
     too_many: int
     compilations: int
-    refused: bool = False
-    """Whether the compiler refuses `too_many` for another reason than memory."""
+    refused: bool = False  # whether the compiler refuses `too_many` for another reason than memory
 
     @property
     def is_exact(self) -> bool:

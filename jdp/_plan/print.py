@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .._topology.chips import GB, TERA, Chip
 from .estimate import SOURCES
-from .lines import Line, available
+from .lines import Line
 
 WIDE = 132
 HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
@@ -57,7 +56,7 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
     for one in lines:
         if one.reason:
             yield f"{one.where}: {one.reason}"
-    memory = available(chip, os.environ)
+    memory = chip.available_bytes
     yield f"fits: the peak of a program's memory is within {_bytes(memory)}" + (
         f", {memory / chip.memory_bytes:.0%} of the device's; XLA_PYTHON_CLIENT_MEM_FRACTION is for another share."
         if memory != chip.memory_bytes
@@ -91,9 +90,7 @@ def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(size: float | None) -> str:
-    if size is None:
-        return ""
-    return f"{size / 1e9:,.0f} GB" if size >= 1e12 else scaled(size, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    return "" if size is None else scaled(size, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
 
 
 def _seconds(seconds: float | None) -> str:

@@ -16,17 +16,13 @@ from jax.sharding import Mesh
 
 from .._core.programs import intercept
 from .._core.scattered import Scattered
-from .._explain.calls import shape_of, spread
+from .._explain.calls import Captured, shape_of, spread
 from .._train.program import Program
 from .._train.state import TrainState
 
 
 class PlanError(Exception):
     """What a plan cannot be made of, as a message for its user."""
-
-
-class _Stop(BaseException):
-    """No error: ends the script at its first step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +64,13 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
             return
         state, batch = operands
         found.append(Step(program, jax.tree.map(lambda x: shape_of(x, None), state), shape_of(batch, None)))
-        raise _Stop
+        raise Captured  # which ends the script
 
     # All of train_step's steps come here (and their `lower`), with everything checked.
     with intercept(stop, shapes=False), _as_main(script, args):
         try:
             runpy.run_path(script, run_name="__main__")
-        except _Stop:
+        except Captured:
             pass
         except SystemExit as end:
             how = f"ended with code {end.code}"

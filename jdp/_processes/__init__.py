@@ -3,8 +3,8 @@
 In reading order:
 
     coordination.py  JAX's coordination service, as a few functions; `DesyncError`
-    exchange.py      each process posts a value per call, and gets everybody's
-    agree.py         the agreements made of it: on a batch's rows, on its form, on the program
+    exchange.py      each process leaves a text for a call, and reads everybody's; who waits learns for whom
+    agree.py         all processes are about to run the same program
     initialize.py    `jdp.distributed.initialize`: how a process joins the job
     last_words.py    a process that fails says so, and the others end instead of waiting for it
 

@@ -30,11 +30,6 @@ def process_count() -> int:
     return job().num_processes
 
 
-def coordinator_host() -> str:
-    """Where process 0 is, as the others were told."""
-    return job().coordinator_address.rsplit(":", 1)[0].strip("[]")
-
-
 def get(key: str, seconds: float) -> str | None:
     """The value of a key, once it is there; None when the time is over."""
     return _value("DEADLINE_EXCEEDED", client().blocking_key_value_get, key, max(1, int(seconds * 1000)))
@@ -45,11 +40,26 @@ def now(key: str) -> str | None:
     return _value("NOT_FOUND", client().key_value_try_get, key)
 
 
-def _value(absent: str, read: Any, *args: Any) -> str | None:
+def under(folder: str) -> list[tuple[str, str]]:
+    """The keys that begin so, and their values."""
+    return _value("NOT_FOUND", client().key_value_dir_get, folder) or []
+
+
+def put(key: str, text: str) -> None:
+    """Sets the value of a key, also where it has one."""
+    _value(None, client().key_value_set, key, text, True)
+
+
+def delete(key: str) -> None:
+    _value("NOT_FOUND", client().key_value_delete, key)
+
+
+def _value(absent: str | None, call: Any, *args: Any) -> Any:
+    """What a call of the service gives; None where its error is that what was asked for is absent."""
     try:
-        return read(*args)
+        return call(*args)
     except jax.errors.JaxRuntimeError as error:
-        if absent in str(error):
+        if absent is not None and absent in str(error):
             return None
         raise DesyncError(
             f"jdp: process 0, through which the processes tell each other, has ended ({str(error).splitlines()[0]}). "
@@ -57,11 +67,14 @@ def _value(absent: str, read: Any, *args: Any) -> str | None:
         ) from error
 
 
+_LEFT = "jdp/left/"
+
+
 def left_key(process: int) -> str:
     """What a process sets that ends its program in good order."""
-    return f"jdp/left/{process}"
+    return f"{_LEFT}{process}"
 
 
-def has_left(process: int) -> bool:
-    """Whether a process has ended its program in good order."""
-    return now(left_key(process)) is not None
+def ended() -> set[int]:
+    """The processes that have ended their programs in good order."""
+    return {int(key.removeprefix(_LEFT)) for key, _ in under(_LEFT)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,53 +13,37 @@ GB, TERA = 1e9, 1e12
 class Protocol(NamedTuple):
     """A way of sending; seconds, and the share of the links' bytes that is payload."""
 
-    launch: float
-    """Before the first byte moves."""
-    hop: float
-    """From one device to the next."""
-    network_hop: float = 0.0
-    """From one host to the next."""
+    launch: float  # before the first byte moves
+    hop: float  # from one device to the next
+    network_hop: float = 0.0  # from one host to the next
     share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator: its peaks, and its links.
+    """One kind of accelerator: its peaks, and its links."""
 
-    Attributes:
-        name: as `jdp.topology` takes it.
-        kind: `"gpu"` or `"tpu"`.
-        device_kind: as JAX names it.
-        peaks: operations per second by what they are done in (`"bf16"`, `"f16"`, `"tf32"`, `"f32"`, `"f64"`), dense.
-        memory_bytes: what programs can have of the device's memory, before JAX takes its share (`memory_share`).
-        bytes_per_second: of the device's memory.
-        link: bytes per second and direction of a GPU's way to the others of its host, or of one link of a TPU.
-        domain: GPUs that are connected by such links; for a TPU the largest shape.
-        network: bytes per second and direction of each GPU's own way out of its host; 0 where there is none.
-        protocols: the ways in which collectives send; the quickest is taken.
-        sources: where each figure is from.
-    """
-
-    name: str
-    kind: str
-    device_kind: str
-    peaks: Mapping[str, float]
-    memory_bytes: int
-    bytes_per_second: float
-    link: float
-    domain: tuple[int, ...]
-    protocols: tuple[Protocol, ...]
-    sources: Mapping[str, str]
-    network: float = 0.0
+    name: str  # as `jdp.topology` takes it
+    kind: str  # "gpu" or "tpu"
+    device_kind: str  # as JAX names it
+    peaks: Mapping[str, float]  # operations per second by what they are done in ("bf16", "tf32", ...), dense
+    memory_bytes: int  # what programs can have of the device's memory, before JAX takes its share
+    bytes_per_second: float  # of the device's memory
+    link: float  # bytes per second and direction, from a GPU to the others of its host, or of one link of a TPU
+    domain: tuple[int, ...]  # GPUs that are connected by such links; for a TPU the largest shape
+    protocols: tuple[Protocol, ...]  # the ways in which collectives send; the quickest is taken
+    sources: Mapping[str, str]  # where each figure is from
+    network: float = 0.0  # bytes per second and direction of each GPU's own way out of its host, if it has one
 
     def flops(self, dtype: str) -> float:
         """Operations per second of matrix products whose operands are of that dtype, by HLO's name for it."""
         return next(self.peaks[unit] for unit in (*_DONE_IN.get(dtype, ()), "f32") if unit in self.peaks)
 
     @property
-    def memory_share(self) -> float:
-        """The part of the memory that JAX gives to programs, where `XLA_PYTHON_CLIENT_MEM_FRACTION` does not say."""
-        return 0.75 if self.kind == "gpu" else 1.0
+    def available_bytes(self) -> int:
+        """What JAX gives to a program: of a GPU's memory three quarters, or `XLA_PYTHON_CLIENT_MEM_FRACTION` of it."""
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75) if self.kind == "gpu" else 1.0
+        return int(self.memory_bytes * share)
 
 
 # JAX multiplies float32 in TensorFloat-32 on GPUs and in bfloat16 on TPUs, unless a precision is asked for.

@@ -4,13 +4,12 @@ What they share comes first:
 
     terms.py             a loss's value as terms that add up; `jdp.Mean` and `jdp.Sum`
     gradients.py         the gradient on every replica, in microbatches, and its one sum over the replicas
-    arguments.py         which arguments are whole, cut, differentiated
+    loss.py              a loss function: which of its arguments are whole, cut, differentiated; what it returns
     value_and_grad.py    the first door, and `grad`
 
 The training step:
 
     step.py              the second door: `TrainStep` for variables, `NNXTrainStep` for an NNX module
-    loss.py              the user's loss function, in the form that gradients.py takes
     state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
     program.py           the step as one compiled program
     nonfinite.py         which replica and which rows made a gradient that is not finite

@@ -25,8 +25,7 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
 from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
-from .._model.nnx import Held, enter, put_nodes, stand_ins, take_nodes
-from .arguments import own_nodes
+from .._model.nnx import Held, enter, own_nodes, put_nodes, stand_ins, take_nodes
 from .parallel_results import (
     each,
     kept_nodes,
@@ -350,7 +349,7 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
         args = [whole.get(p, x) for p, x in enumerate(args)]
         if held.graph is None:
             return step_fn(*args, **kwargs), None
-        nodes = own_nodes(held.graph, (enter(held, signature.axis_name).variables,), None)
+        nodes = own_nodes(held.graph, [enter(held, signature.axis_name).variables])
         args, kwargs = put_nodes((args, kwargs), nodes)
         return step_fn(*args, **kwargs), nnx.state(nodes)
 

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._core.inputs import STACKED, axes_of
+from .._core.inputs import STACKED, axes_of, entries
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import Value, added, is_exchanged, varying
 from .._model.nnx import mark_updates
-from .arguments import entries
 
 VERB = "parallel"
 
@@ -119,7 +118,7 @@ def mark_nodes(before: Tree, after: Tree, reduce: Reduce) -> Tree:
     """The NNX state that has changed; what is the same on all replicas needs no reduction."""
     same = {id(x.value) for x in jax.tree.leaves(after) if not x.known.varying}
     before, after = (jax.tree.map(lambda x: x.value, tree) for tree in (before, after))
-    updates = mark_updates(after, [(path, v, None) for path, v in nnx.to_flat_state(before)], reduce)
+    updates = mark_updates(after, [before], reduce)
 
     def settle(x: Any) -> Any:  # what was sown is unmarked, and gathered
         return Marked(x.value, None, "same") if isinstance(x, Marked) and id(x.value) in same else x
@@ -128,10 +127,7 @@ def mark_nodes(before: Tree, after: Tree, reduce: Reduce) -> Tree:
 
 
 def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept]:
-    """The leaves of the NNX objects' state, but for what a call sows and for the keys that are folded.
-
-    `names` are the arguments that the objects stood in.
-    """
+    """The leaves of the NNX objects' state, but for what a call sows and the keys; `names` are their arguments'."""
     was, kept = dict(nnx.to_flat_state(before)), []
     for path, variable in nnx.to_flat_state(after):
         if path in was and not isinstance(variable, nnx.Intermediate | nnx.RngKey):

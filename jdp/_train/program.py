@@ -22,7 +22,7 @@ from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._jax.private import trace_state_clean
-from .._model.config import Config, WithNodes, nodes_of
+from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
 from .gradients import Gradients, Loss, gradients
@@ -53,10 +53,7 @@ class StepOptions(NamedTuple):
 
 
 class Program:
-    """The step as a pure function `(state, batch) -> (state, metrics, updates)`, compiled once per layout and shapes.
-
-    `updates` are of the NNX objects in the batch.
-    """
+    """The step as a pure function, `(state, batch) -> (state, metrics, updates of NNX objects in the batch)`."""
 
     def __init__(
         self,
@@ -252,8 +249,7 @@ def _operands(state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], S
     """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
     rows, given = nodes_of(batch)
     layout = rows._layout
-    treedef = jax.tree_util.treedef_tuple([layout.treedef])
-    inputs = Scattered(rows._arrays, Layout(treedef, layout.leaves, layout.sizes, layout.mesh, layout.dim))
+    inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
     return (state.params, entered(state.state, given)), inputs, step_key(state, layout)
 
 
@@ -262,15 +258,14 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     if state.key is None:
         return None
     key = jax.random.fold_in(state.key, state.step)
-    treedef = jax.tree.structure({"key": 0})
-    return Scattered((key,), Layout(treedef, (Whole(),), layout.sizes, layout.mesh, layout.dim))
+    return Scattered((key,), layout.of(jax.tree.structure({"key": 0}), [Whole()]))
 
 
-def entered(state: Tree, given: WithNodes | None) -> Held:
+def entered(state: Tree, given: Held | None) -> Held:
     """The state, with that of the NNX objects in the batch."""
     if isinstance(state, Mapping):
-        return Held(state, None, None) if given is None else Held(state, given.graph, given.state)
-    return state if given is None else state._replace(variables=with_updates(state.variables, given.state))
+        return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
+    return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
 def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
@@ -293,7 +288,7 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
     _, given = nodes_of(batch)
     if given is None:
         return updates  # there are none
-    known = dict(nnx.to_flat_state(given.state))
+    known = dict(nnx.to_flat_state(given.variables))
     new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
     if new:
         raise ValueError(

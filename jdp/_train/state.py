@@ -216,10 +216,7 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
 
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
-    """What an optimizer sees of a model's parameters, which are these, by how it was made.
-
-    Of the model itself, or of the wrapper, in whose tree the model is one level down.
-    """
+    """What an optimizer sees of these parameters: it was made of the model, or of the wrapper, one level above."""
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "

@@ -20,9 +20,19 @@ from .._core.scattered import Scattered
 from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
-from .arguments import Division, Wanted, divide, loss_of
 from .gradients import Loss
-from .loss import FORMS, VERB, check_signature, results_of, rows_explained, variables_loss
+from .loss import (
+    FORMS,
+    VERB,
+    Division,
+    Wanted,
+    check_signature,
+    divide,
+    loss_of,
+    results_of,
+    rows_explained,
+    variables_loss,
+)
 from .nonfinite import Nonfinite
 from .program import Leaves, Program, StepOptions, of_model
 from .state import (

@@ -121,11 +121,7 @@ def is_mean(x: Any) -> bool:
 
 
 def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
-    """The number to differentiate: a scalar, the mean of a vector, or the total of a `Mean`.
-
-    Raises:
-        TypeError: it is none of the three.
-    """
+    """The number to differentiate: a scalar, the mean of a vector, or the total of a `Mean`; else a `TypeError`."""
     what = type(loss).__name__
     if is_mean(loss):
         what = f"a jdp.Mean of a {type(loss.total).__name__} and a {type(loss.count).__name__}"
@@ -153,13 +149,9 @@ def terms(
 ) -> tuple[Forms, list[Any], list[Any]]:
     """The terms of one microbatch of so many rows (None: nothing is cut) of `total`, which weighs `weight`.
 
-    They are their forms, what is added up, and what has entries per row.
-
-    `more` gives the shapes of `(loss, aux)` for a microbatch of so many rows more: what follows them is told by that,
-    never by sizes that happen to be equal.
-
-    Raises:
-        TypeError: a value that is none of the forms, or of which it cannot be told what it is, with its path.
+    They are their forms, what is added up, and what has entries per row. `more` gives the shapes of `(loss, aux)` for
+    so many rows more: what follows the rows is told by that, never by sizes that happen to be equal. Where it cannot be
+    told, a `TypeError` names the path.
     """
     number = loss_value(loss, rows, verb)
     followed = Followed((loss, aux), rows, total, more)

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from .._core.gather import join
+from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import on_replicas
 from .._core.programs import Compiled, dispatch, kept
@@ -21,8 +22,8 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
-from .arguments import Divided, Division, assemble, divide, entries, loss_of
 from .gradients import Gradients, gradients
+from .loss import Divided, Division, assemble, divide, loss_of
 from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
 

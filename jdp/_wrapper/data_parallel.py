@@ -12,6 +12,7 @@ from flax import nnx
 from .._core.devices import Device, DeviceLike, Devices, named_once, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
+from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated
@@ -21,7 +22,7 @@ from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
 from .._model.config import Config, kind_of
-from .._model.nnx import Beside
+from .._model.nnx import Held
 from .._train.parallel import parallel
 from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
@@ -198,7 +199,7 @@ class DataParallel(nnx.Module, Generic[M]):
         nodes += given
         if nodes:  # a model, an nnx.Rngs: whole on every replica, and updated
             graph, *states = nnx.split(nodes)
-            whole = Beside(whole, graph, tuple(states))
+            whole = Held(whole, graph, tuple(states))
         try:
             out = self._forward(whole, args, kwargs, stateful, cut, variables if nodes else None)
         except Exception as error:
@@ -216,14 +217,8 @@ class DataParallel(nnx.Module, Generic[M]):
         config = self._config
         axes = None
         if config.in_axes is not None:
-            in_axes = config.in_axes
-            in_axes = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(inputs)
-            if len(in_axes) != len(inputs):
-                raise ValueError(
-                    f"jdp.DataParallel: in_axes has {len(in_axes)} entries for {len(inputs)} arguments; as in "
-                    f"jax.vmap each positional argument has one. Pass in_axes of that length."
-                )
-            axes = (in_axes, config.dim)
+            in_axes = entries("DataParallel", config.in_axes, len(inputs), "in_axes", "arguments")
+            axes = (tuple(in_axes), config.dim)
         own = devices is config.devices
         mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
         roots = ("args", "kwargs")
@@ -248,7 +243,7 @@ class DataParallel(nnx.Module, Generic[M]):
             kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
         mesh = self._config.mesh
         inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
-        program = self._config.program(self.module, type(replicas) is Beside)
+        program = self._config.program(self.module, type(replicas) is Held)
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
@@ -342,7 +337,7 @@ class DataParallel(nnx.Module, Generic[M]):
             for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
         }
         sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
-        params = Beside(_nnx.StandIn(0), graph, (*cut.values(), sown, rest))
+        params = Held(_nnx.StandIn(0), graph, (*cut.values(), sown, rest))
         out, updates = self._forward(params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
         nnx.update(nodes, updates)
         return out
@@ -356,7 +351,7 @@ class DataParallel(nnx.Module, Generic[M]):
         cut: Mapping[str, Scattered],
         home: Tree = None,
     ) -> Any:
-        """The four steps; with parameters `Beside` NNX objects what it returns, and the updates of these.
+        """The four steps; with parameters beside NNX objects what it returns, and the updates of these.
 
         `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
         the parameters tells where results go, if not all of them do.
@@ -366,7 +361,7 @@ class DataParallel(nnx.Module, Generic[M]):
         _refuse_other_rows(cut, inputs, kw)
         replicas = self.replicate(params, self.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
-        in_place, beside = replicas is params, type(params) is Beside
+        in_place, beside = replicas is params, type(params) is Held
         if in_place and not cut and not beside and self._takes_own_steps:
             remember(self, args, kwargs, inputs, kw)
         stay = self._stays(params, params if home is None else home, in_place)

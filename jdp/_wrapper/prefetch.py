@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._core.agreement import layout_of_all, without_rows
-from .._core.devices import own_mesh, processes_of, spans_processes
+from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
+from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
@@ -22,7 +22,6 @@ from .._core.scatter import Cutting, Prepared, filled, flat, prepare
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
-from .._processes.agree import Pending, begin, finish, outline_of_others
 from .._processes.coordination import DesyncError
 
 
@@ -190,7 +189,8 @@ def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.rows
-            pending = begin(processes_of(mesh), "prefetch", rows, None if batch is None else batch.outline, failed)
+            outline, never = (None, last is None) if batch is None else (batch.outline, False)
+            pending = begin(mesh, "prefetch", rows, outline, failed, never)
             told.append((batch, pending, failed))
         batch, pending, mine = told.popleft()
         try:
@@ -199,15 +199,12 @@ def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh
             if mine is not None:
                 raise mine from None
             raise
-        if not agreed.digests:
+        if agreed.is_over:
             return
         if batch is None:
-            if last is None:
-                batch = prepare(without_rows(outline_of_others(processes_of(mesh), agreed), "prefetch"))
-            else:
-                batch = _without_rows(last)
+            batch = prepare(without_rows(agreed.outline, "prefetch")) if last is None else _without_rows(last)
         last = batch
-        s = filled(batch.arrays, layout_of_all(batch.layout, mesh, agreed.rows))
+        s = filled(batch.arrays, layout_of_all(batch.layout, mesh, agreed.sizes))
         yield put_nodes(leaf_by_leaf(s), batch.nodes)
 
 

@@ -4,7 +4,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from laws import free_port
 
 import jdp
 
@@ -27,9 +27,7 @@ class Workers:
     """Python processes that run one script with a rank each; none of them outlives the test."""
 
     def __init__(self, script, n, *args):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-u", "-c", textwrap.dedent(script)]
         self.all = [
             subprocess.Popen(

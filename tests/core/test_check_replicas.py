@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from laws import free_port
 
 from jdp._core.fingerprint import _program, check_replicas, fingerprint, start
 
@@ -159,9 +159,7 @@ PROCESS = """
 
 @pytest.mark.full
 def test_two_processes_raise_the_same_error():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop("NPROC", None)
     command = [sys.executable, "-c", textwrap.dedent(PROCESS)]

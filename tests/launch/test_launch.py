@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from jdp._launch import environment, output, workers
-from jdp._launch.options import Job, parse
+from jdp._launch import output, workers
+from jdp._launch.options import Job, environments, gpus_to_divide, parse
 from jdp._launch.protocol import FOR_ANOTHER
 
 ROOT = Path(__file__).parents[2]
@@ -190,19 +190,19 @@ def test_cpu_devices_get_two_threads_each_and_no_second_answer():
         "PJRT_NPROC": "3",
         "JAX_PLATFORMS": "cuda",
     }
-    envs = environment.environments(job(cpu_devices=4), 0, 0, base)
+    envs = environments(job(cpu_devices=4), 0, 0, base)
     for env in envs:
         assert env["XLA_FLAGS"] == "--a=1 --b" and "PJRT_NPROC" not in env
         assert (env["JAX_PLATFORMS"], env["JAX_NUM_CPU_DEVICES"], env["NPROC"]) == ("cpu", "4", "8")
-    (env, _) = environment.environments(job(cpu_devices=4), 0, 0, {"NPROC": "32", "XLA_FLAGS": "--c"})
+    (env, _) = environments(job(cpu_devices=4), 0, 0, {"NPROC": "32", "XLA_FLAGS": "--c"})
     assert env["NPROC"] == "32" and env["XLA_FLAGS"] == "--c"
-    (env, _) = environment.environments(job(), 0, 0, base)
+    (env, _) = environments(job(), 0, 0, base)
     assert env["XLA_FLAGS"] == base["XLA_FLAGS"] and env["JAX_PLATFORMS"] == "cuda" and "NPROC" not in env
 
 
 def test_gpus_are_divided_evenly(place, monkeypatch):
     def gpus(processes=2, **env):
-        return environment.gpus_to_divide(job(processes=processes), env)
+        return gpus_to_divide(job(processes=processes), env)
 
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,6,7") == 4
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,-1,7") == 2  # CUDA stops at the -1
@@ -214,10 +214,10 @@ def test_gpus_are_divided_evenly(place, monkeypatch):
         gpus(CUDA_VISIBLE_DEVICES="0,1,2")
     with pytest.raises(ValueError, match="1 GPUs and 2 processes"):
         gpus(CUDA_VISIBLE_DEVICES="0")
-    ids = [e.get("JAX_LOCAL_DEVICE_IDS") for e in environment.environments(job(), 0, 4, {})]
+    ids = [e.get("JAX_LOCAL_DEVICE_IDS") for e in environments(job(), 0, 4, {})]
     assert ids == ["0,1", "2,3"]
     user = {"JAX_LOCAL_DEVICE_IDS": "7"}
-    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in environment.environments(job(), 0, 4, user)] == ["7", "7"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in environments(job(), 0, 4, user)] == ["7", "7"]
     smi = place / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: a)'\necho '  MIG 1g.5gb Device 0: (UUID: b)'\necho 'GPU 1: X'\n")
     smi.chmod(smi.stat().st_mode | stat.S_IXUSR)

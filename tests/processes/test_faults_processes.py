@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from laws import free_port
 
 pytestmark = [
     pytest.mark.faults,
@@ -160,12 +161,6 @@ def plain(rank, port):
         "NPROC": "8",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def marked(mark):

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(script, *args):
-    # conftest's, for 8 devices and quick compiling: with LLVM's optimization these take a third of the time
+    # conftest's, for 8 devices and quick compiling: with LLVM's optimization this takes a third of the time
     left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     env = {k: v for k, v in os.environ.items() if k not in left_out}
     env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), env.get("PYTHONPATH", "")])
