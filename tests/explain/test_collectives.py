@@ -282,6 +282,7 @@ def test_parameters_that_cannot_be_told_apart_are_left_out():
     assert carried(scatter, {"v": ("f32", (2, 4))}) == ()
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("name", sorted(path.stem for path in HLO.glob("*.txt")))
 def test_what_is_saved_is_what_is_compiled_now(name):
     if not installed("jax_plugins.xla_cuda12" if name.startswith("gpu") else "libtpu"):

@@ -266,6 +266,7 @@ def described():
         pytest.skip(str(error))
 
 
+@pytest.mark.compilers
 def test_on_devices_that_are_not_there(described):
     dp = jdp.DataParallel(MODEL, described)
     variables = dp.init(jax.random.key(0), jnp.ones((1, 16)))
@@ -284,6 +285,7 @@ def test_on_devices_that_are_not_there(described):
         step.init(variables)
 
 
+@pytest.mark.compilers
 def test_nnx_on_devices_that_are_not_there(described):
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     dp = jdp.DataParallel(model, described)

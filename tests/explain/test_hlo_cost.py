@@ -156,6 +156,7 @@ print(sum(t.products.values()), t.flops, c.cost_analysis()["flops"])
 """
 
 
+@pytest.mark.compilers
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu: plan-tpu")
 def test_as_xla_counts_for_tpus():
     done = subprocess.run([sys.executable, "-c", LIVE], capture_output=True, text=True, env=os.environ, check=True)

@@ -325,6 +325,7 @@ def installed(module):
         return False
 
 
+@pytest.mark.compilers
 @pytest.mark.skipif(not installed("jax_plugins.xla_cuda12"), reason="no CUDA plugin: plan-gpu")
 def test_compiling_for_16384_gpus_takes_no_longer_than_for_8(script, capsys):
     command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json", "--hosts"]
@@ -337,6 +338,7 @@ def test_compiling_for_16384_gpus_takes_no_longer_than_for_8(script, capsys):
     assert min(seconds[16_384]) < 1.5 * min(seconds[8])
 
 
+@pytest.mark.compilers
 @pytest.mark.skipif(not installed("libtpu"), reason="no libtpu: plan-tpu")
 def test_a_plan_for_tpus(script, capsys):
     assert main(["plan", script(NNX), "--topology", "v5e", "--no-search", "--json", "--shapes", "2x2,4x4"]) == 0

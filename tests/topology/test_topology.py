@@ -48,6 +48,7 @@ def compiled(devices):
         return jax.jit(g).lower(w, x).compile().as_text()
 
 
+@pytest.mark.compilers
 @needs_gpus
 @pytest.mark.parametrize("name", GPUS)
 def test_programs_are_compiled_for_gpus_that_are_not_here(name):
@@ -58,6 +59,7 @@ def test_programs_are_compiled_for_gpus_that_are_not_here(name):
     assert re.search(r"all-reduce.*replica_groups=\{\{0,1,2,3,4,5,6,7,8,9,10,11\}\}", compiled(devices))
 
 
+@pytest.mark.compilers
 @needs_tpus
 @pytest.mark.parametrize(
     "name, shape, hosts", [("v4", "4x4x4", 16), ("v5e", "4x4", 4), ("v5p", "2x2x2", 2), ("v6e", "2x4", 2)]
@@ -71,6 +73,7 @@ def test_programs_are_compiled_for_tpus_that_are_not_here(name, shape, hosts):
         assert "all-reduce" in compiled(devices)
 
 
+@pytest.mark.compilers
 @needs_gpus
 def test_the_same_call_gives_the_same_devices():
     assert topology("h100") is topology("h100", hosts=1, per_host=8)
@@ -78,6 +81,7 @@ def test_the_same_call_gives_the_same_devices():
     assert jax.devices()[0].platform == "cpu"
 
 
+@pytest.mark.compilers
 @needs_tpus
 def test_libtpu_says_as_much_memory_as_the_chips_table():
     devices = topology("v5e", "2x2")
@@ -90,6 +94,7 @@ def test_libtpu_says_as_much_memory_as_the_chips_table():
     assert CHIPS["v5e"].memory_bytes == 15.75 * 2**30
 
 
+@pytest.mark.compilers
 @needs_gpus
 @needs_tpus
 def test_nothing_is_logged_and_no_variable_is_left():
@@ -108,6 +113,7 @@ def test_nothing_is_logged_and_no_variable_is_left():
         assert run.stderr.partition("begin\n")[2] == "end\n"
 
 
+@pytest.mark.compilers
 @needs_gpus
 def test_jax_may_have_started_without_the_plugin():
     code = "import jax; jax.devices()\nfrom jdp import topology\n"
@@ -207,6 +213,7 @@ with quiet():
     assert done.stderr.endswith("F0000 a.cc:2] Check failed: size > 0\nno newline") and "starting" not in done.stderr
 
 
+@pytest.mark.compilers
 @needs_gpus
 def test_a_wrapper_of_described_devices_leaves_the_model_where_it_is():
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -74,6 +74,7 @@ def by_hand(automatic=False):
     return run.lower(*state, S(BATCH.shape, BATCH.dtype, sharding=cut)).compile().as_text()
 
 
+@pytest.mark.compilers
 def test_on_eight_h100_every_gradient_travels_once_and_beside_the_backward_pass():
     report = explained()
     assert report.collective_bytes == BYTES + 4  # the loss
@@ -86,6 +87,7 @@ def test_on_eight_h100_every_gradient_travels_once_and_beside_the_backward_pass(
     assert under_backward(report.hlo) >= best - 4.1 / BYTES  # the loss comes before the backward pass there
 
 
+@pytest.mark.compilers
 def test_gradients_that_are_fewer_than_xla_waits_for_do_not_travel_last(monkeypatch):
     """A smaller model: all in one collective, behind the backward pass, if XLA is left alone."""
     width = WIDTH // 2
@@ -97,18 +99,21 @@ def test_gradients_that_are_fewer_than_xla_waits_for_do_not_travel_last(monkeypa
     assert under_backward(explained.__wrapped__().hlo) >= 0.5
 
 
+@pytest.mark.compilers
 def test_in_microbatches_too():
     report = explained(accumulate_steps=4)
     assert report.collective_bytes == BYTES + 4
     assert not any(c.in_loop for c in report.collectives)
 
 
+@pytest.mark.compilers
 def test_half_the_bytes_in_bfloat16():
     report = explained(reduce_dtype=jnp.bfloat16)
     assert report.collective_bytes == BYTES / 2 + 4
     assert report.in_flight >= 0.95
 
 
+@pytest.mark.compilers
 def test_reduce_scatters_do_not_wait_for_the_last_gradient():
     plain, report = explained(shard_optimizer=True, plain=True), explained(shard_optimizer=True)
     for found in (plain, report):
@@ -120,12 +125,14 @@ def test_reduce_scatters_do_not_wait_for_the_last_gradient():
     assert report.in_flight >= 0.8
 
 
+@pytest.mark.compilers
 def test_on_tpus_every_gradient_travels_once():
     report = explained("v5e", ("2x4",))
     assert report.collective_bytes == BYTES + 4
     assert sorted(p for c in report.collectives for p in c.parameters) == sorted(PARAMS)
 
 
+@pytest.mark.compilers
 def test_what_is_asked_of_the_compiler(devices, monkeypatch):
     mesh = make_mesh(tuple(devices))
     assert compiler_options(mesh, 1 << 30) == {}  # of CPUs nothing
