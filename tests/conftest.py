@@ -20,9 +20,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # the laws and what depends on versions with it, so that programs are tested as users have them, too.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # XLA:CPU's emitters for fused loops start MLIR anew for each program, which is half of the time to compile. The older
-# ones do not. A JAX that does not know the flag any more ends the process and says so: then this goes.
+# ones do not. A JAX that does not know the flag, as 0.12, ends the process.
 _flags = os.environ.get("XLA_FLAGS", "")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and "xla_cpu_use_fusion_emitters" not in _flags:
+_knows = importlib.metadata.version("jaxlib").startswith("0.10.") and "xla_cpu_use_fusion_emitters" not in _flags
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and _knows:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_cpu_use_fusion_emitters=false".strip()
 # JAX takes its own frames out of each traceback, and asks the file system about each frame for it: 30 ms an exception.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
