@@ -50,7 +50,8 @@ def under_backward(hlo):
     """The share of the collectives' bytes that is in flight while some of the backward pass runs."""
     module = parse(hlo)
     found = collectives(module)
-    names = [[module.computations[c.computation].by_name[n].op_name for n in c.overlapped] for c in found]
+    known = {name: x.op_name for computation in module.computations.values() for name, x in computation.by_name.items()}
+    names = [[known[name] for name in c.overlapped] for c in found]
     hidden = sum(c.bytes for c, n in zip(found, names, strict=True) if any("transpose(jvp" in x for x in n))
     return hidden / sum(c.bytes for c in found)
 
