@@ -219,7 +219,7 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
     if name == "batch_norm" and "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""):
-        pytest.skip("the older emitters fuse jdp's program and pmap's in other ways; .ci/run has it with the newer ones")
+        pytest.skip("XLA's older emitters round the two in other ways; .ci/run has it with the newer ones")
     step, state = STEPS[name]
     got, want, results = run(own(step, pmean), state)
     # What is kept of the primary's statistics, XLA fuses in another way; from JAX 0.12 on, all that is in the update.
