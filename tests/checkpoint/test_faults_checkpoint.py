@@ -18,9 +18,9 @@ import jdp
 
 pytestmark = pytest.mark.faults
 
-ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}
-ENV.pop("NPROC", None)  # conftest's, for 8 devices
 ROOT = str(pathlib.Path(jdp.__file__).parent.parent)
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/checkpoint"}
+ENV.pop("NPROC", None)  # conftest's, for 8 devices
 
 
 class Workers:
@@ -72,7 +72,6 @@ def arrays(step):
 
 SAVE = """
     import sys
-    sys.path.insert(0, "tests/checkpoint")
     import jdp, jax
     from test_faults_checkpoint import arrays
     put = lambda tree: {k: v if v.dtype == "int64" else jax.device_put(v) for k, v in tree.items()}
