@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
-from .._processes.exchange import Call, by_value, exchange_of, limits
+from .._processes.exchange import Call, by_value, exchange_of
+from .._processes.watch import limits
 from .devices import own_replicas, processes_of, replicas_of
 from .inputs import name_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from .options import Job, environments, gpus_to_divide, parse
 from .output import Printer, Reader
+from .protocol import WAITED
 from .workers import Crew, Events, Guard, Worker
 
 
@@ -127,7 +128,7 @@ def _pause(job: Job, events: Events) -> int | None:
 
 
 def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
-    said = f"{culprit.end()}, before any other"
+    said = culprit.end() if culprit.code == WAITED else f"{culprit.end()}, before any other"
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
     last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
     if last_words:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from . import guard as _launch_guard
-from .protocol import FOR_ANOTHER
+from .protocol import FOR_ANOTHER, WAITED
 
 
 @dataclasses.dataclass
@@ -32,6 +32,8 @@ class Worker:
     def end(self) -> str:
         """How it ended, in words."""
         how = f"failed with exit code {self.code}"
+        if self.code == WAITED:
+            how = "gave up, for it waited in vain for another,"
         if self.code is not None and self.code < 0:
             how = f"was ended by signal {-self.code}"
             with contextlib.suppress(ValueError):
@@ -134,8 +136,9 @@ class Crew:
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
         # And process 0 stays until all have heard that it has failed, who then end before it does.
-        def blame(worker: Worker) -> tuple[bool, bool, float]:
-            return worker.code != -signal.SIGKILL, worker.code in (FOR_ANOTHER, -signal.SIGTERM), worker.ended
+        def blame(worker: Worker) -> tuple[bool, bool, bool, float]:
+            others = worker.code in (FOR_ANOTHER, -signal.SIGTERM)
+            return worker.code != -signal.SIGKILL, others, worker.code == WAITED, worker.ended
 
         return min(failed, key=blame, default=None)
 

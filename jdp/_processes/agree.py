@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from .coordination import DesyncError
-from .exchange import Exchange, by_value, exchange_of, limits
+from .exchange import Exchange, by_value, exchange_of
+from .watch import limits, watch
 
 CONTAINERS = "containers"
 
@@ -38,6 +39,7 @@ def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -
             exchange = exchange_of(processes)
             lowered = program.lower(*args)
             _compare(lowered.as_text(), _operands(args, roots, names), devices, exchange, label)
+            watch.compiling(True)
             lowered.compile()
             exchange.tell(f"{label} (compiled)", "", limits.compile)
             seen.add(key)

@@ -15,6 +15,12 @@ class DesyncError(RuntimeError):
     __module__ = "jdp.distributed"
 
 
+class AbsentError(DesyncError):
+    """A process has waited in vain for another, and has not failed itself."""
+
+    __qualname__ = __name__ = "DesyncError"
+
+
 def client() -> Any:
     """The client of JAX's coordination service; None where JAX runs as one process."""
     return job().client
@@ -62,8 +68,8 @@ def _value(absent: str | None, call: Any, *args: Any) -> Any:
         if absent is not None and absent in str(error):
             return None
         raise DesyncError(
-            f"jdp: process 0, through which the processes tell each other, has ended ({str(error).splitlines()[0]}). "
-            f"Its own output says why."
+            f"jdp: process 0, through which the processes tell each other, has ended, or is "
+            f"out of reach ({str(error).splitlines()[0]}). Its own output says why, or look at the network."
         ) from error
 
 

@@ -12,17 +12,9 @@ from typing import Any
 
 import jax
 
-from .coordination import DesyncError, delete, ended, get, put, under
+from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
+from .watch import limits, named, watch
 
-
-class Limits:
-    """Seconds to wait for the other processes; `jdp.distributed.initialize` sets them."""
-
-    def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
-        self.step, self.start, self.compile = step, start, compile
-
-
-limits = Limits()
 _SLICE = 1.0  # seconds after which a process that waits says so, and looks who has not come, or has ended
 _KEPT = 64  # entries that a process leaves in the coordination service, before it deletes the oldest
 
@@ -52,11 +44,20 @@ class Exchange:
             )
         self._number += 1
         Exchange.calls += 1
+        watch.moved(self._group, what)
         return Call(self, what, f"{self._group}/{self._number}")
 
     def tell(self, what: str, entry: Any, seconds: float) -> dict[int, Any]:
         """Leaves an entry for the next call, and gives those of all processes; raises as `Call.wait` does."""
         return self.next_call(what).tell(entry, seconds)
+
+    def come_to(self, program: str) -> None:
+        """This process is about to run a program, as all are."""
+        watch.moved(self._group, program)
+
+    def dispatched(self, output: jax.Array) -> None:
+        """That program runs; this is one of its outputs."""
+        watch.dispatched(self._group, self.processes, output)
 
     def leave(self, key: str, text: str) -> None:
         put(key, text)
@@ -129,27 +130,38 @@ class Call:
         Raises:
             DesyncError: a process did not come to this call within so many seconds, has ended, or makes another call.
         """
-        end = time.monotonic() + seconds + 2 * _SLICE  # who waits has said so by then
-        while not ready(_SLICE):
-            gone = ended()
-            found = self.entries()
-            if self.exchange.here not in found:
-                self.leave()
-            absent = [p for p in self.exchange.processes if p not in found and p != self.exchange.here]
-            if gone & {*absent} or absent and time.monotonic() > end:
-                raise DesyncError(self._text([p for p in absent if p in gone] or absent, gone))
+        with watch.waiting(self.what, seconds + 2 * _SLICE) as is_over:  # who waits has said so by then
+            while not ready(_SLICE):
+                gone = ended()
+                found = self.entries()
+                if self.exchange.here not in found:
+                    self.leave()
+                absent = [p for p in self.exchange.processes if p not in found and p != self.exchange.here]
+                if gone & {*absent}:
+                    raise DesyncError(self._text([p for p in absent if p in gone], "has ended its program"))
+                if is_over():
+                    self._give_up(absent)
 
-    def _text(self, absent: list[int], gone: set[int]) -> str:
-        several = len(absent) > 1
-        how = f"process{'es' * several} {', '.join(map(str, absent))}"
-        if gone >= {*absent}:
-            how += " have ended their programs" if several else " has ended its program"
+    def _give_up(self, absent: list[int]) -> None:
+        """Raises, unless those who have not come compile a program, or all have come, and are well."""
+        silent = watch.silent(self.exchange.processes)
+        late = [p for p in absent if not watch.compiles(p)]
+        seconds = time.monotonic() - self._began
+        if silent:
+            text = self._text(silent, watch.why_silent(silent))
+        elif late:
+            text = self._text(late, f"did not come to this call within {seconds:.0f} s")
+        elif not absent and seconds > limits.compile:
+            text = f"jdp.{self.what}: all processes have come to it; the devices, or the network between them, stand still."
         else:
-            how += f" did not come to this call within {time.monotonic() - self._began:.0f} s"
+            return
+        raise AbsentError(text)
+
+    def _text(self, absent: list[int], how: str) -> str:
         return (
-            f"jdp.{self.what}: {how}, and process {self.exchange.here} waits there; all processes make the same "
-            f"calls in the same order. Iterate over dp.prefetch(batches), which goes on until all have run out of "
-            f"data; for work that takes one process longer, jdp.distributed.initialize(timeout=...)."
+            f"jdp.{self.what}: {named(absent)} {how}, and process {self.exchange.here} waits there; all processes make "
+            f"the same calls in the same order. Iterate over dp.prefetch(batches), which goes on until all have run "
+            f"out of data; for work that takes one process longer, jdp.distributed.initialize(timeout=...)."
         )
 
 
@@ -163,7 +175,4 @@ def by_value(entries: Mapping[int, Any]) -> str:
     merged: dict[str, list[int]] = {}
     for process, value in sorted(entries.items()):
         merged.setdefault(str(value), []).append(process)
-    return "; ".join(
-        f"process{'es' * (len(p) > 1)} {', '.join(map(str, p))} {'have' if len(p) > 1 else 'has'} {value}"
-        for value, p in merged.items()
-    )
+    return "; ".join(f"{named(p)} {'have' if len(p) > 1 else 'has'} {value}" for value, p in merged.items())

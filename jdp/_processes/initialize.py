@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import sys
@@ -12,8 +13,8 @@ import jax
 
 from .._jax.private import absent_are_named, found_by_cluster
 from .coordination import own_process, process_count
-from .exchange import limits
 from .last_words import install
+from .watch import limits
 
 
 def initialize(
@@ -21,9 +22,9 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    timeout: float = 20,
+    timeout: float | None = 20,
     start_timeout: float = 60,
-    heartbeat_timeout: int = 8,
+    heartbeat_timeout: int = 60,
     shutdown_timeout: int = 60,
     thread_guard: bool = True,
     quiet: bool = False,
@@ -50,21 +51,23 @@ def initialize(
 
     * an exception: the process prints it, tells the others, and ends (JAX would wait in its exit for the others);
       they print whose it was, and end.
-    * a dead process: its heartbeats stop, and the others end after `heartbeat_timeout`; mostly sooner, for a
-      collective breaks.
-    * a stuck process: the others wait `timeout` at their next call of jdp and raise a `jdp.distributed.DesyncError`
-      that names it; inside of a collective on CPU they wait as long (on GPUs NCCL's own time-out holds).
+    * a dead process: a collective breaks, and the others raise an error or end.
+    * a stuck or stopped process, or a network that is cut: the others wait `timeout` for it. At a call of jdp they
+      raise a `jdp.distributed.DesyncError` that names it; where they wait for a program that was dispatched, each says
+      who has not come to it, or gives no sign of life, and ends with exit code 76. No time-out of NCCL or Gloo is
+      needed. A process that compiles a program is not late.
     * a second thread, whose calls would mix with the first's into wrong sums, gets a `RuntimeError`.
 
     Args:
         coordinator_address: `"host:port"` of process 0. Default: what the launcher or the cluster says.
         num_processes: how many there are; likewise.
         process_id: which this one is, from 0; likewise.
-        timeout: seconds that a process waits for the others at a call of jdp, or in a collective on CPU. Longer,
-            where one of them does long work alone between two steps (evaluates, or writes).
+        timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
+            Longer, where one of them does long work alone between two steps (evaluates, or writes); None: for ever.
         start_timeout: seconds that it waits for the others to start, and at the first call of each kind. Where one
             does not start, JAX names it in the log, and ends the process with SIGABRT.
-        heartbeat_timeout: seconds without a heartbeat after which a process is dead.
+        heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
+            with SIGABRT. More than twice `timeout`, for the words above to come first.
         shutdown_timeout: seconds that a process which has ended waits for the others to end.
         thread_guard: whether JAX refuses calls over several processes from any other thread than this one.
         quiet: whether process 0 does not print what was found.
@@ -94,8 +97,8 @@ def initialize(
         job = _job(coordinator_address, num_processes, process_id, int(start_timeout), options)
         if job is None:
             return
-    limits.step, limits.start = float(timeout), float(start_timeout)
-    _limit_collectives(timeout)
+    limits.step = math.inf if timeout is None else float(timeout)
+    limits.start = float(start_timeout)
     if job is not None:
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
     install()
@@ -235,14 +238,6 @@ def _refuse_taken_port(bind: str) -> None:
                     f"another coordinator_address (JAX_COORDINATOR_ADDRESS)."
                 ) from error
             # else there is no IPv6 here, or JAX says what is wrong
-
-
-def _limit_collectives(timeout: float) -> None:
-    """Adds XLA's limit for collectives between CPUs, unless the user has set one; its own is half an hour."""
-    flag = "--xla_cpu_collective_timeout_seconds"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={max(1, round(timeout))}".strip()
 
 
 def _found(address: str | None) -> str:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .._launch.protocol import FOR_ANOTHER
-from .coordination import DesyncError, client, left_key, now, own_process, process_count
+import jax
+
+from .._launch.protocol import FOR_ANOTHER, WAITED
+from .coordination import AbsentError, DesyncError, client, left_key, now, own_process, process_count
 from .exchange import Exchange
+from .watch import watch
 
 _FAILED = "jdp/failed"
 _GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
@@ -35,13 +38,15 @@ def install() -> None:
         else:
             before(kind, error, trace)
         _tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
-        _end(130 if interrupted else 1)
+        _end(130 if interrupted else WAITED if issubclass(kind, AbsentError) else 1)
 
     sys.excepthook = hook
     _note_exits()
     leaving = threading.Event()
     listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
+    threading.Thread(target=_time, args=(leaving,), name="jdp-watches", daemon=True).start()
+    jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
     atexit.register(_leave, leaving, listener)
 
 
@@ -104,6 +109,15 @@ def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
         listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
 
 
+def _time(leaving: threading.Event) -> None:
+    """Ends this process where it waits too long, and the coordination service does not say for whom."""
+    while not leaving.wait(0.5):
+        why = watch.is_cut_off()
+        if why is not None:
+            print(why, file=sys.stderr)
+            _end(WAITED)
+
+
 def _short(what: str) -> str:
     line = what.splitlines()[0]
     return line if len(line) <= 120 else line[:117] + "..."
@@ -115,16 +129,20 @@ def _pause() -> float:
 
 
 def _listen(leaving: threading.Event) -> None:
-    """Looks for word of a failure, and ends this process, too."""
+    """Looks for word of a failure, and ends this process, too; or where it waits too long for the others."""
     while not leaving.wait(_pause()):
         if client() is None:
             return  # jax.distributed.shutdown, which the program has called
         try:
-            word = now(_FAILED)
+            word, why = now(_FAILED), watch.look()
         except DesyncError:
-            return  # the coordination service is gone, and JAX ends the process for it
+            continue  # the coordination service is gone, and JAX ends the process for it; or is out of reach
         if word is not None:
             break
+        if why is not None:
+            print(why, file=sys.stderr)
+            _tell(why)
+            _end(WAITED)
     else:
         return
     process, what = json.loads(word)

@@ -172,6 +172,63 @@ def case_asleep():
     train(after=at_the_step(sleep))
 
 
+def ahead(do, count=AT + 3):
+    """Trains on batches that are agreed on ahead, and does something between a batch and its step."""
+    dp = jdp.DataParallel(linear)
+    step = dp.train_step(mse, optax.sgd(0.1))
+    state = step.init(variables())
+    for k, batch in enumerate(dp.prefetch(batch_of(HERE, k) for k in range(count)), 1):
+        do(k)
+        state, metrics = step(state, batch)
+        note("step", k=k, loss=float(metrics["loss"]))
+    note("end")
+
+
+def case_asleep_ahead():
+    def sleep():
+        note("fault")
+        sleep_for_ever()
+
+    ahead(at_the_step(sleep))
+
+
+def case_stopped_in():
+    """While the step runs on the device: the others have all come to it."""
+
+    def stop():
+        time.sleep(0.3)
+        note("fault")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    train(loss=slow_mse, before=at_the_step(lambda: threading.Thread(target=stop).start()))
+
+
+def case_compiles():
+    """One process compiles a program of its own for much longer than the others wait."""
+
+    def compile():
+        def long(x):
+            for i in range(450):
+                x = jnp.sin(x * float(i + 1)) @ x
+            return x
+
+        lowered, began = jax.jit(long).lower(jnp.ones((4, 4))), time.monotonic()
+        lowered.compile()
+        note("compiled", seconds=time.monotonic() - began)
+
+    ahead(at_the_step(compile))
+    train(5, before=at_the_step(compile))
+
+
+def case_network():
+    train(200, after=lambda k: time.sleep(0.1))
+    note("end")
+
+
+def case_network_for_ever():
+    train(after=lambda k: time.sleep(0.1))
+
+
 def case_shapes():
     def batch(k):
         if k == AT and culprit():
@@ -442,7 +499,8 @@ def before_it_starts():
 def main():
     note("begin", pid=os.getpid())
     before_it_starts()
-    jdp.distributed.initialize(**({"start_timeout": 10} if sys.argv[2] in ("absent", "port_taken") else {}))
+    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 3}}
+    jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 
 

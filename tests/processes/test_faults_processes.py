@@ -25,6 +25,8 @@ import optax
 import pytest
 from laws import free_port
 
+from jdp._launch.protocol import FOR_ANOTHER, WAITED
+
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for what is left behind"),
@@ -127,7 +129,7 @@ class Job:
 
     def _split(self):
         lines = self.logs["launcher"].read_text(errors="replace").splitlines()
-        at = next((i for i, line in enumerate(lines) if ", before any other" in line), len(lines))
+        at = next((i for i, line in enumerate(lines) if ", before any other" in line or ", for it waited in vain" in line), len(lines))
         return lines[:at], lines[at:]
 
     def news(self, rank):
@@ -320,6 +322,34 @@ def test_stopped(both, row):
             assert not [note for note in job.notes("step", rank=2) if note["time"] > began], str(job)
         assert 0 not in [p.returncode for p in job.processes.values()]
         row("rank 2 stopped (SIGSTOP)", job, seconds, lost[job.how])
+
+
+def test_asleep_between_a_batch_and_its_step(both, row):
+    """The others wait inside of a program that has been dispatched: no call of theirs is left to raise in."""
+    for job in both("asleep_ahead"):
+        seconds = job.ended(STUCK)
+        assert_named(job, 2)
+        codes = [job.code()] if job.how == "launch" else [job.code(r) for r in (0, 1, 3)]
+        assert WAITED in codes and {*codes} <= {WAITED, FOR_ANOTHER}, str(job)
+        said = "\n".join(line for r in (0, 1, 3) for line in job.printed(r))
+        assert re.search(r"jdp.train_step\S*: process \d has waited 2\d s for it, and process 2 did not come to it", said)
+        row("rank 2 sleeps for ever, between a batch and its step", job, seconds)
+
+
+@pytest.mark.parametrize("attempt", range(int(os.environ.get("JDP_FAULTS_STOPS", 1))))
+def test_stopped_inside_of_a_step(start, row, attempt):
+    """XLA waits there for half an hour, and NCCL for ever."""
+    job = start("stopped_in", rank=attempt % N, how="launch")
+    seconds = job.ended(STUCK)
+    assert_named(job, attempt % N)
+    assert job.code() == WAITED and "waited in vain" in job.report() and "before any other" not in job.report(), str(job)
+    row(f"rank {attempt % N} stopped (SIGSTOP) inside of a step", job, seconds)
+
+
+def test_a_process_that_compiles_is_not_late(start):
+    job = start("compiles", how="launch")
+    ended_well(job)
+    assert [note["seconds"] > 5 for note in job.notes("compiled", rank=2)] == [True, True], str(job)
 
 
 def test_never_starts(both, row):
