@@ -152,7 +152,10 @@ class Call:
         elif late:
             text = self._text(late, f"did not come to this call within {seconds:.0f} s")
         elif not absent and seconds > limits.compile:
-            text = f"jdp.{self.what}: all processes have come to it; the devices, or the network between them, stand still."
+            text = (
+                f"jdp.{self.what}: all processes have come to it {seconds:.0f} s ago; the devices, or the network "
+                f"between them, stand still. Run jdp doctor on each machine."
+            )
         else:
             return
         raise AbsentError(text)

@@ -140,8 +140,8 @@ class Watch:
         if waited < (_BEAT if own_process() == 0 else limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
-        if quiet := self.silent([*self._places], _SILENCE):
-            self._warn(f"{named(quiet)} {self.why_silent(quiet)}", quiet)
+        quiet = self.silent([*self._places], _SILENCE)
+        self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if pending is None or now - pending.since < limits.step:
             return None
         waited = now - pending.since
@@ -190,8 +190,8 @@ class Watch:
 
     def _warn(self, why: str, of: object) -> None:
         """Says what it sees, once; it may pass."""
-        if self._warned != of:
-            self._warned = of
+        before, self._warned = self._warned, of
+        if why and before != of:
             print(f"jdp: {why}; process {own_process()} waits", file=sys.stderr)
 
     def _tell(self) -> None:

@@ -32,13 +32,14 @@ class Machines:
             hosts = pathlib.Path("/etc/netns") / name / "hosts"  # what `ip netns exec` shows as /etc/hosts
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {platform.node()}\n")
-        ip("link", "add", "cable", "netns", self.names[0], "type", "veth", "peer", "name", "cable", "netns", self.names[1])
+        one, other = (["cable", "netns", name] for name in self.names)
+        ip("link", "add", *one, "type", "veth", "peer", "name", *other)
         for i, name in enumerate(self.names):
             ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "cable", "up")
 
-    def start(self, case, *options):
+    def start(self, case):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JDP_FAULTS_MARK": str(uuid.uuid4())}
         for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
             environ.pop(name, None)
@@ -47,7 +48,8 @@ class Machines:
             where = ["--node-rank", str(i), "--coordinator", "10.77.0.1:15500"]
             self.logs.append(self.folder / f"launcher{i}.log")
             with self.logs[-1].open("w") as log:
-                command = ["ip", "netns", "exec", name, *head, *where, *options, str(WORKER), str(self.folder), case, "0"]
+                script = [str(WORKER), str(self.folder), case, "0"]
+                command = ["ip", "netns", "exec", name, *head, *where, *script]
                 self.launchers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=ROOT))
 
     def notes(self, what):
@@ -129,7 +131,7 @@ def test_a_cut_for_good_is_named_on_both_machines(machines):
     codes, printed = machines.end(40)
     assert time.monotonic() - began < 30
     for said, text in zip(SAID, printed, strict=True):
-        assert f"s for it, and process" in text or "s for the others, and process" in text or "waits there" in text
+        assert "s for it, and process" in text or "s for the others, and process" in text or "waits there" in text
         assert said in text and "gave up, for it waited in vain for another" in text, str(machines)
         assert "before any other" not in text, str(machines)
     assert codes == [WAITED, WAITED]

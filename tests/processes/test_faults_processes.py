@@ -129,7 +129,8 @@ class Job:
 
     def _split(self):
         lines = self.logs["launcher"].read_text(errors="replace").splitlines()
-        at = next((i for i, line in enumerate(lines) if ", before any other" in line or ", for it waited in vain" in line), len(lines))
+        ends = ", before any other", ", for it waited in vain"
+        at = next((i for i, line in enumerate(lines) if any(end in line for end in ends)), len(lines))
         return lines[:at], lines[at:]
 
     def news(self, rank):
@@ -332,7 +333,8 @@ def test_asleep_between_a_batch_and_its_step(both, row):
         codes = [job.code()] if job.how == "launch" else [job.code(r) for r in (0, 1, 3)]
         assert WAITED in codes and {*codes} <= {WAITED, FOR_ANOTHER}, str(job)
         said = "\n".join(line for r in (0, 1, 3) for line in job.printed(r))
-        assert re.search(r"jdp.train_step\S*: process \d has waited 2\d s for it, and process 2 did not come to it", said)
+        waited = r"jdp.train_step\S*: process \d has waited 2\d s for it, and process 2 did not come to it"
+        assert re.search(waited, said), said
         row("rank 2 sleeps for ever, between a batch and its step", job, seconds)
 
 
@@ -342,7 +344,8 @@ def test_stopped_inside_of_a_step(start, row, attempt):
     job = start("stopped_in", rank=attempt % N, how="launch")
     seconds = job.ended(STUCK)
     assert_named(job, attempt % N)
-    assert job.code() == WAITED and "waited in vain" in job.report() and "before any other" not in job.report(), str(job)
+    assert job.code() == WAITED and "waited in vain" in job.report(), str(job)
+    assert "before any other" not in job.report(), str(job)
     row(f"rank {attempt % N} stopped (SIGSTOP) inside of a step", job, seconds)
 
 

@@ -1,0 +1,208 @@
+"""Who is named, and when, by those who wait for a program: by two and more watches with one clock and one service."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jdp._processes import watch as module
+from jdp._processes.watch import Limits, Watch
+
+ALL = (0, 1, 2)
+
+
+class Output(np.ndarray):
+    """What a program gives, ready or not."""
+
+    ready = False
+
+    def is_ready(self):
+        return self.ready
+
+    def is_deleted(self):
+        return False
+
+
+class Job:
+    """Processes that make calls and look for each other, a step of half a second at a time."""
+
+    def __init__(self, monkeypatch, limits):
+        self.now, self.here, self.keys, self.machines = 1000.0, 0, {}, {}
+        self.stopped, self.said, self.deaf = set(), {}, set()
+        monkeypatch.setattr(module, "limits", limits)
+        monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.jax, "Array", Output)
+        for name, value in {
+            "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
+            "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
+        }.items():
+            monkeypatch.setattr(module, name, value)
+        self.watches = {p: Watch() for p in ALL}
+
+    def come(self, processes=ALL, what="step"):
+        """These processes come to the next program, and dispatch it."""
+        outputs = []
+        for process in processes:
+            self.here, output = process, np.zeros(1).view(Output)
+            self.watches[process].moved("all", what)
+            self.watches[process].dispatched("all", ALL, output)
+            outputs.append(output)
+        return outputs
+
+    def go_on(self, seconds):
+        """Time passes; gives what each process said, and when, if it gave up."""
+        gave_up = {}
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            for process in set(ALL) - self.stopped:
+                self.here, watch = process, self.watches[process]
+                why = None if self.here in self.deaf else watch.look()
+                why = why or watch.is_cut_off()
+                if why and self.here not in gave_up:
+                    gave_up[self.here] = why
+        return gave_up
+
+
+@pytest.fixture
+def job(monkeypatch):
+    return Job(monkeypatch, Limits())
+
+
+def test_nobody_is_late_who_has_come(job):
+    """A long program, of which the watch cannot know how long: half an hour, then the devices stand still."""
+    job.come()
+    assert not job.go_on(1790)
+    found = job.go_on(20)
+    assert found.keys() == {*ALL}
+    for why in found.values():
+        assert "all processes have come to it: the devices, or the network between them, stand still" in why
+
+
+def test_what_has_ended_is_not_waited_for(job):
+    for output in job.come():
+        output.ready = True
+    assert not job.go_on(100)
+    first, second = job.come(), job.come()  # the newest counts, when what was watched has ended
+    job.go_on(1)
+    for output in first:
+        output.ready = True
+    job.go_on(1)
+    job.come((0,))
+    for output in second:
+        output.ready = True
+    assert "processes 1, 2 did not come to it" in job.go_on(30)[0]
+
+
+def test_who_does_not_come_is_named_after_the_timeout(job):
+    job.come()[0].ready = True
+    job.come((0, 1))
+    assert not job.go_on(19)
+    found = job.go_on(3)
+    assert found.keys() == {0, 1}
+    assert "jdp.step: process 0 has waited 2" in found[0]
+    assert "process 2 did not come to it (its last call: step" in found[0]
+
+
+def test_who_waits_for_another_is_not_to_blame(job):
+    """Of two that have not come the one that has come less far: the other waits for it."""
+    job.come()
+    job.come((1, 2))
+    job.come((1,))
+    job.watches[0].moved("all", "another")  # three calls before what process 2 waits for
+    job.watches[2].moved("all", "step")
+    job.watches[1].moved("all", "step")
+    job.come((1,))
+    found = job.go_on(30)
+    assert "process 0 did not come to it (its last call: another" in found[1]
+
+
+def test_who_comes_late_but_moves_is_waited_for(job):
+    """A loop that is many programs behind, and goes on."""
+    for _ in range(50):
+        job.come((0,))
+    for _ in range(10):
+        job.come((1, 2))
+        assert not job.go_on(15)
+
+
+def test_who_compiles_is_not_late(job):
+    job.come((0, 1))
+    job.here = 2
+    job.watches[2].compile_event("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="f")
+    assert not job.go_on(300)
+    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", 300.0)
+    assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
+
+
+def test_a_compilation_has_an_end(job):
+    job.come((0, 1))
+    job.watches[2].compiling(True)
+    assert not job.go_on(1790) and "process 2 did not come" in job.go_on(40)[0]
+
+
+@pytest.mark.parametrize("machine, words", [("a", "(stopped; on this machine)"), ("b", "network to another machine")])
+def test_who_gives_no_sign_of_life_is_named_though_it_had_come(job, capfd, machine, words):
+    job.machines[2] = machine
+    job.come()
+    job.go_on(1)
+    job.stopped = {2}
+    assert not job.go_on(18)
+    found = job.go_on(5)
+    assert "process 2 has given no sign of life for" in found[0] and words in found[0] and words in found[1]
+    assert capfd.readouterr().err.count("process 2 has given no sign of life") == 2  # each has said so once before
+
+
+def test_a_silence_that_passes_ends_nothing(job, capfd):
+    job.come()
+    job.go_on(1)
+    job.stopped = {2}
+    assert not job.go_on(17)
+    job.stopped = set()
+    assert not job.go_on(60)
+    job.stopped = {2}
+    job.go_on(9)
+    said = capfd.readouterr().err.splitlines()  # of each silence
+    assert len(said) == 4 and all("process 2 has given no sign of life" in line for line in said)
+
+
+def test_who_cannot_reach_process_0_says_so(job, capfd):
+    job.come()
+    job.go_on(2)
+    job.deaf = {1}
+    assert not job.go_on(17)
+    assert "process 0 does not answer: the network to its machine is cut" in job.go_on(3)[1]
+    assert capfd.readouterr().err.count("process 0 does not answer") == 1
+
+
+def test_a_call_that_waits_says_so_too(job):
+    with job.watches[1].waiting("call", 22):
+        job.deaf = {1}
+        assert not job.go_on(21)
+        assert job.go_on(3)[1].startswith("jdp.call: process 1 has waited 22 s for the others, and process 0 does not")
+    assert not job.go_on(100)
+
+
+def test_pythons_lock_held_for_long_is_no_silence_of_the_service(job):
+    """Neither thread runs meanwhile: the one that looks at the other's rounds has not looked itself."""
+    job.come()
+    job.go_on(2)
+    job.now += 100
+    job.here = 1
+    assert job.watches[1].is_cut_off() is None
+
+
+def test_no_timeout(monkeypatch):
+    job = Job(monkeypatch, Limits(step=math.inf))
+    job.come((0, 1))
+    job.stopped = {2}
+    assert not job.go_on(3000)
+
+
+def test_what_a_process_tells(job):
+    job.machines[1] = "b"
+    job.come((1,), "step.mse")
+    job.go_on(4)
+    place = json.loads(job.keys["jdp/at/1"])
+    assert place[1:3] == ["b", "step.mse"] and place[3] < 4 and place[4:] == [False, {"all": 1}]
