@@ -3,6 +3,7 @@
 In reading order:
 
     coordination.py  JAX's coordination service, as a few functions; `DesyncError`
+    watch.py         where each process is; who waits too long for the others learns where these are
     exchange.py      each process leaves a text for a call, and reads everybody's; who waits learns for whom
     agree.py         all processes are about to run the same program
     initialize.py    `jdp.distributed.initialize`: how a process joins the job

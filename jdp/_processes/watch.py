@@ -93,7 +93,7 @@ class Watch:
         self._since = time.monotonic()
         self._compiles_since = self._since if whether else None
 
-    def compile_event(self, event: str, _: float, **__: Any) -> None:
+    def compile_event(self, event: str, duration_secs: float, **_: Any) -> None:
         """Of `jax.monitoring`: between these two JAX compiles, the user's own programs too."""
         if event.endswith("/jaxpr_to_mlir_module_duration"):
             self.compiling(True)
