@@ -126,8 +126,8 @@ def _notes(facts: Mapping[str, Any], platform: str, n: int, environ: Mapping[str
     if platform == "cpu" and address.startswith("127.0."):
         yield (
             f"the hostname {facts['hostname']} stands for {address}: processes of other machines that meet this one on "
-            f"CPU (Gloo) fail with 'Connection refused'. For jobs over several machines, let /etc/hosts have the address "
-            f"that the others see: 10.0.0.5 {facts['hostname']}."
+            f"CPU (Gloo) fail with 'Connection refused'. For jobs over several machines, let /etc/hosts have the "
+            f"address that the others see: 10.0.0.5 {facts['hostname']}."
         )
     if platform in GPU and n >= 2 and not facts.get("nvlink"):
         yield (

@@ -1,4 +1,5 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or constant.
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
+constant.
 
 Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
 changes. `tests/jax/test_private.py` has a test for each name, which fails where a new version changes it.
@@ -234,12 +235,14 @@ def keep_programs(programs: Any, folder: str) -> bool:
     def get_file_cache(path: str) -> Any:
         return (programs, path) if path == folder else make(path)  # the user's own, who has told JAX later
 
-    importlib.import_module("jax._src.compilation_cache").get_file_cache = get_file_cache
+    module: Any = importlib.import_module("jax._src.compilation_cache")
+    module.get_file_cache = get_file_cache
     write = _found("jax._src.compiler", "_cache_write")
     if write is not None:
         # The same function, in which every process is process 0.
         alone = types.SimpleNamespace(global_state=Job())
         every = types.FunctionType(write.__code__, {**write.__globals__, "distributed": alone}, write.__name__)
-        importlib.import_module("jax._src.compiler")._cache_write = every
+        module = importlib.import_module("jax._src.compiler")
+        module._cache_write = every
     jax.config.update("jax_compilation_cache_dir", folder)  # else JAX does not ask
     return True

@@ -235,8 +235,8 @@ def test_what_is_started_is_said_first(monkeypatch, place):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     launcher = start("-n", "2", "--devices-per-process", "3", script="print(os.environ['JDP_COMPILATION_CACHE'])")
     code, out, err = ended(launcher, first=False)
-    want = rf"jdp launch: 2 processes of script\.py, 3 CPU devices each, meeting at 127\.0\.0\.1:\d+; compiled programs in "
-    assert code == 0 and re.fullmatch(rf"{want}{place}/jdp\n", err)
+    want = r"jdp launch: 2 processes of script\.py, 3 CPU devices each, meeting at 127\.0\.0\.1:\d+; compiled programs"
+    assert code == 0 and re.fullmatch(rf"{want} in {place}/jdp\n", err)
     assert sorted(out.splitlines()) == [f"[{i}] {place}/jdp" for i in range(2)]
 
 
@@ -249,7 +249,7 @@ def test_what_is_started_is_said_first(monkeypatch, place):
         ("-n 1 --compilation-cache none script.py", {}, "1 process of script.py; compiled programs are not kept"),
         ("-n 1 --compilation-cache /d script.py", {}, "in /d"),
         ("-n 1 script.py", {"JAX_COMPILATION_CACHE_DIR": "/own"}, "in /own"),
-        ("-n 2 script.py", {"CUDA_VISIBLE_DEVICES": "0,1"}, "2 processes of script.py, 1 GPU each, meeting at 127.0.0.1:"),
+        ("-n 2 script.py", {"CUDA_VISIBLE_DEVICES": "0,1"}, "2 processes of script.py, 1 GPU each, meeting at 127."),
         (
             "-n 2 --nnodes 2 --node-rank 1 --coordinator h:1 script.py", {},
             "2 processes of script.py on this machine, node 1 of 2, meeting at h:1; ",
@@ -564,7 +564,7 @@ def test_nothing_is_left_when_only_some_processes_can_be_started():
     limited = ["sh", "-c", 'ulimit -n 25; exec "$@"', "sh", *command]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(r"jdp launch: 20 .*\njdp launch: error: the processes cannot be started: .*Too many open files\n", done.stderr)
+    assert re.fullmatch(r"jdp launch: 20 .*\njdp launch: error: .* be started: .*Too many open files\n", done.stderr)
 
 
 # Restarts
@@ -611,8 +611,8 @@ def test_who_cannot_be_started_again_is_left_out(monkeypatch):
     assert sorted(line for line in out.splitlines() if line[4] == "2") == ["[0] 2 2 0", "[1] 2 2 2"]
     first, second = err.splitlines()
     assert re.fullmatch(r"jdp launch: rank 1 .* 7 after .* s; all 3 processes start again \(restart 1 of 3\)", first)
-    said = r"jdp launch: rank 1 .* 7 after .* s, for the second time running, and is left out; 2 of 3 go on \(restart 2 of 3\)"
-    assert re.fullmatch(said, second)
+    then = r"for the second time running, and is left out; 2 of 3 go on \(restart 2 of 3\)"
+    assert re.fullmatch(rf"jdp launch: rank 1 .* 7 after .* s, {then}", second)
 
 
 def test_no_more_are_left_out_than_may_be(monkeypatch):
@@ -829,7 +829,7 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
         ("-n 2 --max-restart 1 script.py", "arguments"),
         ("-n 2 --min-processes 0 script.py", "--min-processes is 0; a job has 1 process or more"),
         ("-n 2 --min-processes 3 --max-restarts 2 script.py", r"--min-processes is 3 with -n 2; a job never grows\."),
-        ("-n 2 --min-processes 1 --max-restarts 1 script.py", "--min-processes is 1 with --max-restarts 1; .* Pass --max"),
+        ("-n 2 --min-processes 1 --max-restarts 1 script.py", "--min-processes is 1 with --max-restarts 1; .* Pass"),
         (
             "-n 2 --min-processes 1 --max-restarts 2 --nnodes 2 --node-rank 0 --coordinator h:1 script.py",
             "--min-processes is 1 with --nnodes 2; the launchers do not talk to each other",

@@ -1,4 +1,4 @@
-"""Compiled programs are kept: what comes back is what was put there, whatever happens, and a restart compiles nothing."""
+"""Compiled programs are kept: what comes back is what was put there, whatever happens; a restart compiles nothing."""
 
 import json
 import os
