@@ -122,6 +122,18 @@ def _notes(facts: Mapping[str, Any], platform: str, n: int, environ: Mapping[str
             f"{', '.join(proxies)} is set and no_proxy spares neither side of jax.distributed: processes may wait for "
             f"each other through the proxy. Add localhost,127.0.0.1 and the coordinator's address to no_proxy."
         )
+    address = facts.get("address") or ""
+    if platform == "cpu" and address.startswith("127.0."):
+        yield (
+            f"the hostname {facts['hostname']} stands for {address}: processes of other machines that meet this one on "
+            f"CPU (Gloo) fail with 'Connection refused'. For jobs over several machines, let /etc/hosts have the "
+            f"address that the others see: 10.0.0.5 {facts['hostname']}."
+        )
+    if platform in GPU and n >= 2 and not facts.get("nvlink"):
+        yield (
+            f"{n} GPUs without NVLink are driven by one process: that has been seen to hang in collectives where a "
+            f"process for each GPU did not. If yours hang: jdp launch -n {n} train.py."
+        )
     if platform in GPU:
         yield from _notes_for_gpus(n, environ)
 

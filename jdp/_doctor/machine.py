@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -45,8 +46,18 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
             for k, v in sorted(environ.items())
             if SETTINGS.fullmatch(k) and k not in OURS
         },
-        **nvidia_smi(),
+        "hostname": socket.gethostname(),
+        "address": address(),
+        **(found := nvidia_smi()),
+        "nvlink": len(found["gpus"]) > 1 and nvlink(),
     }
+
+
+def address() -> str | None:
+    """What the hostname stands for, as Gloo finds it; `None` where nothing says."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return None
 
 
 def memory() -> tuple[int | None, int | None]:
@@ -89,3 +100,11 @@ def nvidia_smi(seconds: float = 10) -> dict[str, Any]:
         return {"gpus": [], "gpus_error": f"nvidia-smi fails: {' '.join(printed.split())[:300]}"}
     rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines() if line.strip()]
     return {"gpus": [dict(zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]}
+
+
+def nvlink(seconds: float = 10) -> bool:
+    """Whether NVLink joins GPUs of this machine; `False` where `nvidia-smi` does not say so."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=seconds)
+        return re.search(r"\bNV\d+\b", topology.stdout) is not None
+    return False

@@ -1,4 +1,5 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: ten names, each behind a function or constant.
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
+constant.
 
 Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
 changes. `tests/jax/test_private.py` has a test for each name, which fails where a new version changes it.
@@ -13,6 +14,7 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 8. `jax._src.lib._jax.get_distributed_runtime_service`: `absent_are_named`
 9. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 10. `__captures__` of an NNX object: `CAPTURES`
+11. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import contextlib
 import functools
 import importlib
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -213,3 +216,33 @@ def is_tabulated(wrapper: Any) -> bool:
     Tried: nothing public tells the method that runs who has called it.
     """
     return hasattr(wrapper, "_nnx_tabulate_id")
+
+
+def keep_programs(programs: Any, folder: str) -> bool:
+    """Has JAX ask `programs.get(key)` before it compiles, and tell `programs.put(key, data)` what it has compiled.
+
+    False where this version of JAX has no place for that: then each start compiles its programs again.
+
+    Tried: JAX's own cache, by its options. It writes into the final file, so who is killed meanwhile leaves a damaged
+    one, which JAX reads, and warns of, at every start from then on. Its files have no checksum of their own: with the
+    package zstandard, of 30 flipped bits four ended the process and one gave other numbers. Only process 0 writes; on
+    CPU each process has keys of its own, and all others compile everything at every start.
+    """
+    make = _found("jax._src.compilation_cache", "get_file_cache")
+    if make is None:
+        return False
+
+    def get_file_cache(path: str) -> Any:
+        return (programs, path) if path == folder else make(path)  # the user's own, who has told JAX later
+
+    module: Any = importlib.import_module("jax._src.compilation_cache")
+    module.get_file_cache = get_file_cache
+    write = _found("jax._src.compiler", "_cache_write")
+    if write is not None:
+        # The same function, in which every process is process 0.
+        alone = types.SimpleNamespace(global_state=Job())
+        every = types.FunctionType(write.__code__, {**write.__globals__, "distributed": alone}, write.__name__)
+        module = importlib.import_module("jax._src.compiler")
+        module._cache_write = every
+    jax.config.update("jax_compilation_cache_dir", folder)  # else JAX does not ask
+    return True

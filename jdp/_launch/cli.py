@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from .options import Job, environments, gpus_to_divide, parse
+from .options import Job, described, environments, gpus_to_divide, parse
 from .output import Printer, Reader
-from .protocol import WAITED
+from .protocol import FOR_ANOTHER, WAITED
 from .workers import Crew, Events, Guard, Worker
 
 
@@ -28,10 +28,10 @@ def main(argv: list[str]) -> int:
     events: Events = queue.SimpleQueue()
     printer = Printer(events.put)
     with _signals(events), contextlib.closing(Guard()) as guard:
-        attempt = 0
+        attempt, places = 0, Places(job)
         while True:
             try:
-                code = _attempt(job, attempt, gpus, guard, events, printer)
+                code = _attempt(job, attempt, gpus, places, guard, events, printer)
             except OSError as error:  # too many processes, or open files
                 printer.say(f"error: the processes cannot be started: {error}")
                 return 1
@@ -54,10 +54,38 @@ def _signals(events: Events) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _attempt(job: Job, attempt: int, gpus: int, guard: Guard, events: Events, printer: Printer) -> int | None:
+_AT_ONCE = 60.0  # seconds from a process's start in which it shows whether it can be started at all
+
+
+class Places:
+    """The processes of this machine that a job still has, each by the number that it had at first: its place."""
+
+    def __init__(self, job: Job) -> None:
+        self.left = list(range(job.processes))
+        self._least = job.min_processes or job.processes
+        self._suspect: int | None = None
+
+    def blame(self, culprit: Worker) -> bool:
+        """Whether the culprit's place is left out from now on: it failed at once, as in the attempt before."""
+        place = self.left[culprit.rank % len(self.left)]  # the ranks of this machine follow each other
+        by_itself = culprit.code not in (FOR_ANOTHER, WAITED, -signal.SIGTERM)
+        at_once = by_itself and culprit.ended - culprit.started < _AT_ONCE
+        again, self._suspect = at_once and place == self._suspect, place if at_once else None
+        if not again or len(self.left) == self._least:
+            return False
+        self.left.remove(place)
+        return True
+
+
+def _attempt(
+    job: Job, attempt: int, gpus: int, places: Places, guard: Guard, events: Events, printer: Printer
+) -> int | None:
     """Runs the workers once, until all have ended; the code to exit with, or `None` to start them again."""
     with Crew(guard, events) as crew:
-        crew.start(job.command, environments(job, attempt, gpus, os.environ))
+        envs = environments(job, attempt, gpus, os.environ, places.left)
+        if attempt == 0:
+            printer.say(described(job, gpus, envs[0]))
+        crew.start(job.command, envs)
         reader = Reader(crew.pipes(), printer)
         reader.start()
         asked = _supervise(crew, events, job, printer)
@@ -65,8 +93,10 @@ def _attempt(job: Job, attempt: int, gpus: int, guard: Guard, events: Events, pr
         reader.finish()
     culprit = crew.culprit()
     if culprit is not None and asked is None and attempt < job.max_restarts:
-        again = f"restart {attempt + 1} of {job.max_restarts}"
-        printer.say(f"{culprit.end()}; all {job.processes} processes start again ({again})")
+        then = f"; all {len(places.left)} processes start again"
+        if places.blame(culprit):
+            then = f", for the second time running, and is left out; {len(places.left)} of {job.processes} go on"
+        printer.say(f"{culprit.end()}{then} (restart {attempt + 1} of {job.max_restarts})")
         asked = _pause(job, events)
         return None if asked is None else 128 + asked
     # Who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it.

@@ -12,7 +12,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _ABOUT = """\
 Run a script as N processes of one JAX job, as torchrun does for torch.
@@ -26,12 +26,27 @@ _MORE = """\
 output
   Each line of a process comes out behind its rank: [2] loss 0.31
 
+at the beginning
+  A line says what is started. What JAX compiles is kept in ~/.cache/jdp (at
+  most about 4 GiB), or in --compilation-cache DIR, so that a restarted job
+  compiles nothing again. JAX_COMPILATION_CACHE_DIR, if set, is used instead.
+
 when a process fails
   The others get SIGTERM and, after --grace, SIGKILL. With restarts left, all
   start again, and the script goes on from its last checkpoint. Without, the
   launcher names the rank that failed first, repeats its last lines and exits
   with its code (128 + the number of the signal, if one ended it). A process
   that ends with 0 while others go on has not failed.
+
+a process that cannot be started again
+  With --min-processes M, one that was the first to fail in two attempts
+  running, each time within 60 s of its start, is left out: its device may be
+  gone. The next attempt, a restart as any other, has a process less, down to
+  M, with ranks from 0 again; the GPUs of the one left out stay idle. The
+  script goes on from its last checkpoint, and has to take its share of the
+  data by jax.process_index() and jax.process_count(), which are new then.
+  Where each process had given Checkpointer.save other data than the others,
+  restore gives the list of them all.
 
 Ctrl-C and SIGTERM
   are handed on, and the processes have --preemption-grace to save and end.
@@ -53,8 +68,8 @@ several machines: on each one, with its own R
 environment of each process
   JAX_COORDINATOR_ADDRESS, JDP_NUM_PROCESSES, JDP_PROCESS_ID (the rank),
   JDP_LOCAL_PROCESS_ID, JDP_ATTEMPT (0, then 1 after the first restart),
-  PYTHONUNBUFFERED=1; and JAX_LOCAL_DEVICE_IDS where several processes share
-  the GPUs of a machine, unless it is set already."""
+  JDP_COMPILATION_CACHE, PYTHONUNBUFFERED=1; and JAX_LOCAL_DEVICE_IDS where
+  several processes share the GPUs of a machine, unless it is set already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +83,8 @@ class Job:
     coordinator: str | None = None
     cpu_devices: int | None = None
     max_restarts: int = 0
+    min_processes: int | None = None
+    compilation_cache: str | None = None
     grace: float = 3.0
     preemption_grace: float = 30.0
 
@@ -80,6 +97,7 @@ def parse(argv: list[str]) -> Job:
     job = Job((sys.executable, *["-m"] * module, script, *args), **given)
     try:
         _check_numbers(job)
+        _check_least(job)
         _check_nodes(job)
         _check_script(script, module)
     except ValueError as error:
@@ -101,6 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "processes on this machine"
     add("-n", "--nproc-per-node", dest="processes", type=int, required=True, metavar="N", help=text)
     add("--max-restarts", type=int, default=0, metavar="K", help="after a failure start all again, K times (0)")
+    text = "leave out one that cannot be started again, down to M (none)"
+    add("--min-processes", type=int, metavar="M", help=text)
+    text = "where compiled programs are kept (~/.cache/jdp); none for nowhere"
+    add("--compilation-cache", type=_folder, default=_default_folder(), metavar="DIR", help=text)
     text = "run on the CPU, as K devices in each process"
     add("--devices-per-process", dest="cpu_devices", type=int, metavar="K", help=text)
     add("--grace", type=float, default=3.0, metavar="S", help="seconds from SIGTERM to SIGKILL after a failure (3)")
@@ -115,6 +137,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder(text: str) -> str | None:
+    return None if text == "none" else os.path.abspath(text)
+
+
+def _default_folder() -> str | None:
+    """None where there is no home."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "jdp")
+    return path if os.path.isabs(path) else None
+
+
 def _check_numbers(job: Job) -> None:
     for option, number, least, rule in (
         ("-n", job.processes, 1, "a machine runs 1 process or more. Pass -n 1 or more."),
@@ -122,10 +155,29 @@ def _check_numbers(job: Job) -> None:
         ("--devices-per-process", job.cpu_devices, 1, "a process has 1 or more. Pass 1 or more."),
         ("--grace", job.grace, 0, "it is a number of seconds. Pass 0 or more."),
         ("--preemption-grace", job.preemption_grace, 0, "it is a number of seconds. Pass 0 or more."),
+        ("--min-processes", job.min_processes, 1, "a job has 1 process or more. Pass 1 or more."),
         ("--nnodes", job.nodes, 1, "a job has 1 machine or more. Pass 1 or more."),
     ):
         if number is not None and not least <= number < math.inf:
             raise ValueError(f"{option} is {number}; {rule}")
+
+
+def _check_least(job: Job) -> None:
+    least = job.min_processes
+    if least is None:
+        return
+    if least > job.processes:
+        raise ValueError(f"--min-processes is {least} with -n {job.processes}; a job never grows. Pass -n or less.")
+    if job.max_restarts < 2:
+        raise ValueError(
+            f"--min-processes is {least} with --max-restarts {job.max_restarts}; a process is left out in a restart, "
+            "after it has failed twice. Pass --max-restarts 2 or more."
+        )
+    if job.nodes > 1:
+        raise ValueError(
+            f"--min-processes is {least} with --nnodes {job.nodes}; the launchers do not talk to each other, and none "
+            "knows how many processes the others have left. Leave it out."
+        )
 
 
 def _check_nodes(job: Job) -> None:
@@ -166,24 +218,49 @@ def _check_script(script: str, module: bool) -> None:
 _CPU_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
-def environments(job: Job, attempt: int, gpus: int, base: Mapping[str, str]) -> list[dict[str, str]]:
-    """One environment for each process of this node, in the order of their ranks; `base` is what they share."""
+def environments(
+    job: Job, attempt: int, gpus: int, base: Mapping[str, str], places: Sequence[int] | None = None
+) -> list[dict[str, str]]:
+    """One environment for each process of this node, in the order of their ranks; `base` is what they share.
+
+    `places`: those of the `job.processes` places that have a process, and the GPUs that are theirs; all, if not said.
+    """
+    places = range(job.processes) if places is None else places
     shared = dict(base)
     shared["JAX_COORDINATOR_ADDRESS"] = job.coordinator or f"127.0.0.1:{_free_port()}"
-    shared["JDP_NUM_PROCESSES"] = str(job.nodes * job.processes)
+    shared["JDP_NUM_PROCESSES"] = str(job.nodes * len(places))
     shared["JDP_ATTEMPT"] = str(attempt)
     shared["PYTHONUNBUFFERED"] = "1"
+    shared.pop("JDP_COMPILATION_CACHE", None)
+    if job.compilation_cache is not None:
+        shared["JDP_COMPILATION_CACHE"] = job.compilation_cache
     if job.cpu_devices is not None:
         _set_cpu_devices(shared, job.cpu_devices)
     share = 0 if "JAX_LOCAL_DEVICE_IDS" in base else gpus // job.processes
     every = []
-    for local in range(job.processes):
-        rank = (job.node or 0) * job.processes + local
+    for local, place in enumerate(places):
+        rank = (job.node or 0) * len(places) + local
         own = {"JDP_PROCESS_ID": str(rank), "JDP_LOCAL_PROCESS_ID": str(local)}
         if share:
-            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(local * share, (local + 1) * share)))
+            own["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(place * share, (place + 1) * share)))
         every.append(shared | own)
     return every
+
+
+def described(job: Job, gpus: int, env: Mapping[str, str]) -> str:
+    """What is started, in words; `env` is that of the first process."""
+    count, nodes = job.processes, job.nodes
+    script = " ".join(job.command[1:3] if job.command[1] == "-m" else job.command[1:2])
+    said = f"{count} process{'es' * (count > 1)} of {script}"
+    if nodes > 1:
+        said += f" on this machine, node {job.node} of {nodes}"
+    for devices, kind in ((job.cpu_devices, "CPU device"), (gpus // count, "GPU")):
+        if devices:
+            said += f", {devices} {kind}{'s' * (devices > 1)} each"
+    if count * nodes > 1:
+        said += f", meeting at {env['JAX_COORDINATOR_ADDRESS']}"
+    kept = env.get("JAX_COMPILATION_CACHE_DIR") or env.get("JDP_COMPILATION_CACHE")
+    return f"{said}; compiled programs {f'in {kept}' if kept else 'are not kept'}"
 
 
 def _set_cpu_devices(env: dict[str, str], devices: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._jax.private import absent_are_named, found_by_cluster
+from .compilation_cache import use_compilation_cache
 from .coordination import own_process, process_count
 from .last_words import install
 from .watch import limits
@@ -28,6 +29,7 @@ def initialize(
     shutdown_timeout: int = 60,
     thread_guard: bool = True,
     quiet: bool = False,
+    compilation_cache: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> None:
     """Makes this process one of a job of many: `jax.distributed.initialize`, by which no fault hangs the others.
@@ -71,6 +73,10 @@ def initialize(
         shutdown_timeout: seconds that a process which has ended waits for the others to end.
         thread_guard: whether JAX refuses calls over several processes from any other thread than this one.
         quiet: whether process 0 does not print what was found.
+        compilation_cache: a folder, yours alone (mode 700, made if absent), where the programs that JAX compiles are
+            kept, at most about 4 GiB: who starts again reads them. It may be shared by processes, jobs and machines.
+            Default: the one that `jdp launch` names, else none. "none" is none. A setting of JAX's own
+            (`JAX_COMPILATION_CACHE_DIR`) goes before.
         **options: further arguments of `jax.distributed.initialize` (`local_device_ids`, ...).
 
     Raises:
@@ -88,6 +94,7 @@ def initialize(
     Source: `initialize` in jax/_src/distributed.py; the time-outs' measure is torchrun's promise that any failure
     ends all workers.
     """
+    use_compilation_cache(compilation_cache)
     job = None
     if jax.distributed.is_initialized():
         _refuse_other_job(num_processes, process_id)

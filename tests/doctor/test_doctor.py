@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -510,8 +511,8 @@ def test_devices_that_are_not_there_are_a_matter_of_usage(capsys, monkeypatch):
     assert printed.out == "" and "jdp.doctor: devices[1] 'cpu:7' is unknown" in printed.err
 
 
-def said(devices=(), n=0, versions=None, gpus=(), environ=None, cores=2):
-    facts = {"cores": cores, "versions": versions or {"jax": "0.10.2", "jaxlib": "0.10.2"}, "gpus": list(gpus)}
+def said(devices=(), n=0, versions=None, gpus=(), environ=None, cores=2, **facts):
+    facts |= {"cores": cores, "versions": versions or {"jax": "0.10.2", "jaxlib": "0.10.2"}, "gpus": list(gpus)}
     chosen = [{"platform": devices or "cpu"} for _ in range(n)]
     return [(note["level"], note["text"]) for note in advice.notes(facts, chosen, environ or {})]
 
@@ -541,6 +542,38 @@ def test_the_traps_of_a_machine_are_told():
     assert "https_proxy is set" in text and "127.0.0.1" in text
     assert said(n=1, environ={"HTTP_PROXY": "http://proxy:1", "NO_PROXY": "127.0.0.1,localhost"}) == []
     assert "costs bandwidth" in said("gpu", 1, same, [CARD], {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"})[0][1]
+
+
+def test_several_gpus_of_one_process_are_told_of():
+    ((level, text),) = [note for note in said("gpu", 4, gpus=[CARD] * 4) if "one process" in note[1]]
+    assert level == "note" and "4 GPUs without NVLink" in text and text.endswith("jdp launch -n 4 train.py.")
+    for ours in (said("gpu", 1, gpus=[CARD]), said("gpu", 4, gpus=[CARD] * 4, nvlink=True), said("cpu", 4, cores=8)):
+        assert "one process" not in str(ours)
+
+
+@pytest.mark.parametrize("address, is_told", [("127.0.1.1", True), ("10.0.0.5", False), (None, False)])
+def test_a_hostname_that_others_cannot_reach_is_told_of(address, is_told, monkeypatch):
+    def lookup(name):
+        if address is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", lookup)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    facts = machine.facts({})
+    notes = said(n=1, hostname=facts["hostname"], address=facts["address"])
+    assert is_told == bool(notes) and all("10.0.0.5 box" in text and "refused" in text for _, text in notes)
+    assert said("gpu", 1, hostname=facts["hostname"], address=facts["address"]) == []
+
+
+@pytest.mark.parametrize("links, is_there", [("NV12", True), ("PHB", False)])
+def test_nvlink_is_read_from_nvidia_smi(tmp_path, monkeypatch, links, is_there):
+    card = "0, X, 580.65, 9.0, 80000, 1"
+    smi(tmp_path, monkeypatch, f"""
+        if [ "$1" = topo ]; then printf '     GPU0 GPU1\nGPU0  X   {links}\nLegend: NV# = NVLinks\n'
+        else echo '{card}'; echo '{card}'; fi
+    """)  # fmt: skip
+    assert machine.facts({})["nvlink"] == is_there
 
 
 def test_the_imbalance_of_devices_is_told(doctor, worker):

@@ -75,9 +75,9 @@ def same(got, want):
 # ---- jdp/_jax/private.py: the names
 
 
-def test_the_docstring_has_ten_names_at_most():
+def test_the_docstring_has_eleven_names_at_most():
     numbered = [line for line in private.__doc__.splitlines() if line[:1].isdecimal()]
-    assert [int(line.split(".")[0]) for line in numbered] == [*range(1, len(numbered) + 1)] and len(numbered) <= 10
+    assert [int(line.split(".")[0]) for line in numbered] == [*range(1, len(numbered) + 1)] and len(numbered) <= 11
     for line in numbered:
         assert hasattr(private, line.rsplit("`", 2)[1]), line
 
@@ -375,6 +375,63 @@ def said(call):
         call()
     except ValueError as error:
         return str(error)
+
+
+class Kept(dict):
+    """Programs in the memory."""
+
+    _path = "/no/folder"
+
+    def put(self, key, data):
+        self[key] = data
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """`kept(process_id)`: what was kept of a program that is compiled twice, and how often it was then read."""
+    cache, compiler = (importlib.import_module(f"jax._src.{name}") for name in ("compilation_cache", "compiler"))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    monkeypatch.setattr(cache, "get_file_cache", cache.get_file_cache)  # put back at the end
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "cache_hits" in event else None)
+
+    def kept(process_id=0):
+        programs = Kept()
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        cache.reset_cache()
+        if not private.keep_programs(programs, "/no/folder"):
+            return None
+        hits.clear()
+        x = jnp.arange(3.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(private._found("jax._src.distributed", "global_state"), "process_id", process_id)
+            for _ in range(2):
+                assert jax.jit(lambda x: jnp.sin(x) * 11 + 7)(x).shape == (3,)
+        return [key for key in programs if "lambda" in key], len(hits)
+
+    yield kept
+    for name, value in before.items():
+        jax.config.update(name, value)
+    monkeypatch.undo()
+    cache.reset_cache()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_canary_compilation_cache(kept, process):
+    name = "jax._src.{compilation_cache.get_file_cache,compiler._cache_write}"
+    keys, hits = kept(process)
+    assert len(keys) == 1 and hits >= 1, lost(name, f"process {process} of a restarted job compiles everything again")
+
+
+def test_without_compilation_cache(kept, without):
+    without("_cache_write")
+    assert len(kept(0)[0]) == 1 and kept(1) == ([], 0)
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    without("get_file_cache")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    assert kept() is None
 
 
 # ---- jdp/_jax/jaxprs.py: equations and their parameters

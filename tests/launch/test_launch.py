@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 
 from jdp._launch import output, workers
-from jdp._launch.options import Job, environments, gpus_to_divide, parse
+from jdp._launch.cli import Places
+from jdp._launch.options import Job, described, environments, gpus_to_divide, parse
 from jdp._launch.protocol import FOR_ANOTHER
 
 ROOT = Path(__file__).parents[2]
@@ -100,15 +101,19 @@ def start(*args, script=None, **kwargs):
     return subprocess.Popen(command, process_group=0, **(pipes | kwargs))
 
 
-def ended(launcher, seconds=20):
-    """The exit code of the launcher, its stdout and its stderr."""
+def ended(launcher, seconds=20, first=True):
+    """The exit code of the launcher, its stdout, and its stderr without the first line, if that is not yet read."""
     try:
         out, err = launcher.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         launcher.kill()
         out, err = launcher.communicate()
         pytest.fail(f"the launcher runs after {seconds} s:\n{out.decode()}\n{err.decode()}")
-    return launcher.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+    err = err.decode(errors="replace")
+    if first and launcher.returncode != 2:
+        line, _, err = err.partition("\n")
+        assert re.match(r"jdp launch: \d+ process(es)? of ", line), line
+    return launcher.returncode, out.decode(errors="replace"), err
 
 
 def launch(*args, script=None, seconds=20):
@@ -169,7 +174,7 @@ def test_python_m_jdp_launches_a_module(place):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "-m", "pkg.work", "--x"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and re.fullmatch(r"jdp launch: 2 processes of -m pkg\.work, .*\n", done.stderr)
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {i} __main__ ['--x']" for i in range(2)]
 
 
@@ -225,6 +230,44 @@ def test_gpus_are_divided_evenly(place, monkeypatch):
     assert gpus(PATH=os.environ["PATH"]) == 2
 
 
+def test_what_is_started_is_said_first(monkeypatch, place):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    launcher = start("-n", "2", "--devices-per-process", "3", script="print(os.environ['JDP_COMPILATION_CACHE'])")
+    code, out, err = ended(launcher, first=False)
+    want = r"jdp launch: 2 processes of script\.py, 3 CPU devices each, meeting at 127\.0\.0\.1:\d+; compiled programs"
+    assert code == 0 and re.fullmatch(rf"{want} in {place}/jdp\n", err)
+    assert sorted(out.splitlines()) == [f"[{i}] {place}/jdp" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    "args, env, words",
+    [
+        ("-n 1 script.py", {"XDG_CACHE_HOME": "/c"}, "1 process of script.py; compiled programs in /c/jdp"),
+        ("-n 1 script.py", {"HOME": "/h"}, "in /h/.cache/jdp"),
+        ("-n 1 script.py", {"HOME": "~"}, "are not kept"),
+        ("-n 1 --compilation-cache none script.py", {}, "1 process of script.py; compiled programs are not kept"),
+        ("-n 1 --compilation-cache /d script.py", {}, "in /d"),
+        ("-n 1 script.py", {"JAX_COMPILATION_CACHE_DIR": "/own"}, "in /own"),
+        ("-n 2 script.py", {"CUDA_VISIBLE_DEVICES": "0,1"}, "2 processes of script.py, 1 GPU each, meeting at 127."),
+        (
+            "-n 2 --nnodes 2 --node-rank 1 --coordinator h:1 script.py", {},
+            "2 processes of script.py on this machine, node 1 of 2, meeting at h:1; ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_started_in_words(args, env, words, monkeypatch):
+    Path("script.py").write_text("")
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    job = parse(args.split())
+    gpus = gpus_to_divide(job, os.environ)
+    said = described(job, gpus, environments(job, 0, gpus, os.environ)[0])
+    assert words in said and (said.startswith(words) or words.startswith(("in", "are")))
+
+
 # The output
 
 
@@ -238,6 +281,7 @@ def test_lines_come_out_whole_in_order_and_behind_their_rank():
     launcher = start("-n", "3", script=script)
     out, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 0
+    err = err.partition(b"\n")[2]  # the launcher's own
     for text, name in ((out, b"<stdout>"), (err, b"<stderr>")):
         lines = text.split(b"\n")
         assert lines.pop() == b""
@@ -299,7 +343,7 @@ def test_a_progress_bar_on_a_terminal_is_drawn_over_itself():
             head, _, line = screen.rpartition("\n")
             line = line[:column] + part.decode() + line[column + len(part) :] if head or line else part.decode()
             screen, column = (head + "\n" if "\n" in screen else "") + line, len(part)
-    assert sorted(screen.split("\n")) == ["", "[0] bar 2 of a long line", "[1] short"]
+    assert sorted(screen.split("\n")[1:]) == ["", "[0] bar 2 of a long line", "[1] short"]
 
 
 def test_when_nobody_reads_the_output_the_job_ends():
@@ -520,7 +564,7 @@ def test_nothing_is_left_when_only_some_processes_can_be_started():
     limited = ["sh", "-c", 'ulimit -n 25; exec "$@"', "sh", *command]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(r"jdp launch: error: the processes cannot be started: .*Too many open files\n", done.stderr)
+    assert re.fullmatch(r"jdp launch: 20 .*\njdp launch: error: .* be started: .*Too many open files\n", done.stderr)
 
 
 # Restarts
@@ -550,6 +594,61 @@ def test_a_worker_that_always_fails_ends_the_job_after_the_limit():
     assert code == 1
     assert {line[4:] for line in out.splitlines()} == {"0", "1", "2"}
     assert err.count("start again") == 2 and re.search(r"before any other\. Its last .*\n\[.\] never again\n\Z", err)
+
+
+NO_DEVICE = """
+gpus = os.environ["JAX_LOCAL_DEVICE_IDS"]
+print(attempt, os.environ["JDP_NUM_PROCESSES"], gpus)
+if gpus == "1": sys.exit(7)  # its device is gone
+ready(); until(*[f"ready-{i}-{attempt}" for i in range(int(os.environ["JDP_NUM_PROCESSES"]))])
+"""
+
+
+def test_who_cannot_be_started_again_is_left_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    code, out, err = launch("-n", "3", "--max-restarts", "3", "--min-processes", "2", script=NO_DEVICE)
+    assert code == 0
+    assert sorted(line for line in out.splitlines() if line[4] == "2") == ["[0] 2 2 0", "[1] 2 2 2"]
+    first, second = err.splitlines()
+    assert re.fullmatch(r"jdp launch: rank 1 .* 7 after .* s; all 3 processes start again \(restart 1 of 3\)", first)
+    then = r"for the second time running, and is left out; 2 of 3 go on \(restart 2 of 3\)"
+    assert re.fullmatch(rf"jdp launch: rank 1 .* 7 after .* s, {then}", second)
+
+
+def test_no_more_are_left_out_than_may_be(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    code, out, err = launch("-n", "3", "--max-restarts", "3", "--min-processes", "3", script=NO_DEVICE)
+    assert code == 7 and err.count("all 3 processes start again") == 3 and "left out" not in err
+    assert out.splitlines()[-1][4:7] == "3 3"
+
+
+def failed(rank, after=1.0, code=1):
+    return workers.Worker(rank, None, 0.0, after, code)
+
+
+@pytest.mark.parametrize(
+    "ends, left",
+    [
+        ([(1,), (1,)], [0, 2, 3]),
+        ([(1,), (2,), (1,), (2,)], [0, 1, 2, 3]),  # never twice running
+        ([(1, 61.0), (1,)], [0, 1, 2, 3]),  # it worked for a while
+        ([(1,), (1, 61.0), (1,)], [0, 1, 2, 3]),
+        ([(1,), (1, 1.0, FOR_ANOTHER)], [0, 1, 2, 3]),
+        ([(1, 1.0, -15), (1, 1.0, -15)], [0, 1, 2, 3]),
+        ([(1,), (1,), (1,), (1,)], [0, 3]),  # ranks are counted anew: the second is that of place 2
+        ([(1,)] * 5 + [(0,)] * 5, [0, 3]),  # no fewer than 2
+    ],
+)
+def test_who_is_left_out(ends, left):
+    places = Places(job(processes=4, min_processes=2))
+    for end in ends:
+        places.blame(failed(*end))
+    assert places.left == left
+
+
+def test_without_min_processes_nobody_is_left_out():
+    places = Places(job(processes=2, nodes=2, node=1, coordinator="h:1"))
+    assert not any(places.blame(failed(3)) for _ in range(4)) and places.left == [0, 1]
 
 
 # Signals to the launcher
@@ -623,13 +722,14 @@ def test_who_does_not_end_within_the_preemption_grace_is_killed():
 def test_a_second_ctrl_c_kills_at_once():
     launcher = start("-n", "2", script=DEAF)
     pids(2)
+    assert b"2 processes of" in launcher.stderr.readline()
     launcher.send_signal(signal.SIGINT)
     assert b"SIGINT is handed on" in launcher.stderr.readline()
     time.sleep(0.2)
     assert launcher.poll() is None
     began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    assert ended(launcher)[0] == 130 and time.monotonic() - began < 2
+    assert ended(launcher, first=False)[0] == 130 and time.monotonic() - began < 2
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed():
@@ -727,6 +827,13 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
         ("-n 2 --coordinator host script.py", "--coordinator is 'host'; it is a host and a port"),
         ("-n 2 --coordinator host:0 script.py", "--coordinator is 'host:0'; "),
         ("-n 2 --max-restart 1 script.py", "arguments"),
+        ("-n 2 --min-processes 0 script.py", "--min-processes is 0; a job has 1 process or more"),
+        ("-n 2 --min-processes 3 --max-restarts 2 script.py", r"--min-processes is 3 with -n 2; a job never grows\."),
+        ("-n 2 --min-processes 1 --max-restarts 1 script.py", "--min-processes is 1 with --max-restarts 1; .* Pass"),
+        (
+            "-n 2 --min-processes 1 --max-restarts 2 --nnodes 2 --node-rank 0 --coordinator h:1 script.py",
+            "--min-processes is 1 with --nnodes 2; the launchers do not talk to each other",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(args, match, capsys):
@@ -749,5 +856,6 @@ def test_the_help_fits_a_terminal_and_names_every_option(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert info.value.code == 0
     options = "-n --max-restarts --devices-per-process --grace --preemption-grace --nnodes --node-rank --coordinator -m"
+    options += " --min-processes --compilation-cache"
     assert all(option in text for option in options.split())
     assert max(len(line) for line in text.splitlines()) <= 80

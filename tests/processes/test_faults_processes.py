@@ -710,4 +710,5 @@ def test_restart_is_exact(start, row, tmp_path, case, count):
         assert seconds < 15 + 2 * slowest, f"{seconds:.1f} s; a start of a run from its beginning took {slowest:.1f}"
         print(f"killed {rank} at {k}: next good step after {seconds:.1f} s; a start takes {start_up:.1f} s")
         lost = f"steps {first['k']} to {k} are made again, to the last bit"
-        row(f"kill -9 of rank {rank} at step {k}, {case}", bad, seconds, lost, said=bad.said().splitlines()[attempt])
+        said = bad.said().splitlines()[1 + attempt]
+        row(f"kill -9 of rank {rank} at step {k}, {case}", bad, seconds, lost, said=said)
