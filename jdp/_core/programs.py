@@ -217,14 +217,16 @@ _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each
 
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, where too many are in flight, the oldest are waited for."""
-    exchange = _exchange(mesh)
+    few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
     out = program(*args)
-    if may_deadlock(mesh) or exchange is not None:
-        arrays = out._arrays if type(out) is Scattered else jax.tree.leaves(out)
-        if arrays:
-            _dispatched(program, mesh, exchange, min(arrays, key=_SIZE))
+    if (few or exchange) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
+        smallest = min(arrays, key=_SIZE)
+        if exchange is not None:
+            exchange.dispatched(concrete(smallest))
+        if few:
+            _wait_for_earlier(program, smallest)
     return out
 
 
@@ -232,26 +234,21 @@ def dispatch_step(
     program: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
 ) -> tuple[S, dict[str, Any]]:
     """`dispatch` of a training step, held by its loss: the state that it gives is donated to the next."""
-    exchange = _exchange(mesh)
+    few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
     found = run_and_keep(program, args, keep)
-    _dispatched(program, mesh, exchange, found[1]["loss"])
+    if exchange is not None:
+        exchange.dispatched(concrete(found[1]["loss"]))
+    if few:
+        _wait_for_earlier(program, found[1]["loss"])
     return found
 
 
 @functools.cache
-def _exchange(mesh: Mesh) -> Exchange | None:
-    """That of the mesh's processes, where these are several."""
-    return exchange_of(processes_of(mesh)) if spans_processes(mesh) else None
-
-
-def _dispatched(program: Any, mesh: Mesh, exchange: Exchange | None, output: Any) -> None:
-    """A call was dispatched, of which this is an output."""
-    if exchange is not None:
-        exchange.dispatched(output)
-    if may_deadlock(mesh):
-        _wait_for_earlier(program, output)
+def _care(mesh: Mesh) -> tuple[bool, Exchange | None]:
+    """Whether few runs may be in flight, and through whom the other processes learn of each."""
+    return may_deadlock(mesh), exchange_of(processes_of(mesh)) if spans_processes(mesh) else None
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:

@@ -55,9 +55,10 @@ class Exchange:
         """This process is about to run a program, as all are."""
         watch.moved(self._group, program)
 
-    def dispatched(self, output: jax.Array) -> None:
-        """That program runs; this is one of its outputs."""
-        watch.dispatched(self._group, self.processes, output)
+    def dispatched(self, output: jax.Array | None) -> None:
+        """That program runs; this is one of its outputs. None where it is being traced."""
+        if output is not None:
+            watch.dispatched(self._group, self.processes, output)
 
     def leave(self, key: str, text: str) -> None:
         put(key, text)

@@ -81,12 +81,10 @@ class Watch:
         self._positions[group] = self._positions.get(group, 0) + 1
         self._doing, self._since, self._compiles_since = what, time.monotonic(), None
 
-    def dispatched(self, group: str, processes: tuple[int, ...], output: Any) -> None:
+    def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
         """What it came to last is a program, which runs now."""
-        if isinstance(output, jax.Array):
-            held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
-            position = self._positions[group]
-            self._newest = Pending(group, processes, position, self._doing, time.monotonic(), held)
+        held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
+        self._newest = Pending(group, processes, self._positions[group], self._doing, time.monotonic(), held)
 
     def compiling(self, whether: bool) -> None:
         """This process begins, or ends, to compile a program: until then, and `limits.compile`, it is not late."""

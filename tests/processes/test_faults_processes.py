@@ -1,7 +1,8 @@
 """Faults put into jobs of four processes: what is killed, raises, sleeps, leaves or differs ends the job, or is named.
 
 Seconds are counted from the fault, by the time that the processes note themselves. JDP_FAULTS_TABLE=FILE collects a
-row for each fault: what it was, how the job was started, seconds, what the processes printed.
+row for each fault: what it was, how the job was started, seconds, what the processes printed. JDP_FAULTS_STOPS=50 stops
+a process inside of a step so often.
 """
 
 import contextlib

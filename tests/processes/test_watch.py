@@ -33,7 +33,6 @@ class Job:
         monkeypatch.setattr(module, "limits", limits)
         monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module.jax, "Array", Output)
         for name, value in {
             "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
