@@ -16,9 +16,12 @@ class DesyncError(RuntimeError):
 
 
 class AbsentError(DesyncError):
-    """A process has waited in vain for another, and has not failed itself."""
+    """A process has waited in vain for another, and has not failed itself: to users a `DesyncError`."""
 
-    __qualname__ = __name__ = "DesyncError"
+    __module__ = "jdp.distributed"
+
+
+AbsentError.__name__ = AbsentError.__qualname__ = DesyncError.__name__
 
 
 def client() -> Any:

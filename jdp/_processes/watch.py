@@ -10,11 +10,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from .coordination import own_process, process_count, put, under
+from .coordination import ended, own_process, process_count, put, under
 
 
 class Limits:
@@ -28,6 +29,8 @@ limits = Limits()
 _FOLDER = "jdp/at/"
 _BEAT = 2.0  # seconds between two words of where this process is
 _SILENCE = 3 * _BEAT  # which those who are well and within reach do not keep
+_FEW = 64  # processes, which may all ask for all
+_DEAD = ("", "Z", "X")  # states of Linux: no such process, or nothing of it but its code
 _SMALL = 4096  # bytes of what may be held while it is computed, and a moment longer
 
 
@@ -36,6 +39,7 @@ class Place(NamedTuple):
 
     beat: int  # how often it has told
     machine: str
+    pid: int
     doing: str  # the last call or program that it came to
     idle: float  # seconds since
     compiles: bool
@@ -75,6 +79,7 @@ class Watch:
         self._beat, self._told, self._learnt = 0, 0.0, 0.0
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
+        self._gone: list[int] = []
 
     def moved(self, group: str, what: str) -> None:
         """This process has come to the next call or program of a group."""
@@ -88,7 +93,7 @@ class Watch:
 
     def compiling(self, whether: bool) -> None:
         """This process begins, or ends, to compile a program: until then, and `limits.compile`, it is not late."""
-        self._since = time.monotonic()
+        self._since, self._told = time.monotonic(), 0.0  # which the others are to hear at once
         self._compiles_since = self._since if whether else None
 
     def compile_event(self, event: str, duration_secs: float, **_: Any) -> None:
@@ -135,9 +140,15 @@ class Watch:
         pending, waits = self._still_running(), self._waits
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
         # To process 0 it costs nothing to ask itself; the others would all ask it for all.
-        if waited < (_BEAT if own_process() == 0 else limits.step / 2) or now < self._learnt + self._pause():
+        early = own_process() == 0 or process_count() <= _FEW
+        if waited < (_BEAT if early else limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
+        if dead := self._dead():
+            return (
+                f"jdp: process {own_process()} waits, and {named(dead)} ended without a word: killed, by the kernel "
+                f"where memory runs out, or by a person."
+            )
         quiet = self.silent([*self._places], _SILENCE)
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if pending is None or now - pending.since < limits.step:
@@ -184,7 +195,7 @@ class Watch:
 
     def _pause(self) -> float:
         """Seconds between two looks for the others: one process answers them all."""
-        return max(_BEAT / 2, process_count() / 64)
+        return max(_BEAT / 2, process_count() / _FEW)
 
     def _warn(self, why: str, of: object) -> None:
         """Says what it sees, once; it may pass."""
@@ -192,11 +203,20 @@ class Watch:
         if why and before != of:
             print(f"jdp: {why}; process {own_process()} waits", file=sys.stderr)
 
+    def _dead(self) -> list[int]:
+        """Those of this machine that do not run any more, also when this looked before, and have not said why."""
+        machine = _machine()
+        here = [p for p, (place, _) in self._places.items() if place.machine == machine]
+        before, self._gone = self._gone, [p for p in here if _state(self._places[p][0].pid) in _DEAD]
+        dead = [p for p in self._gone if p in before]
+        return [p for p in dead if p not in ended()] if dead else []
+
     def _tell(self) -> None:
         now = time.monotonic()
         self._beat, self._told = self._beat + 1, now
         compiles = self._compiles_since is not None and now - self._compiles_since < limits.compile
-        place = Place(self._beat, _machine(), self._doing, round(now - self._since, 1), compiles, dict(self._positions))
+        idle, positions = round(now - self._since, 1), dict(self._positions)
+        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions)
         put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -226,7 +246,7 @@ class Watch:
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
 
 
-_NOWHERE = Place(0, "", "", 0.0, False, {})
+_NOWHERE = Place(0, "", 0, "", 0.0, False, {})
 watch = Watch()
 
 
@@ -235,8 +255,18 @@ def named(processes: Sequence[int]) -> str:
 
 
 def _machine() -> str:
-    """This machine, and which of its networks."""
+    """This machine, and which of its networks and of its lists of processes."""
+    spaces = []
+    with contextlib.suppress(OSError):  # not Linux
+        spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
+    return " ".join([platform.node(), *spaces])
+
+
+def _state(pid: int) -> str:
+    """Linux's letter for what a process of this machine does; "" where there is none, "?" where Linux does not say."""
     try:
-        return f"{platform.node()} {os.stat('/proc/self/ns/net').st_ino}"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else "?"
     except OSError:
-        return platform.node()
+        return "?"

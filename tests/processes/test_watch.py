@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -29,12 +32,14 @@ class Job:
 
     def __init__(self, monkeypatch, limits):
         self.now, self.here, self.keys, self.machines = 1000.0, 0, {}, {}
-        self.stopped, self.said, self.deaf = set(), {}, set()
+        self.stopped, self.deaf, self.dead, self.left = set(), set(), set(), set()
         monkeypatch.setattr(module, "limits", limits)
         monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
+        monkeypatch.setattr(module.os, "getpid", lambda: 100 + self.here)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
             "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
+            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else "S",
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():
             monkeypatch.setattr(module, name, value)
@@ -204,4 +209,30 @@ def test_what_a_process_tells(job):
     job.come((1,), "step.mse")
     job.go_on(4)
     place = json.loads(job.keys["jdp/at/1"])
-    assert place[1:3] == ["b", "step.mse"] and place[3] < 4 and place[4:] == [False, {"all": 1}]
+    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}]
+
+
+def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
+    job.machines[1] = "b"
+    job.come()
+    assert not job.go_on(3)
+    job.dead, job.stopped = {102}, {2}
+    found = job.go_on(3)
+    assert found.keys() == {0} and "process 0 waits, and process 2 ended without a word: killed" in found[0]
+
+
+def test_who_has_ended_in_good_order_was_not_killed(job):
+    job.come()
+    job.go_on(3)
+    job.dead, job.stopped, job.left = {102}, {2}, {2}
+    assert not job.go_on(10)
+
+
+def test_the_state_of_a_process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert module._state(process.pid) in ("R", "S", "D")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert module._state(process.pid) == "Z"
+        process.wait()
+        assert module._state(process.pid) == ""
