@@ -30,6 +30,7 @@ at the beginning
   A line says what is started. What JAX compiles is kept in ~/.cache/jdp (at
   most about 4 GiB), or in --compilation-cache DIR, so that a restarted job
   compiles nothing again. JAX_COMPILATION_CACHE_DIR, if set, is used instead.
+  Several machines with GPUs: name a folder that all of them see, or none.
 
 when a process fails
   The others get SIGTERM and, after --grace, SIGKILL. With restarts left, all
@@ -138,6 +139,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _folder(text: str) -> str | None:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder; jdp keeps programs in one. For cloud storage set JAX_COMPILATION_CACHE_DIR."
+        )
     return None if text == "none" else os.path.abspath(text)
 
 

@@ -45,6 +45,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
 
 def _opened(path: str) -> int:
     """A descriptor of the folder, which is this user's and nobody else's: it stays that one, whatever is renamed."""
+    if "://" in path:
+        raise OSError("it is no folder of this machine's; for cloud storage set JAX_COMPILATION_CACHE_DIR")
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)

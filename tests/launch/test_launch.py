@@ -827,6 +827,7 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
         ("-n 2 --coordinator host script.py", "--coordinator is 'host'; it is a host and a port"),
         ("-n 2 --coordinator host:0 script.py", "--coordinator is 'host:0'; "),
         ("-n 2 --max-restart 1 script.py", "arguments"),
+        ("-n 2 --compilation-cache gs://b script.py", "'gs://b' is no folder"),
         ("-n 2 --min-processes 0 script.py", "--min-processes is 0; a job has 1 process or more"),
         ("-n 2 --min-processes 3 --max-restarts 2 script.py", r"--min-processes is 3 with -n 2; a job never grows\."),
         ("-n 2 --min-processes 1 --max-restarts 1 script.py", "--min-processes is 1 with --max-restarts 1; .* Pass"),

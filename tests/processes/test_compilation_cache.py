@@ -197,6 +197,12 @@ def test_a_folder_that_is_not_the_user_s_alone_is_not_used(untold, tmp_path, cap
                         capsys.readouterr().err)  # fmt: skip
 
 
+def test_cloud_storage_is_no_folder(untold, capsys):
+    use_compilation_cache("gs://bucket/kept")
+    assert untold == [] and "for cloud storage set JAX_COMPILATION_CACHE_DIR" in capsys.readouterr().err
+    assert not pathlib.Path("gs:").exists()
+
+
 def test_a_folder_of_another_user_is_not_used(untold, tmp_path, capsys, monkeypatch):
     of_mode(tmp_path / "kept", 0o700)
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "kept").stat().st_uid + 1)
