@@ -30,7 +30,8 @@ at the beginning
   A line says what is started. What JAX compiles is kept in ~/.cache/jdp (at
   most about 4 GiB), or in --compilation-cache DIR, so that a restarted job
   compiles nothing again. JAX_COMPILATION_CACHE_DIR, if set, is used instead.
-  Several machines with GPUs: name a folder that all of them see, or none.
+  On several machines nothing is kept, unless you name a folder that all of
+  them see.
 
 when a process fails
   The others get SIGTERM and, after --grace, SIGKILL. With restarts left, all
@@ -95,6 +96,9 @@ def parse(argv: list[str]) -> Job:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     script, args, module = (given.pop(name) for name in ("script", "args", "module"))
+    # On GPUs all processes tune a program's kernels together, and one that had it in its own machine's folder would be
+    # waited for: so several machines have one that all see, or none.
+    given.setdefault("compilation_cache", _default_folder() if given["nodes"] == 1 else None)
     job = Job((sys.executable, *["-m"] * module, script, *args), **given)
     try:
         _check_numbers(job)
@@ -123,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "leave out one that cannot be started again, down to M (none)"
     add("--min-processes", type=int, metavar="M", help=text)
     text = "where compiled programs are kept (~/.cache/jdp); none for nowhere"
-    add("--compilation-cache", type=_folder, default=_default_folder(), metavar="DIR", help=text)
+    add("--compilation-cache", type=_folder, default=argparse.SUPPRESS, metavar="DIR", help=text)
     text = "run on the CPU, as K devices in each process"
     add("--devices-per-process", dest="cpu_devices", type=int, metavar="K", help=text)
     add("--grace", type=float, default=3.0, metavar="S", help="seconds from SIGTERM to SIGKILL after a failure (3)")

@@ -252,7 +252,7 @@ def test_what_is_started_is_said_first(monkeypatch, place):
         ("-n 2 script.py", {"CUDA_VISIBLE_DEVICES": "0,1"}, "2 processes of script.py, 1 GPU each, meeting at 127."),
         (
             "-n 2 --nnodes 2 --node-rank 1 --coordinator h:1 script.py", {},
-            "2 processes of script.py on this machine, node 1 of 2, meeting at h:1; ",
+            "2 processes of script.py on this machine, node 1 of 2, meeting at h:1; compiled programs are not kept",
         ),
     ],
 )  # fmt: skip
