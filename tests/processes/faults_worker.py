@@ -220,7 +220,7 @@ def case_compiles():
 
     def compile():
         count, seconds = 100, 0.0
-        while seconds < 10:  # the machine may be busy, or not
+        while seconds < 7:  # the machine may be busy, or not
             seconds = seconds_of(count)
             count *= 2
         note("compiled", seconds=seconds)
@@ -508,7 +508,7 @@ def before_it_starts():
 def main():
     note("begin", pid=os.getpid())
     before_it_starts()
-    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 6}}
+    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 4}}
     jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 
