@@ -37,7 +37,8 @@ BATCH = {"x": X, "y": Y}
 LAUNCHERS = """
 JAX_COORDINATOR_ADDRESS JDP_NUM_PROCESSES JDP_PROCESS_ID JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_LOCAL_DEVICE_IDS
 WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE
-HOROVOD_SIZE SLURM_JOB_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID
+HOROVOD_SIZE SLURM_JOB_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST PMIX_RANK
+SKYPILOT_NUM_NODES JOB_COMPLETION_INDEX JAX_COORDINATOR_PORT OMPI_MCA_orte_hnp_uri CUDA_VISIBLE_DEVICES
 """.split()
 
 
@@ -738,6 +739,17 @@ def nothing_said(monkeypatch):
     return monkeypatch
 
 
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h",
+            "MASTER_PORT": "29500"}  # fmt: skip
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+         "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
+JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in
+            {"SIZE": "4", "RANK": "3", "LOCAL_SIZE": "4", "LOCAL_RANK": "3"}.items()}  # fmt: skip
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "8"}  # fmt: skip
+PORT = {"JAX_COORDINATOR_PORT": "7"}
 NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} not set\); the processes become one job"
 
 
@@ -757,6 +769,16 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
             "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
+        # two machines, of which neither Open MPI 5 nor MPICH says which is the first
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (), NOT_SET.format(
+            "OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=3", "coordinator_address", "JAX_COORDINATOR_ADDRESS")
+         + '.* set JAX_COORDINATOR_ADDRESS.*mpi4py installed, pass cluster_detection_method="mpi4py"'),
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, (), NOT_SET.format(
+            "PMI_SIZE=4, PMI_RANK=3", "coordinator_address", "JAX_COORDINATOR_ADDRESS")),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (), "by PMI_SIZE=4, PMI_RANK=3, and coordinator_address cannot be found"),
+        ({"PMIX_RANK": "0"}, (), "by PMIX_RANK=0, and coordinator_address, num_processes, process_id cannot"),
+        ({"JOB_COMPLETION_INDEX": "0"}, (), r'JOB_COMPLETION_INDEX=0, and .*; or pip install "jax\[k8s\]", by which'),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}, (), r"SKYPILOT_NODE_RANK=1.*\(SKYPILOT_NODE_IPS not"),
         ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, (), "by PMI_SIZE=2, and"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),
         ({"HOROVOD_SIZE": "2"}, (), "by HOROVOD_SIZE=2, and"),
@@ -764,7 +786,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
         # mpirun of MPICH, in a step of Slurm for one task
         ({"PMI_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
           "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"}, (),
-         r'by PMI_SIZE=2, and num_processes cannot be found; .*initialize\("host:port", n, i\)'),
+         r'by PMI_SIZE=2, and num_processes cannot be found \(PMI_RANK not set\); .*initialize\("host:port", n, i\)'),
         ({}, ("h:1", 2), r'by the arguments, and process_id cannot.*initialize\("host:port", 2, i\)'),
         ({}, (None, None, 0), r'by the arguments, and coord.*initialize\("host:port", n, i\).* num_processes=1'),
     ],
@@ -772,6 +794,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
 def test_several_processes_are_one_job_or_an_error(nothing_said, refused, environ, arguments, match):
     for name, value in environ.items():
         nothing_said.setenv(name, value)
+    nothing_said.setattr(jax.distributed, "initialize", None)
     with refused(ValueError, "distributed.initialize", match):
         jdp.distributed.initialize(*arguments)
     jdp.distributed.initialize(num_processes=1)  # the way out that it names
@@ -787,6 +810,9 @@ def test_several_processes_are_one_job_or_an_error(nothing_said, refused, enviro
         {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "HOROVOD_SIZE": "", "WORLD_SIZE": "many"},
         {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "h"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},  # srun --mpi=pmix, for one
     ],
 )  # fmt: skip
 def test_one_process_needs_no_job(nothing_said, environ):
@@ -798,13 +824,6 @@ def test_one_process_needs_no_job(nothing_said, environ):
 
 class Asked(Exception):
     pass
-
-
-TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h",
-            "MASTER_PORT": "29500"}  # fmt: skip
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-         "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
-JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -822,6 +841,20 @@ JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PRO
         (JAX_SAID, {"num_processes": 5, "process_id": 4}, ("c:2", 5, 4, None)),
         (SLURM, {}, ("n1:61447", 2, 1, None)),  # JAX's own detection
         (SLURM | {"WORLD_SIZE": "2"}, {}, ("n1:61447", 2, 1, None)),
+        (OPEN_MPI | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
+        (MPICH | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
+        (MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "JAX_COORDINATOR_ADDRESS": "c:2"}, {},
+         ("c:2", 4, 3, None)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.0.0.1:34911"}, {},
+         ("10.96.0.1:62624", 4, 3, 1)),  # Open MPI 4
+        (MPICH | {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"} | SLURM, {}, ("n1:61447", 4, 3, 1)),
+        (SKYPILOT, {}, ("10.0.0.1:8476", 2, 1, None)),  # all devices of the machine
+        (TORCHRUN | SKYPILOT, {}, ("h:29501", 4, 3, 1)),
+        # somebody has divided the GPUs already: each process sees its own
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5"}, {}, ("h:29501", 4, 3, None)),
+        (OPEN_MPI | PORT | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, {}, ("127.0.0.1:7", 4, 3, None)),
+        (OPEN_MPI | PORT | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {}, ("127.0.0.1:7", 4, 3, 3)),
     ],
 )
 def test_what_jax_is_told(nothing_said, environ, arguments, expected):
