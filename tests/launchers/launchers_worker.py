@@ -1,8 +1,7 @@
 """One process of a job that somebody else's launcher has started: trains, and notes what it was and each loss.
 
-Usage: worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. Writes FOLDER/rank-R-T.json at each start T; each line has all
-that was known then. With CHECKPOINTS it saves at each step there, goes on from what is there, and waits SECONDS after
-each step.
+Usage: launchers_worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. The notes of a start at time T are FOLDER/rank-R-T.json.
+With CHECKPOINTS it saves there at each step, goes on from what is there, and waits SECONDS after each step.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ def mse(v, batch):
     return jnp.mean((batch["x"] @ v["params"]["w"] - batch["y"]) ** 2)
 
 
-def main(folder, steps, checkpoints=None, seconds=0.0, **options):
+def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, **options):
     jdp.distributed.initialize(timeout=30, **options)
     here = jax.process_index()
     found = {"rank": here, "n": jax.process_count(), "pid": os.getpid(), "began": 0, "losses": []}
@@ -51,6 +50,8 @@ def main(folder, steps, checkpoints=None, seconds=0.0, **options):
         found["began"] = int(state.step)
         tell()
         for k in range(int(state.step), steps):
+            if fails == (here, k) and found["began"] == 0:
+                raise ValueError("it fails here")
             state, metrics = step(state, batch_of(here, k))
             found["losses"].append(float(metrics["loss"]))
             tell()
