@@ -1,7 +1,6 @@
 """One process of a job that somebody else's launcher has started: trains, and notes what it was and each loss.
 
-Usage: launchers_worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. The notes of a start at time T are FOLDER/rank-R-T.json.
-With CHECKPOINTS it saves there at each step, goes on from what is there, and waits SECONDS after each step.
+Usage: launchers_worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. Notes a start at time T in FOLDER/rank-R-T.json. CHECKPOINTS it saves there at each step, goes on from what is there, and waits SECONDS after each step.
 """
 
 import contextlib

@@ -22,11 +22,15 @@ BOUND = 120  # seconds to start and to train, on a busy machine
 WORKER = [sys.executable, str(HERE / "launchers_worker.py")]
 
 
+MARK = "JDP_LAUNCHED"
+KEPT = ("PATH", "HOME", "LANG", "TMPDIR", guard.MARK)
+
+
 def environment(mark, **more):
     """Nothing of the launcher that has perhaps started these tests; and the mark by which all is found again."""
-    kept = [name for name in os.environ if name in ("PATH", "HOME", "LANG", "TMPDIR") or name.startswith("JAX_")]
+    kept = [name for name in os.environ if name in KEPT or name.startswith("JAX_")]
     return {name: os.environ[name] for name in kept} | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "8", "PYTHONPATH": str(ROOT), guard.MARK: mark,
+        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "8", "PYTHONPATH": str(ROOT), MARK: mark,
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **more
     }  # fmt: skip
 
@@ -70,7 +74,7 @@ class Job:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"it ran for {seconds} s: {self}")
-        self.until(lambda: not guard.bearers(self.mark), "ended", 20)
+        self.until(lambda: not guard.bearers(self.mark, MARK), "ended", 20)
         return code
 
     def __str__(self):
@@ -78,7 +82,7 @@ class Job:
 
     def stop(self):
         """Nothing is left, whatever happened."""
-        while alive := guard.bearers(self.mark):
+        while alive := guard.bearers(self.mark, MARK):
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

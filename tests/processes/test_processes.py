@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from flax import nnx
 from laws import close, free_port
 
 import jdp
-from jdp._processes import exchange
+from jdp._processes import exchange, initialize
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -640,8 +641,28 @@ def by_torchrun(process, port):
     }  # fmt: skip
 
 
+def by_open_mpi(process, port):
+    """What Open MPI 5 sets. The port follows from who has started the processes."""
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
+            {"SIZE": PROCESSES, "RANK": process, "LOCAL_SIZE": PROCESSES, "LOCAL_RANK": process}.items()}  # fmt: skip
+
+
+def by_mpich(process, port):
+    return {
+        "PMI_SIZE": str(PROCESSES), "PMI_RANK": str(process), "MPI_LOCALNRANKS": str(PROCESSES),
+        "MPI_LOCALRANKID": str(process),
+    }  # fmt: skip
+
+
+def by_skypilot(process, port):
+    return {
+        "SKYPILOT_NUM_NODES": str(PROCESSES), "SKYPILOT_NODE_RANK": str(process), "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "JAX_COORDINATOR_PORT": str(port),
+    }  # fmt: skip
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("said", [by_jax, by_torchrun])
+@pytest.mark.parametrize("said", [by_jax, by_torchrun, by_open_mpi, by_mpich, by_skypilot])
 def test_variables_of_other_launchers(tmp_path, said):
     check_rows(results(tmp_path, "case_train_rows", said=said))
 
@@ -693,6 +714,52 @@ def test_a_failure_ends_the_others_where_jax_is_initialized_already(tmp_path):
                 f"jdp.distributed.initialize: called for process {asked}, and JAX is initialized already as process "
                 f"{process} of 2; a process belongs to one job. Leave out" in text
             )
+
+
+IN_A_THREAD = """
+import sys, threading
+import jdp, numpy as np
+
+def loop():
+    jdp.distributed.initialize(timeout=60, quiet=True)
+    import jax
+    other = threading.Thread(target=lambda: {}["another thread"])
+    other.start()
+    other.join()
+    dp = jdp.DataParallel(lambda w, x: w * x)
+    dp(2.0, np.ones(4))
+    if jax.process_index() == 1: FAILS
+    dp(2.0, np.ones(4))
+
+thread = threading.Thread(target=loop, name="loop")
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fails, code, says, tells",
+    [
+        ("raise KeyError('here')", 1, "KeyError: 'here'", "KeyError: 'here'"),
+        ("sys.exit(3)", 3, "", "SystemExit: 3"),
+        ("sys.exit('why')", 1, "why", "SystemExit: 1"),
+    ],
+    ids=["exception", "exit", "exit-text"],
+)
+def test_a_loop_that_fails_in_a_thread_ends_the_process(tmp_path, fails, code, says, tells):
+    """Python would end it with code 0. Another thread that fails ends nothing."""
+    port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]
+    workers = [start(logs[p], ["-c", IN_A_THREAD.replace("FAILS", fails)], **by_jdp(p, port)) for p in range(2)]
+    try:
+        codes = [worker.wait(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [75, code], said
+    assert says in said[1] and all("KeyError: 'another thread'" in text for text in said)
+    assert f"jdp: process 1 has failed ({tells}); process 0 ends" in said[0]
 
 
 LEAVES = """
@@ -881,3 +948,85 @@ def test_initialize_is_nothing_for_one_process(nothing_said):
 def test_initialize_after_jax_has_started_is_an_error():
     with pytest.raises(RuntimeError, match="must be called before any JAX calls"):
         jdp.distributed.initialize("127.0.0.1:1", num_processes=2, process_id=0)
+
+
+class RayWorker:
+    """What Ray Train tells one of its workers, and what it tells the others for it."""
+
+    def __init__(self, count, here, told=None):
+        self.get_world_size, self.get_world_rank, self.told = lambda: count, lambda: here, told
+
+    def get_context(self):
+        return self
+
+    def get_node_ip_address(self):
+        return "10.0.0.9"
+
+    def broadcast_from_rank_zero(self, address):
+        return address or self.told
+
+
+@pytest.mark.parametrize(
+    "worker, match", [(RayWorker(2, 0), r"10.0.0.9:\d+"), (RayWorker(2, 1, "10.0.0.8:5"), "10.0.0.8:5")]
+)
+def test_a_worker_of_ray(nothing_said, worker, match):
+    """One of its group, though Slurm has started Ray itself."""
+    for name in ("ray.train", "ray.train.collective", "ray.util"):
+        nothing_said.setitem(sys.modules, name, worker)
+    for name, value in SLURM.items():
+        nothing_said.setenv(name, value)
+    asked = []
+    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or exit())
+    with pytest.raises(SystemExit):
+        jdp.distributed.initialize()
+    said = asked[0]
+    assert (said["num_processes"], said["process_id"]) == (2, worker.get_world_rank())
+    assert re.fullmatch(match, said["coordinator_address"])
+
+
+def test_one_worker_of_ray_and_no_worker_of_it(nothing_said):
+    nothing_said.setattr(jax.distributed, "initialize", None)
+    nothing_said.setitem(sys.modules, "ray.train", RayWorker(1, 0))
+    nothing_said.setenv("SLURM_STEP_NUM_TASKS", "2")  # as who has started Ray has left it
+    jdp.distributed.initialize()
+    nothing_said.delenv("SLURM_STEP_NUM_TASKS")
+
+    def driver():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function.")
+
+    nothing_said.setattr(sys.modules["ray.train"], "get_context", driver)
+    jdp.distributed.initialize()
+
+
+@pytest.mark.parametrize(
+    "own, coordinator, interface",
+    [
+        ("127.0.1.1", "10.0.0.1:5", "eth1"),
+        ("127.0.1.1", "192.168.9.9:5", "eth0"),
+        ("127.0.1.1", "debian:5", "eth0"),  # process 0, by its own name: the default route
+        ("absent", "10.0.0.1:5", "eth1"),  # the hostname does not resolve
+        ("10.0.0.7", "10.0.0.1:5", None),
+        ("127.0.1.1", "127.0.0.1:5", None),
+        ("127.0.1.1", "localhost:5", None),
+        ("127.0.1.1", "absent:5", None),
+        ("127.0.1.1", "", None),
+    ],
+)
+def test_gloo_takes_the_interface_that_leads_to_the_others(monkeypatch, tmp_path, own, coordinator, interface):
+    """Where the hostname is that of Debian. Destination and mask as the kernel prints them, in the machine's order."""
+    known = {"debian": own}
+
+    def resolve(name):
+        name = known.get(name, name)
+        if name == "absent":
+            raise OSError("Name or service not known")
+        return name
+
+    number = lambda text: f"{int.from_bytes(socket.inet_aton(text), sys.byteorder):08X}"  # noqa: E731
+    rows = [("eth0", "0.0.0.0", "0.0.0.0"), ("eth1", "10.0.0.0", "255.255.255.0"), ("eth0", "10.0.0.0", "255.0.0.0")]
+    lines = [f"{name} {number(to)} 0 0 0 0 0 {number(mask)} 0" for name, to, mask in rows]
+    (tmp_path / "route").write_text("\n".join(["Iface Destination ... Mask", *lines]))
+    monkeypatch.setattr(initialize, "Path", lambda path: tmp_path / "route" if path == "/proc/net/route" else None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "debian")
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    assert initialize._interface_to(coordinator) == interface
