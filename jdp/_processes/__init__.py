@@ -5,6 +5,7 @@ In reading order:
     coordination.py  JAX's coordination service, as a few functions; `DesyncError`
     exchange.py      each process leaves a text for a call, and reads everybody's; who waits learns for whom
     agree.py         all processes are about to run the same program
+    launchers.py     what torchrun, MPI, SkyPilot and Ray say to the processes that they start
     initialize.py    `jdp.distributed.initialize`: how a process joins the job
     last_words.py    a process that fails says so, and the others end instead of waiting for it
 

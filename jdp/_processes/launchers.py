@@ -128,8 +128,8 @@ def launched() -> Said:
     if launcher is SLURM:
         return Said(None, None, None, options)
     address = launcher.address(launcher)
-    if address is not None or launcher in OWN:
-        # In a step of Slurm JAX would give this process the one device that Slurm means for each task.
+    if address is not None or launcher in OWN or number(launcher.local_rank) is not None:
+        # In a step of Slurm or of Open MPI JAX would give this process one device, whatever is said here.
         options["cluster_detection_method"] = "deactivate"
     return Said(address, number(launcher.size), number(launcher.rank), options)
 

@@ -1,6 +1,7 @@
 """One process of a job that somebody else's launcher has started: trains, and notes what it was and each loss.
 
-Usage: launchers_worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. Notes a start at time T in FOLDER/rank-R-T.json. CHECKPOINTS it saves there at each step, goes on from what is there, and waits SECONDS after each step.
+Usage: launchers_worker.py FOLDER STEPS [CHECKPOINTS [SECONDS]]. What a start at time T finds is FOLDER/rank-R-T.json.
+With CHECKPOINTS it saves there at each step, goes on from what is there, and waits SECONDS after each step.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -20,16 +21,14 @@ STEPS = 4
 LONG = 400  # steps of a job that is ended before
 BOUND = 120  # seconds to start and to train, on a busy machine
 WORKER = [sys.executable, str(HERE / "launchers_worker.py")]
-
-
 MARK = "JDP_LAUNCHED"
-KEPT = ("PATH", "HOME", "LANG", "TMPDIR", guard.MARK)
+KEPT = re.compile(rf"PATH|HOME|LANG|TMPDIR|{guard.MARK}|JAX_(COMPILATION|PERSISTENT|DISABLE)_.*")
+
 
 
 def environment(mark, **more):
     """Nothing of the launcher that has perhaps started these tests; and the mark by which all is found again."""
-    kept = [name for name in os.environ if name in KEPT or name.startswith("JAX_")]
-    return {name: os.environ[name] for name in kept} | {
+    return {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)} | {
         "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "8", "PYTHONPATH": str(ROOT), MARK: mark,
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **more
     }  # fmt: skip

@@ -937,6 +937,27 @@ def test_what_jax_is_told(nothing_said, environ, arguments, expected):
     assert asked.value.args == expected
 
 
+@pytest.mark.parametrize(
+    "environ, method",
+    [
+        (SLURM, None),
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0"}, "deactivate"),  # by --gpus-per-task
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "9.0;tcp://h:3"}, "deactivate"),
+        (SLURM | {"PMI_SIZE": "2", "PMI_RANK": "1"}, None),  # srun --mpi=pmi2: Slurm counts the GPUs
+    ],
+)  # fmt: skip
+def test_jax_does_not_count_gpus_that_are_divided_otherwise(nothing_said, environ, method):
+    """JAX would take the one of the local rank, which may not be there, or be one of many."""
+    asked = []
+    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or sys.exit())
+    for name, value in environ.items():
+        nothing_said.setenv(name, value)
+    with pytest.raises(SystemExit):
+        jdp.distributed.initialize()
+    assert (asked[0].get("cluster_detection_method"), asked[0].get("local_device_ids")) == (method, None)
+
+
 def test_initialize_is_nothing_for_one_process(nothing_said):
     before = sys.excepthook, os.environ.get("XLA_FLAGS")
     jdp.distributed.initialize()  # JAX has started already, which its own initialize refuses
@@ -976,7 +997,7 @@ def test_a_worker_of_ray(nothing_said, worker, match):
     for name, value in SLURM.items():
         nothing_said.setenv(name, value)
     asked = []
-    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or exit())
+    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or sys.exit())
     with pytest.raises(SystemExit):
         jdp.distributed.initialize()
     said = asked[0]
