@@ -109,6 +109,13 @@ def check_one_job(job, code=0, steps=STEPS, began=None):
     np.testing.assert_allclose(found[0]["losses"], losses(steps)[found[0]["began"] :], rtol=1e-4)
 
 
+def check_saved(job):
+    """After a SIGTERM all have ended at the same step, which is returned, and have saved it."""
+    steps = {len(note["losses"]) for note in job.notes()}
+    assert len(steps) == 1 and f"jdp: SIGTERM: saved step {max(steps)} in " in str(job), job
+    return steps.pop()
+
+
 def said(*command):
     """What a command prints; nothing where it is not there."""
     try:
