@@ -19,6 +19,7 @@ from .._core.layout import Tree
 from .._processes.exchange import by_value
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of
+from .ray_run import RayRun
 from .read import tell_all
 from .steps import Steps
 from .write import Writer
@@ -53,13 +54,19 @@ class Checkpointer:
         keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them stays,
             too. With 1 that is known only of what has just been written, which the disk may yet lose.
         every: save at steps that are multiples of this.
+        ray: in a loop of Ray Train. `directory` is then a name, of a folder in that of Ray's run. Each checkpoint that is
+            complete is reported to Ray, with `{"step": step}`: at the next `save`, `wait` or `close`. `restore` goes on
+            from the newest, whether Ray has heard of it or not. How many are kept says `CheckpointConfig(num_to_keep)`
+            of Ray, and not `keep`. After Ray's notice that a node will be taken away, and after a SIGTERM, all save in
+            the same step and go on: Ray ends them, and starts them again.
 
     Attributes:
         directory: the directory, absolute and without links.
 
     Raises:
         OSError: the directory is something else.
-        ValueError: `keep` or `every` is less than 1.
+        RuntimeError: `ray`, and this is no worker of Ray Train.
+        ValueError: `keep` or `every` is less than 1; or, with `ray`, `directory` is no name.
 
     Example:
         >>> import jdp, numpy as np, tempfile
@@ -77,8 +84,13 @@ class Checkpointer:
     Source: orbax.checkpoint.AsyncCheckpointer and CheckpointManager.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1, *, ray: bool = False
+    ) -> None:
         keep, self._every = _positive("keep", keep), _positive("every", every)
+        self._ray = RayRun(directory) if ray else None
+        if self._ray is not None:
+            directory, keep = self._ray.directory, sys.maxsize  # Ray misses what others delete
         self.directory = absolute(directory)
         self._quiet = Quiet()
         self._steps = Steps(self.directory)
@@ -109,7 +121,7 @@ class Checkpointer:
             Whether it has saved; False also if this step is saved already.
 
         Raises:
-            SystemExit: with code 0, after a SIGTERM.
+            SystemExit: with code 0, after a SIGTERM (with `ray` all go on).
             RuntimeError: another job saves there; the save before this one has failed, or this one could not begin; or
                 another process of the job has ended. The checkpoints that were complete are untouched.
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
@@ -123,6 +135,8 @@ class Checkpointer:
                 no locks.
         """
         step = _number(step)
+        if self._ray is not None and self._ray.gives_notice():
+            self._preemption.tell()
         ending = self._preemption.reached()
         if not ending and step % self._every:
             return False
@@ -132,11 +146,14 @@ class Checkpointer:
             self._writer.write(step, *agree(self._writer.prepare, state, data))
         if ending:
             self.wait()
-            self._preemption.acted = True
-            self.close()
+            self._preemption.act()
+            if self._ray is None:
+                self.close()
             if jax.process_index() == 0:
-                print(f"jdp: SIGTERM: saved step {step} in {self.directory}; ending", flush=True)
-            sys.exit(0)
+                then = "ending" if self._ray is None else "going on until Ray ends the workers"
+                print(f"jdp: SIGTERM: saved step {step} in {self.directory}; {then}", flush=True)
+            if self._ray is None:  # to Ray, a loop that ends has failed, or has done its work
+                sys.exit(0)
         return saving
 
     def restore(self, state: Tree, step: int | None = None) -> tuple[Tree, Any]:
@@ -166,7 +183,9 @@ class Checkpointer:
         if found is None:
             return state, None
         arrays, data = found
-        return decode(arrays, state), data
+        state = decode(arrays, state)
+        self._report()  # who was killed may have saved it, and not have said so
+        return state, data
 
     def wait(self) -> None:
         """Waits until the save that is running, if any, is complete on the disk.
@@ -175,6 +194,11 @@ class Checkpointer:
             RuntimeError: it has failed.
         """
         self._writer.wait()
+        self._report()
+
+    def _report(self) -> None:
+        if self._ray is not None:
+            self._ray.report(self._steps.newest)
 
     def close(self) -> None:
         """`wait`, and gives the lock back, and SIGTERM to who had it before; `with` does this at its end."""
@@ -188,6 +212,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._ray = None  # the others may not have failed, and would not come to a report
         try:
             self.close()
         except RuntimeError as e:
@@ -219,6 +245,17 @@ class Preemption:
         if main and not self._service and self._before not in (signal.SIG_IGN, None):
             self._over = False
             signal.signal(signal.SIGTERM, self._note)
+
+    def tell(self) -> None:
+        """Word that the job has to end, which came by another way than SIGTERM, and counts as one."""
+        if not self._service:
+            self._told = True
+        elif jax.config.values["jax_enable_preemption_service"]:
+            os.kill(os.getpid(), signal.SIGTERM)  # the service has no other way to hear of it
+
+    def act(self) -> None:
+        """Notes that the SIGTERM has been acted on."""
+        self._told, self.acted = False, True
 
     def reached(self) -> bool:
         """Whether this is the step after which to stop."""

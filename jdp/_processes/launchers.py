@@ -162,21 +162,26 @@ def _at(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def ray_train() -> Any:
+    """The module ray.train, where this is the process of one of its workers; else None."""
+    train = sys.modules.get("ray.train")
+    try:
+        return train if train is not None and train.get_context() is not None else None
+    except (RuntimeError, DeprecationWarning):  # Ray's words for: this is none
+        return None
+
+
 def ray_worker() -> Said | None:
     """What Ray Train says, where this is the process of one of its workers.
 
     It stands above all others: who has started Ray itself (Slurm) has left variables, too. For workers on CPUs Ray
     starts no job of JAX. The first worker chooses where they meet, and Ray tells the others.
     """
-    train = sys.modules.get("ray.train")
-    try:
-        context = train.get_context() if train is not None else None
-        count, here = (None, None) if context is None else (context.get_world_size(), context.get_world_rank())
-    except (RuntimeError, DeprecationWarning):  # Ray's words for: this is none
+    train = ray_train()
+    if train is None:
         return None
-    if count is None:
-        return None
-    address = None
+    context, address = train.get_context(), None
+    count, here = context.get_world_size(), context.get_world_rank()
     if count > 1:
         if here == 0:
             with socket.socket() as probe:
@@ -184,3 +189,14 @@ def ray_worker() -> Said | None:
                 address = _at(importlib.import_module("ray.util").get_node_ip_address(), probe.getsockname()[1])
         address = importlib.import_module("ray.train.collective").broadcast_from_rank_zero(address)
     return Said(address, count, here, {})
+
+
+def ray_has_given_notice() -> bool:
+    """Whether Ray has told this worker that a node of its group will be taken away.
+
+    Not by `ray.train.get_preemption_info`, which has all workers wait for each other, and for ever: at every step that
+    is slow, and who hangs would never be named.
+    """
+    module = sys.modules.get("ray.train.v2._internal.execution.context")
+    context = getattr(module, "_train_context", None)
+    return getattr(getattr(context, "preemption_context", None), "preemption_info", None) is not None

@@ -29,7 +29,11 @@ def mse(v, batch):
     return jnp.mean((batch["x"] @ v["params"]["w"] - batch["y"]) ** 2)
 
 
-def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, **options):
+def fail():
+    raise ValueError("it fails here")
+
+
+def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, fail=fail, saver=jdp.Checkpointer, **options):
     jdp.distributed.initialize(timeout=30, **options)
     here = jax.process_index()
     found = {"rank": here, "n": jax.process_count(), "pid": os.getpid(), "began": 0, "losses": []}
@@ -44,15 +48,17 @@ def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, **options):
     step = dp.train_step(mse, optax.sgd(0.1))
     state = step.init({"params": {"w": np.full((4, 1), 0.1, np.float32)}})
     with contextlib.ExitStack() as stack:
-        saver = checkpoints and stack.enter_context(jdp.Checkpointer(checkpoints))
+        saver = checkpoints and stack.enter_context(saver(checkpoints))
         if saver:
             state, _ = saver.restore(state)
         found["began"] = int(state.step)
         tell()
         for k in range(int(state.step), steps):
             if fails == (here, k) and found["began"] == 0:
-                raise ValueError("it fails here")
-            state, metrics = step(state, batch_of(here, k))
+                fail()
+            mine = np.array_split(range(2), jax.process_count())[here]  # of two parts, also where this is the only one
+            batch = jax.tree.map(lambda *parts: np.concatenate(parts), *(batch_of(part, k) for part in mine))
+            state, metrics = step(state, batch)
             found["losses"].append(float(metrics["loss"]))
             tell()
             if saver:
