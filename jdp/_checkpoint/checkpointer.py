@@ -54,11 +54,11 @@ class Checkpointer:
         keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them stays,
             too. With 1 that is known only of what has just been written, which the disk may yet lose.
         every: save at steps that are multiples of this.
-        ray: in a loop of Ray Train. `directory` is then a name, of a folder in that of Ray's run. Each checkpoint that is
-            complete is reported to Ray, with `{"step": step}`: at the next `save`, `wait` or `close`. `restore` goes on
-            from the newest, whether Ray has heard of it or not. How many are kept says `CheckpointConfig(num_to_keep)`
-            of Ray, and not `keep`. After Ray's notice that a node will be taken away, and after a SIGTERM, all save in
-            the same step and go on: Ray ends them, and starts them again.
+        ray: in a loop of Ray Train. `directory` is then the name of a folder in that of Ray's run. Each checkpoint is
+            reported to Ray when it is complete, with `{"step": step}`: at the next save, `wait` or `close`. `restore`
+            takes the newest, whether Ray has heard of it or not. Ray's `CheckpointConfig(num_to_keep=...)` says how
+            many are kept, and not `keep`. After Ray's notice that a node will be taken away, as after a SIGTERM, all
+            save in the same step; then they go on, until Ray ends them and starts them again.
 
     Attributes:
         directory: the directory, absolute and without links.

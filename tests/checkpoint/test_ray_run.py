@@ -1,4 +1,4 @@
-"""What a `jdp.Checkpointer(..., ray=True)` tells Ray Train, by a stand-in for Ray; tests/launchers/test_ray.py has Ray."""
+"""What `jdp.Checkpointer(..., ray=True)` tells Ray Train, by a stand-in for Ray; tests/launchers/test_ray.py has it."""
 
 import enum
 import sys
