@@ -28,12 +28,12 @@ def pytest_sessionstart() -> None:
         os.environ[MARK] = mark
 
 
-def bearers(mark: str) -> list[int]:
+def bearers(mark: str, name: str = MARK) -> list[int]:
     """The processes that were started with this mark in their environment."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+            if f"{name}={mark}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
         except OSError:  # it ended, or is another user's
             continue

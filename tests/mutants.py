@@ -312,9 +312,9 @@ MUTANTS = (
     ),
     Mutant(
         "job-of-one",
-        "jdp/_processes/initialize.py",
-        "several = [name for name in _SIZES if (_number(name) or 1) > 1]",
-        "several = [name for name in _SIZES if (_number(name) or 0) > 0]",
+        "jdp/_processes/launchers.py",
+        "return [name for name in SIZES if (number(name) or 1) > 1]",
+        "return [name for name in SIZES if (number(name) or 0) > 0]",
         "a launcher that started one process is an error",
         ("processes/test_processes.py::test_one_process_needs_no_job",),
     ),

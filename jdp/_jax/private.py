@@ -11,7 +11,7 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 5. `jaxlib._jax.Device`: `Device`
 6. `jax._src.distributed.global_state`, and the coordination service's client there: `job`
 7. `jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params`: `found_by_cluster`
-8. `jax._src.lib._jax.get_distributed_runtime_service`: `absent_are_named`
+8. `jax._src.lib._jax`, where two functions of jaxlib get an argument more: `absent_are_named`, `gloo_goes_by`
 9. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 10. `__captures__` of an NNX object: `CAPTURES`
 11. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
@@ -189,23 +189,39 @@ def absent_are_named(seconds: int) -> Iterator[None]:
 
     Tried: no argument of `jax.distributed.initialize` leads there.
     """
-    module = _found("jax._src.lib", "_jax")
-    start = getattr(module, "get_distributed_runtime_service", None)
-    if start is None:
-        yield
-        return
-
-    def start_in_time(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return start(*args, cluster_register_timeout=seconds, **kwargs)
-        except TypeError:  # it does not take this argument any more
-            return start(*args, **kwargs)
-
-    module.get_distributed_runtime_service = start_in_time
+    undo = _give("get_distributed_runtime_service", cluster_register_timeout=seconds)
     try:
         yield
     finally:
-        module.get_distributed_runtime_service = start
+        undo()
+
+
+def gloo_goes_by(interface: str) -> None:
+    """The processes' collectives between CPUs go by this network interface, if JAX's backend has not started yet.
+
+    JAX leaves it to Gloo, which takes the address that the hostname resolves to. Without this, CPUs of several machines
+    find each other only where that is not 127.0.x.1.
+
+    Tried: no option of JAX and no environment variable leads there.
+    """
+    _give("make_gloo_tcp_collectives", interface=interface)
+
+
+def _give(name: str, **more: Any) -> Callable[[], None]:
+    """Has JAX call this function of jaxlib with these arguments, too, if it takes them. Returns what undoes it."""
+    module = _found("jax._src.lib", "_jax")
+    call = getattr(module, name, None)
+    if call is None:
+        return lambda: None
+
+    def with_more(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **more, **kwargs)
+        except TypeError:  # it does not take them any more
+            return call(*args, **kwargs)
+
+    setattr(module, name, with_more)
+    return lambda: setattr(module, name, call)
 
 
 def is_tabulated(wrapper: Any) -> bool:

@@ -39,6 +39,11 @@ def process_count() -> int:
     return job().num_processes
 
 
+def coordinator() -> str:
+    """`"host:port"` at which the processes meet; empty where this version of JAX does not say."""
+    return job().coordinator_address or ""
+
+
 def get(key: str, seconds: float) -> str | None:
     """The value of a key, once it is there; None when the time is over."""
     return _value("DEADLINE_EXCEEDED", client().blocking_key_value_get, key, max(1, int(seconds * 1000)))

@@ -7,14 +7,16 @@ import math
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from .._jax.private import absent_are_named, found_by_cluster
+from .._jax.private import absent_are_named, found_by_cluster, gloo_goes_by
 from .compilation_cache import use_compilation_cache
-from .coordination import own_process, process_count
+from .coordination import coordinator, own_process, process_count
 from .last_words import install
+from .launchers import incomplete, launched, number, ray_worker, several
 from .watch import limits
 
 
@@ -39,21 +41,28 @@ def initialize(
 
     * `jdp launch`.
     * what sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (Kubeflow Trainer and others).
-    * torchrun, and what sets its variables. The processes meet at `JAX_COORDINATOR_ADDRESS`, or else at `MASTER_ADDR`
-      and the port after `MASTER_PORT`, at which torchrun itself listens. Of several processes on a machine each has
-      the GPU of its `LOCAL_RANK`, as in torch's scripts; `JAX_LOCAL_DEVICE_IDS` says otherwise.
-    * Slurm, Open MPI 4, Kubernetes, a TPU pod; the detection is JAX's own.
+    * torchrun, and what sets its variables. The processes meet at `MASTER_ADDR` and the port after `MASTER_PORT`, at
+      which torchrun itself listens.
+    * Open MPI, MPICH, Intel MPI, MVAPICH, horovodrun. On several machines each needs `JAX_COORDINATOR_ADDRESS` as
+      well, but for Open MPI 4 and in Slurm; or mpi4py, and `cluster_detection_method="mpi4py"`.
+    * SkyPilot, with one process on each node.
+    * Slurm, Kubernetes, a TPU pod; the detection is JAX's own.
+
+    A worker of Ray Train is one of its group, whatever else is set. `JAX_COORDINATOR_ADDRESS` says where the processes
+    meet, also where the launcher says something else. Of several processes on a machine each has the GPU of its local
+    rank; `JAX_LOCAL_DEVICE_IDS` says otherwise, and so does a `CUDA_VISIBLE_DEVICES` with fewer GPUs than processes.
 
     Where nothing says that there are other processes it does nothing, so that the same script runs alone. Where
     something says that there are (`WORLD_SIZE`, `PMI_SIZE`, ...), and the rest is not known, it is an error: a job of
     several processes never falls apart into several of one. Where JAX's own `initialize` has run already (Ray Train
-    calls it), the job stays as it is, and gets what is promised here but for the times that JAX was told then.
+    calls it for GPUs), the job stays as it is, and gets what is promised here but for the times that JAX was told then.
+    Call this in the thread that trains.
 
     What JAX leaves waiting for minutes, or for ever, ends within seconds:
 
     * an exception: the process prints it, tells the others, and ends (JAX would wait in its exit for the others);
-      they print whose it was, and end.
-    * a dead process: a collective breaks, and the others raise an error or end.
+      they print whose it was, and end. So it is in a thread, too, if this was called there.
+    * a dead process: those of its machine name it within seconds; for others a collective breaks, or they wait `timeout`.
     * a stuck or stopped process, or a network that is cut: the others wait `timeout` for it. At a call of jdp they
       raise a `jdp.distributed.DesyncError` that names it; where they wait for a program that was dispatched, each says
       who has not come to it, or gives no sign of life, and ends with exit code 76. No time-out of NCCL or Gloo is
@@ -108,6 +117,8 @@ def initialize(
     limits.start = float(start_timeout)
     if job is not None:
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
+    if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
+        gloo_goes_by(interface)
     install()
     if thread_guard:
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
@@ -129,89 +140,38 @@ def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shut
         )
 
 
-# What says how many processes there are, and what a launcher that sets it sets as well.
-_TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-_SIZES = {
-    "JDP_NUM_PROCESSES": ("JDP_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),  # jdp launch
-    "JAX_NUM_PROCESSES": ("JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),
-    "WORLD_SIZE": _TORCHRUN,
-    # JAX's detection knows some of these; where it does not, they say that there are others, and not where.
-    "OMPI_COMM_WORLD_SIZE": (),  # Open MPI
-    "PMI_SIZE": (),  # MPICH, Intel MPI
-    "MV2_COMM_WORLD_SIZE": (),  # MVAPICH
-    "HOROVOD_SIZE": (),
-    "SLURM_STEP_NUM_TASKS": (),  # not SLURM_NTASKS, which an allocation sets, too, and one process may run there
-}
-
-
 def _job(address: str | None, count: int | None, here: int | None, timeout: int, options: Any) -> dict[str, Any] | None:
     """What `jax.distributed.initialize` is to be told, as given, or as the launcher or the cluster says.
 
     None for a job of one process.
     """
-    address, launched = address or os.environ.get("JAX_COORDINATOR_ADDRESS"), {}
-    if None in (address, count, here):
-        address, count, here, launched = _launched(address, count, here)
-    several = [name for name in _SIZES if (_number(name) or 1) > 1]
+    if count == 1:
+        return None
+    address, more = address or os.environ.get("JAX_COORDINATOR_ADDRESS"), {}
+    ids, method = options.get("local_device_ids"), options.get("cluster_detection_method")
+    if None in (address, count, here) and method in (None, "deactivate"):
+        said = ray_worker() or launched()
+        address, more = address or said.address, said.options
+        count, here = said.processes if count is None else count, said.here if here is None else here
+    others = several()
     # The shell of an allocation of Slurm is a step of one task, and JAX would count those of the allocation.
-    in_shell = _number("SLURM_STEP_NUM_TASKS") == 1 and not several
+    in_shell = number("SLURM_STEP_NUM_TASKS") == 1 and not others
     if count == 1 or (in_shell and (address, count, here) == (None, None, None)):
         return None
-    ids, method = options.get("local_device_ids"), options.get("cluster_detection_method")
     if None in (address, count, here) and method != "deactivate":
         # JAX's own detection, before JAX's initialize, which raises where there is no cluster, and in a job of one
         # where JAX has started.
-        address, count, here = found_by_cluster(address, count, here, ids, method, timeout)
-    if not several and (count == 1 or (address, count, here) == (None, None, None)):
+        try:
+            address, count, here = found_by_cluster(address, count, here, ids, method, timeout)
+        except RuntimeError as error:
+            if not others:
+                raise
+            raise ValueError(incomplete(address, count, here)) from error
+    if not others and (count == 1 or (address, count, here) == (None, None, None)):
         return None
     if count == 1 or None in (address, count, here):
-        raise ValueError(_incomplete(address, count, here, several))
-    return {"coordinator_address": address, "num_processes": count, "process_id": here} | launched | options
-
-
-def _launched(
-    address: str | None, count: int | None, here: int | None
-) -> tuple[str | None, int | None, int | None, dict[str, Any]]:
-    """The three arguments, completed by what a launcher says that JAX does not know, and what else follows from it."""
-    env = os.environ
-    name = next((name for name in ("JDP_NUM_PROCESSES", "JAX_NUM_PROCESSES") if name in env), None)
-    launched: dict[str, Any] = {}
-    if name is None and (_number("WORLD_SIZE") or 1) > 1 and all(map(env.get, _TORCHRUN)):
-        name, port = "WORLD_SIZE", _number("MASTER_PORT")
-        if port is not None and address is None:
-            host = env["MASTER_ADDR"]
-            address = f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
-        if env.get("LOCAL_WORLD_SIZE") != "1" and "JAX_LOCAL_DEVICE_IDS" not in env:
-            launched["local_device_ids"] = _number("LOCAL_RANK")
-    if name is None:
-        return address, count, here, {}
-    # In a step of Slurm JAX would give this process the one device that Slurm means for each task.
-    launched["cluster_detection_method"] = "deactivate"
-    count = _number(name) if count is None else count
-    return address, count, _number(_SIZES[name][0]) if here is None else here, launched
-
-
-def _number(name: str) -> int | None:
-    """The number in an environment variable, if there is one."""
-    text = os.environ.get(name, "").strip()
-    return int(text) if text.isdecimal() else None
-
-
-def _incomplete(address: str | None, count: int | None, here: int | None, several: list[str]) -> str:
-    """What says that there are several processes, and what is missing to make one job of them."""
-    names = ["JAX_COORDINATOR_ADDRESS", *several, *(name for size in several for name in _SIZES[size])]
-    said = [f"{name}={os.environ[name]}" for name in dict.fromkeys(names) if name in os.environ]
-    unset = [name for name in dict.fromkeys(names[1:]) if name not in os.environ]
-    three = {"coordinator_address": address, "num_processes": None if count == 1 else count, "process_id": here}
-    missing = [name for name, value in three.items() if value is None]
-    why = f" ({', '.join(unset)} not set)" if unset else ""
-    call = f'"host:port", {three["num_processes"] or "n"}, i'
-    return (
-        f"jdp.distributed.initialize: this is one of several processes by {', '.join(said) or 'the arguments'}, and "
-        f"{', '.join(missing)} cannot be found{why}; the processes become one job when each knows where all meet, how "
-        f"many they are, and which one it is. Pass jdp.distributed.initialize({call}), with the host of process 0 and "
-        f"with i from 0, or num_processes=1 to run alone."
-    )
+        raise ValueError(incomplete(address, count, here))
+    return {"coordinator_address": address, "num_processes": count, "process_id": here} | more | options
 
 
 def _refuse_other_job(count: int | None, here: int | None) -> None:
@@ -245,6 +205,33 @@ def _refuse_taken_port(bind: str) -> None:
                     f"another coordinator_address (JAX_COORDINATOR_ADDRESS)."
                 ) from error
             # else there is no IPv6 here, or JAX says what is wrong
+
+
+def _interface_to(coordinator: str) -> str | None:
+    """The network interface that leads to `"host:port"`; None where the hostname serves, or all is on one machine.
+
+    Gloo listens at the address that the hostname resolves to, and on Debian that is 127.0.1.1, where only processes of
+    the same machine can reach it.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    if not host or host == "localhost" or host.startswith("127.") or not _is_loopback(socket.gethostname()):
+        return None
+    try:
+        address = socket.inet_aton(socket.gethostbyname(host))
+        routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    except OSError:  # no such host, or not Linux
+        return None
+    target = int.from_bytes(address, sys.byteorder)
+    # Interface, destination and mask. For process 0 the host may be its own name, again 127.0.1.1: the default route.
+    fits = [(int(r[7], 16).bit_count(), r[0]) for r in routes if target & int(r[7], 16) == int(r[1], 16)]
+    return max(fits)[1] if fits else None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:  # it does not resolve at all, and Gloo would fail
+        return True
 
 
 def _found(address: str | None) -> str:

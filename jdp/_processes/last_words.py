@@ -42,12 +42,37 @@ def install() -> None:
 
     sys.excepthook = hook
     _note_exits()
+    if threading.current_thread() is not threading.main_thread():
+        _end_with(threading.current_thread(), hook)
     leaving = threading.Event()
     listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
     threading.Thread(target=_time, args=(leaving,), name="jdp-watches", daemon=True).start()
     jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
     atexit.register(_leave, leaving, listener)
+
+
+def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
+    """Has the process end with this thread where it fails: Python would go on, and end with code 0.
+
+    Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) has it, and says so.
+    """
+    before = threading.excepthook
+
+    def in_thread(failed: threading.ExceptHookArgs) -> None:
+        error = failed.exc_value
+        if failed.thread is not loop or error is None:
+            before(failed)
+        elif not isinstance(error, SystemExit):
+            hook(failed.exc_type, error, failed.exc_traceback)
+        elif error.code:
+            if not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+            code = error.code if isinstance(error.code, int) else 1
+            _tell(f"SystemExit: {code}")
+            _end(code)
+
+    threading.excepthook = in_thread
 
 
 _before_leaving: list[Callable[[], None]] = []

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp._core import devices
 from jdp._jax import jaxprs, private
-from jdp._processes import coordination, initialize
+from jdp._processes import coordination, initialize, launchers
 from jdp._topology import topology
 
 X = np.random.RandomState(0).randn(10, 4).astype(np.float32)  # ten rows: uneven over eight devices
@@ -245,7 +245,7 @@ def test_canary_cluster_detection():
 
 def test_without_cluster_detection(without, monkeypatch):
     """A guess that there is one process would make several jobs out of one, so it is refused."""
-    for name in ("JAX_COORDINATOR_ADDRESS", *initialize._SIZES):
+    for name in ("JAX_COORDINATOR_ADDRESS", *launchers.SIZES):
         monkeypatch.delenv(name, raising=False)
     assert initialize._job(None, None, None, 1, {}) is None
     without("ClusterEnv.auto_detect_unset_distributed_params")
@@ -302,6 +302,32 @@ def test_without_distributed_runtime_service(service, without):
     with private.absent_are_named(7):
         assert service.module.get_distributed_runtime_service is service.start
     assert service.module.get_distributed_runtime_service is service.start
+
+
+def test_canary_gloo():
+    name = "jax._src.lib._jax.make_gloo_tcp_collectives"
+    feature = lost(name, "CPUs of several machines do not find each other where the hostname is 127.0.1.1")
+    module = private._found("jax._src.lib", "_jax")
+    assert "interface: str" in module.make_gloo_tcp_collectives.__doc__, feature
+    assert private._found("jax._src.xla_bridge", "_jax") is module, feature  # JAX looks it up there
+
+
+def test_gloo_goes_by_an_interface(monkeypatch):
+    module = importlib.import_module("jaxlib._jax")
+    monkeypatch.setattr(module, "make_gloo_tcp_collectives", lambda **arguments: arguments)
+    private.gloo_goes_by("eth7")
+    assert module.make_gloo_tcp_collectives(distributed_client=1) == {"distributed_client": 1, "interface": "eth7"}
+    monkeypatch.setattr(module, "make_gloo_tcp_collectives", lambda distributed_client: distributed_client)
+    private.gloo_goes_by("eth7")
+    assert module.make_gloo_tcp_collectives(distributed_client=1) == 1
+
+
+def test_without_gloo(without):
+    without("make_gloo_tcp_collectives")
+    module = importlib.import_module("jaxlib._jax")
+    before = module.make_gloo_tcp_collectives
+    private.gloo_goes_by("eth7")
+    assert module.make_gloo_tcp_collectives is before
 
 
 class Linear(nnx.Linear):

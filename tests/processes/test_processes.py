@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from flax import nnx
 from laws import close, free_port
 
 import jdp
-from jdp._processes import exchange
+from jdp._processes import exchange, initialize
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,7 +38,8 @@ BATCH = {"x": X, "y": Y}
 LAUNCHERS = """
 JAX_COORDINATOR_ADDRESS JDP_NUM_PROCESSES JDP_PROCESS_ID JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_LOCAL_DEVICE_IDS
 WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE
-HOROVOD_SIZE SLURM_JOB_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID
+HOROVOD_SIZE SLURM_JOB_ID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST PMIX_RANK
+SKYPILOT_NUM_NODES JOB_COMPLETION_INDEX JAX_COORDINATOR_PORT OMPI_MCA_orte_hnp_uri CUDA_VISIBLE_DEVICES
 """.split()
 
 
@@ -639,8 +641,28 @@ def by_torchrun(process, port):
     }  # fmt: skip
 
 
+def by_open_mpi(process, port):
+    """What Open MPI 5 sets. The port follows from who has started the processes."""
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
+            {"SIZE": PROCESSES, "RANK": process, "LOCAL_SIZE": PROCESSES, "LOCAL_RANK": process}.items()}  # fmt: skip
+
+
+def by_mpich(process, port):
+    return {
+        "PMI_SIZE": str(PROCESSES), "PMI_RANK": str(process), "MPI_LOCALNRANKS": str(PROCESSES),
+        "MPI_LOCALRANKID": str(process),
+    }  # fmt: skip
+
+
+def by_skypilot(process, port):
+    return {
+        "SKYPILOT_NUM_NODES": str(PROCESSES), "SKYPILOT_NODE_RANK": str(process), "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "JAX_COORDINATOR_PORT": str(port),
+    }  # fmt: skip
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("said", [by_jax, by_torchrun])
+@pytest.mark.parametrize("said", [by_jax, by_torchrun, by_open_mpi, by_mpich, by_skypilot])
 def test_variables_of_other_launchers(tmp_path, said):
     check_rows(results(tmp_path, "case_train_rows", said=said))
 
@@ -694,6 +716,52 @@ def test_a_failure_ends_the_others_where_jax_is_initialized_already(tmp_path):
             )
 
 
+IN_A_THREAD = """
+import sys, threading
+import jdp, numpy as np
+
+def loop():
+    jdp.distributed.initialize(timeout=60, quiet=True)
+    import jax
+    other = threading.Thread(target=lambda: {}["another thread"])
+    other.start()
+    other.join()
+    dp = jdp.DataParallel(lambda w, x: w * x)
+    dp(2.0, np.ones(4))
+    if jax.process_index() == 1: FAILS
+    dp(2.0, np.ones(4))
+
+thread = threading.Thread(target=loop, name="loop")
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fails, code, says, tells",
+    [
+        ("raise KeyError('here')", 1, "KeyError: 'here'", "KeyError: 'here'"),
+        ("sys.exit(3)", 3, "", "SystemExit: 3"),
+        ("sys.exit('why')", 1, "why", "SystemExit: 1"),
+    ],
+    ids=["exception", "exit", "exit-text"],
+)
+def test_a_loop_that_fails_in_a_thread_ends_the_process(tmp_path, fails, code, says, tells):
+    """Python would end it with code 0. Another thread that fails ends nothing."""
+    port, logs = free_port(), [tmp_path / f"{process}.log" for process in range(2)]
+    workers = [start(logs[p], ["-c", IN_A_THREAD.replace("FAILS", fails)], **by_jdp(p, port)) for p in range(2)]
+    try:
+        codes = [worker.wait(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [75, code], said
+    assert says in said[1] and all("KeyError: 'another thread'" in text for text in said)
+    assert f"jdp: process 1 has failed ({tells}); process 0 ends" in said[0]
+
+
 LEAVES = """
 import jdp, numpy as np
 jdp.distributed.initialize(timeout=45, quiet=True)
@@ -738,6 +806,17 @@ def nothing_said(monkeypatch):
     return monkeypatch
 
 
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h",
+            "MASTER_PORT": "29500"}  # fmt: skip
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+         "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
+JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in
+            {"SIZE": "4", "RANK": "3", "LOCAL_SIZE": "4", "LOCAL_RANK": "3"}.items()}  # fmt: skip
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "8"}  # fmt: skip
+PORT = {"JAX_COORDINATOR_PORT": "7"}
 NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} not set\); the processes become one job"
 
 
@@ -757,6 +836,16 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
             "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
+        # two machines, of which neither Open MPI 5 nor MPICH says which is the first
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (), NOT_SET.format(
+            "OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=3", "coordinator_address", "JAX_COORDINATOR_ADDRESS")
+         + '.* set JAX_COORDINATOR_ADDRESS.*mpi4py installed, pass cluster_detection_method="mpi4py"'),
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, (), NOT_SET.format(
+            "PMI_SIZE=4, PMI_RANK=3", "coordinator_address", "JAX_COORDINATOR_ADDRESS")),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (), "by PMI_SIZE=4, PMI_RANK=3, and coordinator_address cannot be found"),
+        ({"PMIX_RANK": "0"}, (), "by PMIX_RANK=0, and coordinator_address, num_processes, process_id cannot"),
+        ({"JOB_COMPLETION_INDEX": "0"}, (), r'JOB_COMPLETION_INDEX=0, and .*; or pip install "jax\[k8s\]", by which'),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}, (), r"SKYPILOT_NODE_RANK=1.*\(SKYPILOT_NODE_IPS not"),
         ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, (), "by PMI_SIZE=2, and"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),
         ({"HOROVOD_SIZE": "2"}, (), "by HOROVOD_SIZE=2, and"),
@@ -764,7 +853,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
         # mpirun of MPICH, in a step of Slurm for one task
         ({"PMI_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
           "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"}, (),
-         r'by PMI_SIZE=2, and num_processes cannot be found; .*initialize\("host:port", n, i\)'),
+         r'by PMI_SIZE=2, and num_processes cannot be found \(PMI_RANK not set\); .*initialize\("host:port", n, i\)'),
         ({}, ("h:1", 2), r'by the arguments, and process_id cannot.*initialize\("host:port", 2, i\)'),
         ({}, (None, None, 0), r'by the arguments, and coord.*initialize\("host:port", n, i\).* num_processes=1'),
     ],
@@ -772,6 +861,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
 def test_several_processes_are_one_job_or_an_error(nothing_said, refused, environ, arguments, match):
     for name, value in environ.items():
         nothing_said.setenv(name, value)
+    nothing_said.setattr(jax.distributed, "initialize", None)
     with refused(ValueError, "distributed.initialize", match):
         jdp.distributed.initialize(*arguments)
     jdp.distributed.initialize(num_processes=1)  # the way out that it names
@@ -787,6 +877,9 @@ def test_several_processes_are_one_job_or_an_error(nothing_said, refused, enviro
         {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "HOROVOD_SIZE": "", "WORLD_SIZE": "many"},
         {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "h"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},  # srun --mpi=pmix, for one
     ],
 )  # fmt: skip
 def test_one_process_needs_no_job(nothing_said, environ):
@@ -798,13 +891,6 @@ def test_one_process_needs_no_job(nothing_said, environ):
 
 class Asked(Exception):
     pass
-
-
-TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h",
-            "MASTER_PORT": "29500"}  # fmt: skip
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-         "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
-JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -822,6 +908,20 @@ JAX_SAID = {"JAX_COORDINATOR_ADDRESS": "c:2", "JAX_NUM_PROCESSES": "3", "JAX_PRO
         (JAX_SAID, {"num_processes": 5, "process_id": 4}, ("c:2", 5, 4, None)),
         (SLURM, {}, ("n1:61447", 2, 1, None)),  # JAX's own detection
         (SLURM | {"WORLD_SIZE": "2"}, {}, ("n1:61447", 2, 1, None)),
+        (OPEN_MPI | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
+        (MPICH | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
+        (MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "JAX_COORDINATOR_ADDRESS": "c:2"}, {},
+         ("c:2", 4, 3, None)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.0.0.1:34911"}, {},
+         ("10.96.0.1:62624", 4, 3, 1)),  # Open MPI 4
+        (MPICH | {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"} | SLURM, {}, ("n1:61447", 4, 3, 1)),
+        (SKYPILOT, {}, ("10.0.0.1:8476", 2, 1, None)),  # all devices of the machine
+        (TORCHRUN | SKYPILOT, {}, ("h:29501", 4, 3, 1)),
+        # somebody has divided the GPUs already: each process sees its own
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5"}, {}, ("h:29501", 4, 3, None)),
+        (OPEN_MPI | PORT | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, {}, ("127.0.0.1:7", 4, 3, None)),
+        (OPEN_MPI | PORT | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {}, ("127.0.0.1:7", 4, 3, 3)),
     ],
 )
 def test_what_jax_is_told(nothing_said, environ, arguments, expected):
@@ -837,6 +937,27 @@ def test_what_jax_is_told(nothing_said, environ, arguments, expected):
     assert asked.value.args == expected
 
 
+@pytest.mark.parametrize(
+    "environ, method",
+    [
+        (SLURM, None),
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0"}, "deactivate"),  # by --gpus-per-task
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "9.0;tcp://h:3"}, "deactivate"),
+        (SLURM | {"PMI_SIZE": "2", "PMI_RANK": "1"}, None),  # srun --mpi=pmi2: Slurm counts the GPUs
+    ],
+)  # fmt: skip
+def test_jax_does_not_count_gpus_that_are_divided_otherwise(nothing_said, environ, method):
+    """JAX would take the one of the local rank, which may not be there, or be one of many."""
+    asked = []
+    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or sys.exit())
+    for name, value in environ.items():
+        nothing_said.setenv(name, value)
+    with pytest.raises(SystemExit):
+        jdp.distributed.initialize()
+    assert (asked[0].get("cluster_detection_method"), asked[0].get("local_device_ids")) == (method, None)
+
+
 def test_initialize_is_nothing_for_one_process(nothing_said):
     before = sys.excepthook, os.environ.get("XLA_FLAGS")
     jdp.distributed.initialize()  # JAX has started already, which its own initialize refuses
@@ -848,3 +969,85 @@ def test_initialize_is_nothing_for_one_process(nothing_said):
 def test_initialize_after_jax_has_started_is_an_error():
     with pytest.raises(RuntimeError, match="must be called before any JAX calls"):
         jdp.distributed.initialize("127.0.0.1:1", num_processes=2, process_id=0)
+
+
+class RayWorker:
+    """What Ray Train tells one of its workers, and what it tells the others for it."""
+
+    def __init__(self, count, here, told=None):
+        self.get_world_size, self.get_world_rank, self.told = lambda: count, lambda: here, told
+
+    def get_context(self):
+        return self
+
+    def get_node_ip_address(self):
+        return "10.0.0.9"
+
+    def broadcast_from_rank_zero(self, address):
+        return address or self.told
+
+
+@pytest.mark.parametrize(
+    "worker, match", [(RayWorker(2, 0), r"10.0.0.9:\d+"), (RayWorker(2, 1, "10.0.0.8:5"), "10.0.0.8:5")]
+)
+def test_a_worker_of_ray(nothing_said, worker, match):
+    """One of its group, though Slurm has started Ray itself."""
+    for name in ("ray.train", "ray.train.collective", "ray.util"):
+        nothing_said.setitem(sys.modules, name, worker)
+    for name, value in SLURM.items():
+        nothing_said.setenv(name, value)
+    asked = []
+    nothing_said.setattr(jax.distributed, "initialize", lambda **told: asked.append(told) or sys.exit())
+    with pytest.raises(SystemExit):
+        jdp.distributed.initialize()
+    said = asked[0]
+    assert (said["num_processes"], said["process_id"]) == (2, worker.get_world_rank())
+    assert re.fullmatch(match, said["coordinator_address"])
+
+
+def test_one_worker_of_ray_and_no_worker_of_it(nothing_said):
+    nothing_said.setattr(jax.distributed, "initialize", None)
+    nothing_said.setitem(sys.modules, "ray.train", RayWorker(1, 0))
+    nothing_said.setenv("SLURM_STEP_NUM_TASKS", "2")  # as who has started Ray has left it
+    jdp.distributed.initialize()
+    nothing_said.delenv("SLURM_STEP_NUM_TASKS")
+
+    def driver():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function.")
+
+    nothing_said.setattr(sys.modules["ray.train"], "get_context", driver)
+    jdp.distributed.initialize()
+
+
+@pytest.mark.parametrize(
+    "own, coordinator, interface",
+    [
+        ("127.0.1.1", "10.0.0.1:5", "eth1"),
+        ("127.0.1.1", "192.168.9.9:5", "eth0"),
+        ("127.0.1.1", "debian:5", "eth0"),  # process 0, by its own name: the default route
+        ("absent", "10.0.0.1:5", "eth1"),  # the hostname does not resolve
+        ("10.0.0.7", "10.0.0.1:5", None),
+        ("127.0.1.1", "127.0.0.1:5", None),
+        ("127.0.1.1", "localhost:5", None),
+        ("127.0.1.1", "absent:5", None),
+        ("127.0.1.1", "", None),
+    ],
+)
+def test_gloo_takes_the_interface_that_leads_to_the_others(monkeypatch, tmp_path, own, coordinator, interface):
+    """Where the hostname is that of Debian. Destination and mask as the kernel prints them, in the machine's order."""
+    known = {"debian": own}
+
+    def resolve(name):
+        name = known.get(name, name)
+        if name == "absent":
+            raise OSError("Name or service not known")
+        return name
+
+    number = lambda text: f"{int.from_bytes(socket.inet_aton(text), sys.byteorder):08X}"  # noqa: E731
+    rows = [("eth0", "0.0.0.0", "0.0.0.0"), ("eth1", "10.0.0.0", "255.255.255.0"), ("eth0", "10.0.0.0", "255.0.0.0")]
+    lines = [f"{name} {number(to)} 0 0 0 0 0 {number(mask)} 0" for name, to, mask in rows]
+    (tmp_path / "route").write_text("\n".join(["Iface Destination ... Mask", *lines]))
+    monkeypatch.setattr(initialize, "Path", lambda path: tmp_path / "route" if path == "/proc/net/route" else None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "debian")
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    assert initialize._interface_to(coordinator) == interface

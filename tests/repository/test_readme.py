@@ -49,7 +49,7 @@ COMMANDS = [shlex.split(line, comments=True) for lang, code in BLOCKS if lang ==
 
 
 def test_commands_are_of_known_programs():
-    assert {command[0] for command in COMMANDS} == {"make", "jdp", "srun", "mpirun", "gcloud"}
+    assert {command[0] for command in COMMANDS} == {"make", "jdp", "srun", "mpirun", "torchrun"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
