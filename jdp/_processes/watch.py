@@ -127,9 +127,11 @@ class Watch:
         """In words, of all of them."""
         seconds = time.monotonic() - max(self._places[p][1] for p in silent)
         sign = f"{'have' if len(silent) > 1 else 'has'} given no sign of life for {seconds:.0f} s"
-        if all(self._places[p][0].machine == _machine() for p in silent):
-            return f"{sign} (stopped; on this machine)"
-        return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
+        places = [self._places[p][0] for p in silent]
+        if any(place.machine != _machine() for place in places):
+            return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
+        stopped = all(_state(place.pid) in ("T", "t") for place in places)
+        return f"{sign} ({'stopped' if stopped else 'its Python does not run'}; on this machine)"
 
     def look(self) -> str | None:
         """Tells where this process is, and looks for the others; gives, in words, why it is to wait no longer."""
@@ -149,12 +151,13 @@ class Watch:
                 f"jdp: process {own_process()} waits, and {named(dead)} ended without a word: killed, by the kernel "
                 f"where memory runs out, or by a person."
             )
-        quiet = self.silent([*self._places], _SILENCE)
+        left = ended() if self.silent([*self._places], _SILENCE) else set()
+        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if pending is None or now - pending.since < limits.step:
             return None
         waited = now - pending.since
-        silent = self.silent(pending.processes)
+        silent = [p for p in self.silent(pending.processes) if p not in left]
         late = [] if silent else self._late(pending)
         if not (silent or late or waited > limits.compile):
             return None

@@ -39,7 +39,7 @@ class Job:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
             "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
-            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else "S",
+            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else "T",
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():
             monkeypatch.setattr(module, name, value)
@@ -221,11 +221,15 @@ def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
     assert found.keys() == {0} and "process 0 waits, and process 2 ended without a word: killed" in found[0]
 
 
-def test_who_has_ended_in_good_order_was_not_killed(job):
-    job.come()
+def test_who_has_ended_in_good_order_was_not_killed(job, capfd):
+    outputs = job.come()
     job.go_on(3)
     job.dead, job.stopped, job.left = {102}, {2}, {2}
-    assert not job.go_on(10)
+    assert not job.go_on(15) and not capfd.readouterr().err
+    for output in outputs:
+        output.ready = True
+    job.come((0,))  # which it does not come to
+    assert "process 2 did not come to it" in job.go_on(120)[0]
 
 
 def test_the_state_of_a_process():
