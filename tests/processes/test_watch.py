@@ -228,7 +228,7 @@ def test_who_has_ended_in_good_order_was_not_killed(job, capfd):
     assert not job.go_on(15) and not capfd.readouterr().err
     for output in outputs:
         output.ready = True
-    job.come((0,))  # which it does not come to
+    job.come((0, 1))  # which it does not come to
     assert "process 2 did not come to it" in job.go_on(120)[0]
 
 
