@@ -39,5 +39,5 @@ def test_an_exception_reaches_ray_which_starts_the_workers_again(job: Job):
     job.start(sys.executable, script, job.folder, PYTHONPATH=f"{ROOT}:{HERE}", RAY_TRAIN_V2_ENABLED="1")
     code = job.ends(300)
     last = max(note["began"] for note in job.notes())
-    assert 0 < last <= 3 and "ValueError: it fails here" in str(job), job
+    assert 0 < last <= 3 and "ValueError: it fails here" in job.log(), job
     check_one_job(job, code, STEPS, last)
