@@ -141,25 +141,25 @@ class Watch:
         self._rounds += 1
         pending, waits = self._still_running(), self._waits
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
-        # To process 0 it costs nothing to ask itself; the others would all ask it for all.
-        early = own_process() == 0 or process_count() <= _FEW
-        if waited < (_BEAT if early else limits.step / 2) or now < self._learnt + self._pause():
+        # To process 0 it costs nothing to ask itself; where there are many, the others ask when they have to.
+        many = own_process() != 0 and process_count() > _FEW
+        if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
         if dead := self._dead():
             return (
-                f"jdp: process {own_process()} waits, and {named(dead)} ended without a word: killed, by the kernel "
-                f"where memory runs out, or by a person."
+                f"jdp: {named(dead)} ended without a word: killed by the kernel, where memory runs out, or by a "
+                f"person; process {own_process()} ends."
             )
         left = ended() if self.silent([*self._places], _SILENCE) else set()
-        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left]
+        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if pending is None or now - pending.since < limits.step:
             return None
         waited = now - pending.since
         silent = [p for p in self.silent(pending.processes) if p not in left]
         late = [] if silent else self._late(pending)
-        if not (silent or late or waited > limits.compile):
+        if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then
             return None
         why = "all processes have come to it: the devices, or the network between them, stand still"
         if silent:

@@ -214,11 +214,10 @@ def test_what_a_process_tells(job):
 
 def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
     job.machines[1] = "b"
-    job.come()
-    assert not job.go_on(3)
+    assert not job.go_on(3)  # also of those who do not wait for it, or in something that jdp knows nothing of
     job.dead, job.stopped = {102}, {2}
     found = job.go_on(3)
-    assert found.keys() == {0} and "process 0 waits, and process 2 ended without a word: killed" in found[0]
+    assert found.keys() == {0} and "jdp: process 2 ended without a word: killed" in found[0]
 
 
 def test_who_has_ended_in_good_order_was_not_killed(job, capfd):
