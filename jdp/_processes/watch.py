@@ -130,8 +130,12 @@ class Watch:
         places = [self._places[p][0] for p in silent]
         if any(place.machine != _machine() for place in places):
             return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
-        stopped = all(_state(place.pid) in ("T", "t") for place in places)
-        return f"{sign} ({'stopped' if stopped else 'its Python does not run'}; on this machine)"
+        return f"{sign} ({'stopped' if self._stopped(silent) else 'its Python does not run'}; on this machine)"
+
+    def _stopped(self, silent: Sequence[int]) -> bool:
+        """Whether the system says of each of them that it is stopped."""
+        places = [self._places[p][0] for p in silent]
+        return bool(places) and all(p.machine == _machine() and _state(p.pid) in ("T", "t") for p in places)
 
     def look(self) -> str | None:
         """Tells where this process is, and looks for the others; gives, in words, why it is to wait no longer."""
@@ -154,10 +158,12 @@ class Watch:
         left = ended() if self.silent([*self._places], _SILENCE) else set()
         quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
-        if pending is None or now - pending.since < limits.step:
+        if pending is None:
             return None
         waited = now - pending.since
         silent = [p for p in self.silent(pending.processes) if p not in left]
+        if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
+            return None
         late = [] if silent else self._late(pending)
         if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then
             return None
@@ -180,9 +186,10 @@ class Watch:
         now, pending, waits = time.monotonic(), self._pending, self._waits
         if self._looks < 2 * _SILENCE or own_process() == 0 or (pending is None and waits is None):
             return None
-        why = "process 0 does not answer: the network to its machine is cut, or it is stopped"
+        stopped = self._stopped([p for p in self._places if p == 0])
+        why = f"process 0 does not answer: {'' if stopped else 'the network to its machine is cut, or '}it is stopped"
         self._warn(why, 0)
-        if pending is not None and now - pending.since > limits.step:
+        if pending is not None and now - pending.since > (limits.step / 2 if stopped else limits.step):
             what, since = pending.what, pending.since
         elif waits is not None and now > waits[2]:
             what, since, _ = waits
