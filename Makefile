@@ -40,7 +40,7 @@ test-faults: install  ## kill, stop and damage processes and checkpoints, and se
 
 test-ray:  ## train by Ray Train, kill a worker, take a node away; in an environment of its own, of 1.3 GB
 	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-test,ray
-	$(VENV)-ray/bin/python -m pytest -m ray -n 0 $(ARGS)
+	$(VENV)-ray/bin/python -m pytest tests/launchers -m ray -n 0 $(ARGS)
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 

@@ -62,7 +62,8 @@ def initialize(
 
     * an exception: the process prints it, tells the others, and ends (JAX would wait in its exit for the others);
       they print whose it was, and end. So it is in a thread, too, if this was called there.
-    * a dead process: a collective breaks, and the others raise an error or end.
+    * a dead process: those of its machine name it within seconds; the others have a collective that breaks, or wait
+      `timeout`.
     * a stuck or stopped process, or a network that is cut: the others wait `timeout` for it. At a call of jdp they
       raise a `jdp.distributed.DesyncError` that names it; where they wait for a program that was dispatched, each says
       who has not come to it, or gives no sign of life, and ends with exit code 76. No time-out of NCCL or Gloo is

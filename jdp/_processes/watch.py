@@ -127,9 +127,15 @@ class Watch:
         """In words, of all of them."""
         seconds = time.monotonic() - max(self._places[p][1] for p in silent)
         sign = f"{'have' if len(silent) > 1 else 'has'} given no sign of life for {seconds:.0f} s"
-        if all(self._places[p][0].machine == _machine() for p in silent):
-            return f"{sign} (stopped; on this machine)"
-        return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
+        places = [self._places[p][0] for p in silent]
+        if any(place.machine != _machine() for place in places):
+            return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
+        return f"{sign} ({'stopped' if self._stopped(silent) else 'its Python does not run'}; on this machine)"
+
+    def _stopped(self, silent: Sequence[int]) -> bool:
+        """Whether the system says of each of them that it is stopped."""
+        places = [self._places[p][0] for p in silent]
+        return bool(places) and all(p.machine == _machine() and _state(p.pid) in ("T", "t") for p in places)
 
     def look(self) -> str | None:
         """Tells where this process is, and looks for the others; gives, in words, why it is to wait no longer."""
@@ -139,24 +145,27 @@ class Watch:
         self._rounds += 1
         pending, waits = self._still_running(), self._waits
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
-        # To process 0 it costs nothing to ask itself; the others would all ask it for all.
-        early = own_process() == 0 or process_count() <= _FEW
-        if waited < (_BEAT if early else limits.step / 2) or now < self._learnt + self._pause():
+        # To process 0 it costs nothing to ask itself; where there are many, the others ask when they have to.
+        many = own_process() != 0 and process_count() > _FEW
+        if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
         if dead := self._dead():
             return (
-                f"jdp: process {own_process()} waits, and {named(dead)} ended without a word: killed, by the kernel "
-                f"where memory runs out, or by a person."
+                f"jdp: {named(dead)} ended without a word: killed by the kernel, where memory runs out, or by a "
+                f"person; process {own_process()} ends."
             )
-        quiet = self.silent([*self._places], _SILENCE)
+        left = ended() if self.silent([*self._places], _SILENCE) else set()
+        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
-        if pending is None or now - pending.since < limits.step:
+        if pending is None:
             return None
         waited = now - pending.since
-        silent = self.silent(pending.processes)
+        silent = [p for p in self.silent(pending.processes) if p not in left]
+        if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
+            return None
         late = [] if silent else self._late(pending)
-        if not (silent or late or waited > limits.compile):
+        if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then
             return None
         why = "all processes have come to it: the devices, or the network between them, stand still"
         if silent:
@@ -177,9 +186,10 @@ class Watch:
         now, pending, waits = time.monotonic(), self._pending, self._waits
         if self._looks < 2 * _SILENCE or own_process() == 0 or (pending is None and waits is None):
             return None
-        why = "process 0 does not answer: the network to its machine is cut, or it is stopped"
+        stopped = self._stopped([p for p in self._places if p == 0])
+        why = f"process 0 does not answer: {'' if stopped else 'the network to its machine is cut, or '}it is stopped"
         self._warn(why, 0)
-        if pending is not None and now - pending.since > limits.step:
+        if pending is not None and now - pending.since > (limits.step / 2 if stopped else limits.step):
             what, since = pending.what, pending.since
         elif waits is not None and now > waits[2]:
             what, since, _ = waits

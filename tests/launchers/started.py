@@ -76,8 +76,11 @@ class Job:
         self.until(lambda: not guard.bearers(self.mark, MARK), "ended", 20)
         return code
 
+    def log(self):
+        return (self.folder / "log").read_text()
+
     def __str__(self):
-        return f"{self.notes()}\n{(self.folder / 'log').read_text()[-6000:]}"
+        return f"{self.notes()}\n{self.log()[-6000:]}"
 
     def stop(self):
         """Nothing is left, whatever happened."""
@@ -112,7 +115,7 @@ def check_one_job(job, code=0, steps=STEPS, began=None):
 def check_saved(job):
     """After a SIGTERM all have ended at the same step, which is returned, and have saved it."""
     steps = {len(note["losses"]) for note in job.notes()}
-    assert len(steps) == 1 and f"jdp: SIGTERM: saved step {max(steps)} in " in str(job), job
+    assert len(steps) == 1 and f"jdp: SIGTERM: saved step {max(steps)} in " in job.log(), job
     return steps.pop()
 
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import sys
 
 import pytest
@@ -37,6 +38,16 @@ OPEN_MPI_4, OPEN_MPI_5, MPICH = r"\(Open MPI\) 4", r"\(Open MPI\) 5", r"HYDRA"
 def test_mpi(job, version):
     """Without an argument, and with a script between the launcher and Python."""
     check_one_job(job, job.start(*mpi(version), "sh", "-c", '"$@"; exit $?', "sh", *WORKER, job.folder, STEPS).ends())
+
+
+def test_mpi_on_two_hosts_is_an_error_without_an_address(job):
+    """Never two jobs of one: both processes name the variable that is missing, and with it they are one job."""
+    head = [mpi(MPICH)[0], "-launcher", "fork", "-host", f"{socket.gethostname()},localhost", "-n", "2"]
+    assert job.start(*head, *WORKER, job.folder, STEPS).ends(30) != 0
+    says = "by PMI_SIZE=2, PMI_RANK=., and coordinator_address cannot be found .JAX_COORDINATOR_ADDRESS not set.; .*"
+    assert 1 <= len(re.findall(says + "num_processes=1 to run alone", job.log())) <= 2 and not job.notes(), job
+    there = f"127.0.0.1:{free_port()}"
+    check_one_job(job, job.start(*head, *WORKER, job.folder, STEPS, JAX_COORDINATOR_ADDRESS=there).ends())
 
 
 def test_mpirun_ends_the_others_where_one_is_killed(job):

@@ -55,11 +55,7 @@ def run(job: Job, script, seconds=400, **environ):
     job.start(sys.executable, path, job.folder, PYTHONPATH=f"{ROOT}:{HERE}", **environ)
     code = job.ends(seconds)
     assert code == 0, job
-    return [json.loads(line) for line in re.findall(r"^RESULT (.*)$", log(job), re.M)]
-
-
-def log(job: Job):
-    return (job.folder / "log").read_text()
+    return [json.loads(line) for line in re.findall(r"^RESULT (.*)$", job.log(), re.M)]
 
 
 def curves(job: Job):
@@ -100,7 +96,7 @@ def test_an_exception_reaches_ray_which_starts_the_workers_again(job: Job):
     fit("raises", failures=1, steps=8, fails=(1, 3), raises=True)
 """,
     )
-    assert "ValueError: it fails here" in log(job)
+    assert "ValueError: it fails here" in job.log()
     check_one_job(job, 0, STEPS, max(note["began"] for note in job.notes()))
 
 
@@ -136,7 +132,7 @@ def test_a_node_is_drained_and_the_run_goes_on_with_one_worker(job: Job):
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="15",  # Ray asks for two once more before it hears that one is gone
     )
     assert found[0][2] == {"step": 60}, job
-    saved = int(re.search(r"jdp: SIGTERM: saved step (\d+) in .*; going on until Ray ends the workers", log(job))[1])
+    saved = int(re.search(r"jdp: SIGTERM: saved step (\d+) in .*; going on until Ray ends the workers", job.log())[1])
     first, _, after = curves(job)
     assert (first["n"], after["n"], after["began"]) == (2, 1, saved) and found[0][3] == [saved, 60], job
     np.testing.assert_allclose(first["losses"][:saved] + after["losses"], losses(60), rtol=1e-3)

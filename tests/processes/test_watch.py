@@ -32,6 +32,7 @@ class Job:
 
     def __init__(self, monkeypatch, limits):
         self.now, self.here, self.keys, self.machines = 1000.0, 0, {}, {}
+        self.state = "S"
         self.stopped, self.deaf, self.dead, self.left = set(), set(), set(), set()
         monkeypatch.setattr(module, "limits", limits)
         monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
@@ -39,7 +40,7 @@ class Job:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
             "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
-            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else "S",
+            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():
             monkeypatch.setattr(module, name, value)
@@ -146,13 +147,21 @@ def test_a_compilation_has_an_end(job):
     assert not job.go_on(1790) and "process 2 did not come" in job.go_on(40)[0]
 
 
-@pytest.mark.parametrize("machine, words", [("a", "(stopped; on this machine)"), ("b", "network to another machine")])
-def test_who_gives_no_sign_of_life_is_named_though_it_had_come(job, capfd, machine, words):
-    job.machines[2] = machine
+@pytest.mark.parametrize(
+    "machine, state, words, seconds",
+    [
+        ("a", "T", "(stopped; on this machine)", 10),
+        ("a", "S", "(its Python does not run; on this machine)", 20),
+        ("b", "T", "the network to another machine", 20),
+    ],
+)
+def test_who_gives_no_sign_of_life_is_named_though_it_had_come(job, capfd, machine, state, words, seconds):
+    """The system says of a process of this machine that it is stopped: that is sure after half the time."""
+    job.machines[2], job.state = machine, state
     job.come()
     job.go_on(1)
     job.stopped = {2}
-    assert not job.go_on(18)
+    assert not job.go_on(seconds - 2)
     found = job.go_on(5)
     assert "process 2 has given no sign of life for" in found[0] and words in found[0] and words in found[1]
     assert capfd.readouterr().err.count("process 2 has given no sign of life") == 2  # each has said so once before
@@ -178,6 +187,16 @@ def test_who_cannot_reach_process_0_says_so(job, capfd):
     assert not job.go_on(17)
     assert "process 0 does not answer: the network to its machine is cut" in job.go_on(3)[1]
     assert capfd.readouterr().err.count("process 0 does not answer") == 1
+
+
+def test_process_0_stopped_on_this_machine(job):
+    job.come()
+    job.go_on(3)
+    job.state, job.stopped, job.deaf = "T", {0}, {1, 2}
+    assert not job.go_on(6)
+    for why in (found := job.go_on(5)).values():
+        assert "process 0 does not answer: it is stopped." in why
+    assert found.keys() == {1, 2}
 
 
 def test_a_call_that_waits_says_so_too(job):
@@ -214,18 +233,21 @@ def test_what_a_process_tells(job):
 
 def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
     job.machines[1] = "b"
-    job.come()
-    assert not job.go_on(3)
+    assert not job.go_on(3)  # also of those who do not wait for it, or in something that jdp knows nothing of
     job.dead, job.stopped = {102}, {2}
     found = job.go_on(3)
-    assert found.keys() == {0} and "process 0 waits, and process 2 ended without a word: killed" in found[0]
+    assert found.keys() == {0} and "jdp: process 2 ended without a word: killed" in found[0]
 
 
-def test_who_has_ended_in_good_order_was_not_killed(job):
-    job.come()
+def test_who_has_ended_in_good_order_was_not_killed(job, capfd):
+    outputs = job.come()
     job.go_on(3)
     job.dead, job.stopped, job.left = {102}, {2}, {2}
-    assert not job.go_on(10)
+    assert not job.go_on(15) and not capfd.readouterr().err
+    for output in outputs:
+        output.ready = True
+    job.come((0, 1))  # which it does not come to
+    assert "process 2 did not come to it" in job.go_on(120)[0]
 
 
 def test_the_state_of_a_process():
