@@ -80,9 +80,11 @@ def test_a_killed_worker_and_the_curve_is_that_of_an_undisturbed_run(job: Job):
     assert [name for name, *_ in found] == ["whole", "killed", "killed"]
     assert found[0][3] == [2, 4, 6, 8]
     notes = curves(job)
-    assert [note["began"] for note in notes[::2]] == [note["began"] for note in notes[1::2]] == [0, 0, 4, 8], job
+    began = [note["began"] for note in notes[::2]]
+    assert began == [note["began"] for note in notes[1::2]], job
+    assert began in ([0, 0, 4, 8], [0, 0, 2, 8]), job  # the save of step 4 may have been running still
     whole, before, after = (notes[i]["losses"] for i in (0, 2, 4))
-    assert whole[:4] + after == whole and before[:5] == whole[:5] and len(whole) == STEPS  # to the last bit
+    assert whole[: began[2]] + after == whole and before[:5] == whole[:5] and len(whole) == STEPS  # to the last bit
     np.testing.assert_allclose(whole, losses(STEPS), rtol=1e-4)
     assert len({note["pid"] for note in notes}) == len(notes) == 8  # Ray starts no process again
 
