@@ -15,6 +15,7 @@ import pytest
 from laws import free_port
 
 import jdp
+from jdp._launch.protocol import WAITED
 
 pytestmark = pytest.mark.faults
 
@@ -253,7 +254,10 @@ JOB = """
     jdp.virtual_cpu_devices(2)
     import jax, numpy as np
     rank, address, directory, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    jdp.distributed.initialize(address, 2, rank, heartbeat_timeout=4, quiet=True)
+    if fault in ("commit", "before"):  # as on another machine, which sees no process of this one
+        from jdp._processes.watch import Watch
+        Watch._dead = lambda self: []
+    jdp.distributed.initialize(address, 2, rank, heartbeat_timeout=4 if fault != "here" else 60, quiet=True)
     import jdp._checkpoint.write as module
     state = {"w": jdp.replicate(np.arange(5000, dtype=np.float32))}
     checkpointer = jdp.Checkpointer(directory, keep=1)
@@ -291,7 +295,7 @@ JOB = """
         checkpointer.save(1, state, data=1)
         checkpointer.wait()
         if rank:
-            if fault == "commit":  # dies when the others wait for it
+            if fault != "before":  # dies when the others wait for it
                 from orbax.checkpoint._src.futures import future
                 future.ChainedFuture.result = lambda *a, **k: os.kill(os.getpid(), 9)
             else:
@@ -321,6 +325,19 @@ def test_the_death_of_another_process_in_a_save_is_called_that(tmp_path, moment)
     with Workers(JOB, 2, tmp_path, "keep") as workers:  # the lock went with it
         codes, outs, errors = workers.end(60)
         assert codes == [0, 0], errors
+
+
+def test_the_death_of_another_process_of_this_machine_in_a_save_ends_the_job_at_once(tmp_path):
+    began = time.monotonic()
+    with Workers(JOB, 2, tmp_path, "here") as workers:
+        codes, _, errors = workers.end(60)
+        assert codes == [WAITED, -signal.SIGKILL], errors
+    assert "jdp: process 1 ended without a word: killed by the kernel" in errors[0]
+    assert time.monotonic() - began < 40
+    with Workers(JOB, 2, tmp_path, "keep") as workers:
+        codes, outs, errors = workers.end(60)
+        assert codes == [0, 0], errors
+    assert [out[0] for out in outs] == ["FROM 1", "FROM 1"]
 
 
 def test_a_second_job_is_refused_in_all_its_processes(tmp_path):
