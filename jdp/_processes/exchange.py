@@ -144,10 +144,10 @@ class Call:
                     self._give_up(absent)
 
     def _give_up(self, absent: list[int]) -> None:
-        """Raises, unless those who have not come compile a program, or all have come, and are well."""
+        """Raises, unless those who have not come are busy, or all have come, and are well."""
         silent = watch.silent(self.exchange.processes)
-        late = [p for p in absent if not watch.compiles(p)]
         seconds = time.monotonic() - self._began
+        late = [p for p in absent if seconds > limits.compile or not watch.is_busy(p)]
         if silent:
             text = self._text(silent, watch.why_silent(silent))
         elif late:

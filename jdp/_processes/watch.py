@@ -113,9 +113,12 @@ class Watch:
         finally:
             self._waits = None
 
-    def compiles(self, process: int) -> bool:
-        """Whether it said so, when it was heard last."""
-        return process in self._places and self._places[process][0].compiles
+    def is_busy(self, process: int) -> bool:
+        """Whether it compiles a program, or has come to something, or compiled, less than the time-out ago."""
+        if process not in self._places:
+            return False
+        place, since = self._places[process]
+        return place.compiles or place.idle + time.monotonic() - since <= limits.step
 
     def silent(self, processes: Sequence[int], least: float | None = None) -> list[int]:
         """Those of which there has been no sign of life for so many seconds, as far as `look` has learnt."""

@@ -220,9 +220,9 @@ def case_compiles():
 
     def compile():
         count, seconds = 100, 0.0
-        while seconds < 7:  # the machine may be busy, or not
+        while seconds < 11:  # the machine may be busy, or not
             seconds = seconds_of(count)
-            count *= 2
+            count *= max(2, min(5, round(12 / seconds)))
         note("compiled", seconds=seconds)
 
     ahead(at_the_step(compile))
@@ -508,7 +508,7 @@ def before_it_starts():
 def main():
     note("begin", pid=os.getpid())
     before_it_starts()
-    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 4}}
+    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 7}}
     jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 

@@ -352,8 +352,9 @@ def test_stopped_inside_of_a_step(start, row, attempt):
 
 def test_a_process_that_compiles_is_not_late(start):
     job = start("compiles", how="launch")
+    job.processes["launcher"].wait(timeout=300)  # XLA takes its time where the machine is busy
     ended_well(job)
-    assert [note["seconds"] > 7 for note in job.notes("compiled", rank=2)] == [True, True], str(job)
+    assert [note["seconds"] > 9 for note in job.notes("compiled", rank=2)] == [True, True], str(job)
 
 
 def test_never_starts(both, row):

@@ -141,6 +141,20 @@ def test_who_compiles_is_not_late(job):
     assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
 
 
+def test_who_has_just_compiled_is_busy(job):
+    """As one who waits in a call asks: so several programs, one after the other, are no fault either."""
+    job.here = 2
+    job.watches[2].compiling(True)
+    job.go_on(100)
+    assert job.watches[0].is_busy(2)
+    job.here = 2
+    job.watches[2].compiling(False)
+    job.go_on(15)
+    assert job.watches[0].is_busy(2)
+    job.go_on(10)
+    assert not job.watches[0].is_busy(2)
+
+
 def test_a_compilation_has_an_end(job):
     job.come((0, 1))
     job.watches[2].compiling(True)
