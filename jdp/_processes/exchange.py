@@ -138,14 +138,15 @@ class Call:
                 if self.exchange.here not in found:
                     self.leave()
                 absent = [p for p in self.exchange.processes if p not in found and p != self.exchange.here]
-                if gone & {*absent}:
-                    raise DesyncError(self._text([p for p in absent if p in gone], "has ended its program"))
+                if left := [p for p in absent if p in gone]:
+                    how = "have ended their programs" if len(left) > 1 else "has ended its program"
+                    raise DesyncError(self._text(left, how))
                 if is_over():
-                    self._give_up(absent)
+                    self._give_up(absent, gone)
 
-    def _give_up(self, absent: list[int]) -> None:
+    def _give_up(self, absent: list[int], gone: set[int]) -> None:
         """Raises, unless those who have not come are busy, or all have come, and are well."""
-        silent = watch.silent(self.exchange.processes)
+        silent = [p for p in watch.silent(self.exchange.processes) if p not in gone]
         seconds = time.monotonic() - self._began
         late = [p for p in absent if seconds > limits.compile or not watch.is_busy(p)]
         if silent:

@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+import types
 
+import pytest
 from laws import free_port
+
+from jdp._processes import exchange
 
 LEAVES = """
 import sys
@@ -31,6 +35,18 @@ for k in range(100):
     assert group.tell("text", f"text {k}", 5) == {0: f"text {k}"}
 print("KEPT", unchanged, len(kept()))
 """
+
+
+@pytest.mark.parametrize(
+    "gone, words",
+    [({1}, "process 1 has ended its program, and process 0 waits"), ({1, 2}, "processes 1, 2 have ended their")],
+)
+def test_who_has_ended_is_named(monkeypatch, gone, words):
+    monkeypatch.setattr(exchange, "ended", lambda: gone)
+    monkeypatch.setattr(exchange, "under", lambda folder: [(f"{folder}0", '["call", null]')])
+    group = types.SimpleNamespace(processes=(0, 1, 2), here=0)
+    with pytest.raises(exchange.DesyncError, match=f"jdp.call: {words}"):
+        exchange.Call(group, "call", "key").wait(lambda seconds: False, 20)
 
 
 def test_what_a_process_leaves_is_bounded():
