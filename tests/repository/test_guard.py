@@ -35,7 +35,9 @@ def test_a_run_that_is_stopped_leaves_no_process_behind(tmp_path, signum):
     (tmp_path / "pytest.ini").write_text("[pytest]")
     environ = {name: value for name, value in os.environ.items() if name != guard.MARK and "PYTEST" not in name}
     environ["PYTHONPATH"] = str(HERE.parent)
-    command = [sys.executable, "-m", "pytest", "-p", "guard", "-p", "no:hypothesispytest", "-n", "2", "test_it.py"]
+    # What runs in a shell's background ignores Ctrl-C, and all that it starts does.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "pytest"]
+    command += ["-p", "guard", "-p", "no:hypothesispytest", "-n", "2", "test_it.py"]
     run = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, process_group=0)
     until = time.monotonic() + 180
     while len(started := list(tmp_path.glob("*.started"))) < 2:
