@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .devices import Device, DeviceLike, make_mesh, own_mesh, own_replicas, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Tree, Whole, replicated
+from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
 from .programs import SIZES, dispatch
 from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
@@ -108,7 +108,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
     """`join` of this process's own chunks; what is whole on all processes stays so, or comes here as one copy."""
-    cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole)]
+    cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole | Shard)]
     if cut:
         layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
         for i, x in zip(cut, join(Scattered([arrays[i] for i in cut], layout), device), strict=True):

@@ -1,0 +1,131 @@
+"""Parameters that are cut over the replicas: where each is cut, and how a program makes it whole (ZeRO-3, FSDP)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .._jax.pieces import Sharded, run_in_pieces
+from .layout import Layout, Shard, Tree
+from .outputs import Outputs
+from .scattered import Scattered, Signature
+
+Gather = Callable[[Any, int, Any], Any]
+"""The whole array of `(value, axis, dtype)`; it travels in the dtype."""
+MOST_AT_ONCE = 32 << 20
+"""Bytes of parameters that are gathered together; one parameter may be larger."""
+
+
+def shard_axis(x: Any, n: int) -> int | None:
+    """The axis that a parameter is cut along over n devices; None where it stays whole.
+
+    The first that n divides; the leading one only where no other does, for a scan may run over it.
+    """
+    if n == 1:
+        return None
+    return next(
+        (axis for axis in (*range(1, x.ndim), *range(min(x.ndim, 1))) if x.shape[axis] and x.shape[axis] % n == 0), None
+    )
+
+
+def as_shards(params: Tree, mesh: Mesh) -> Tree:
+    """The parameters, with a `Scattered` for each that is cut, for the replicas' program."""
+
+    def cut(x: Any) -> Any:
+        axis = shard_axis(x, mesh.size)
+        return x if axis is None else shard(x, axis, mesh)
+
+    return jax.tree.map(cut, params)
+
+
+def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
+    """An array that is cut over the mesh along an axis, as an operand of the replicas' program."""
+    return Scattered((x,), Layout(_LEAF, (Shard(axis),), (1,), mesh, 0))
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def at_once(signature: Signature, operands: Sequence[Any], gather: bool) -> tuple[Signature, Sequence[Any]]:
+    """The operands, with the parameters whole that are cut, and the signature that says so; as they are else."""
+    if not gather or not any(isinstance(leaf, Shard) for leaf in signature.leaves):
+        return signature, operands
+    pairs = zip(operands, signature.leaves, strict=True)
+    whole = [
+        gathered(x, leaf.axis, x.dtype, signature.axis_name) if isinstance(leaf, Shard) else x for x, leaf in pairs
+    ]
+    leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
+    return signature._replace(leaves=tuple(leaves)), whole
+
+
+def gathered(x: Any, axis: int, dtype: Any, axis_name: str) -> Any:
+    """An array whole, of the replicas' parts of it."""
+    return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
+
+
+def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
+    """That of the array of which `x` is one of n parts along the axis."""
+    return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] * n, *x.shape[axis + 1 :]), x.dtype)
+
+
+def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
+    """What the body makes of whole parameters, each of which is gathered where it is used."""
+    n, name = signature.layout.mesh.size, signature.axis_name
+    cut = [
+        (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
+    ]
+    shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
+    jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
+    gather = functools.partial(gathered, axis_name=name)
+    values = run_in_pieces(jaxpr, [x if axis is None else Sharded(x, axis, gather) for x, axis in cut], MOST_AT_ONCE)
+    return dataclasses.replace(out, values=values)
+
+
+def summing(axis_name: str, wire: Any, before: float) -> Gather:
+    """A function `(x, axis, dtype)` that gathers, and whose gradient is the sum over the replicas, cut as `x` is.
+
+    The gradient travels in the dtype `wire`, divided by `before`, for a sum of many may leave its range.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+    def gather(x: Any, axis: int, dtype: Any, own: Any) -> Any:
+        return gathered(x, axis, dtype, axis_name)
+
+    def forward(x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return gathered(x, axis, dtype, axis_name), None
+
+    def backward(axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+        grad = grad.astype(own)
+        sent = grad if wire is None else (grad / before).astype(wire)
+        found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True).astype(own)
+        return (found if wire is None else found * jnp.asarray(before, own),)
+
+    gather.defvjp(forward, backward)
+    return lambda x, axis, dtype: gather(x, axis, dtype, x.dtype)
+
+
+def parts_of(axis_name: str) -> Gather:
+    """A function `((x, like), axis, dtype)` that gathers `x`, and whose gradient is that of `like`, whole as it is.
+
+    `like` is zeros in the place of the whole array, which are never made: the gradients of several microbatches are
+    added as they are, and their sum is reduced once.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+    def gather(both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
+        return gathered(both[0], axis, dtype, axis_name)
+
+    def forward(both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return gathered(both[0], axis, dtype, axis_name), None
+
+    def backward(axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+        return ((None, grad.astype(own)),)
+
+    gather.defvjp(forward, backward)
+    return lambda both, axis, dtype: gather(both, axis, dtype, both[1].dtype)
