@@ -92,7 +92,8 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
-        parts = [own_part(x, leaf.axis, layout.mesh) for x, leaf in zip(values, layout.arrays, strict=True)]
+        pairs = zip(values, layout.arrays, strict=True)
+        parts = [x if isinstance(leaf, Shard) else own_part(x, leaf.axis, layout.mesh) for x, leaf in pairs]
         return _join_own(parts, layout.here, device)
     if any(value is None for value in values):
         return layout.fill(unpadded(outputs))
@@ -115,7 +116,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
             arrays[i] = x
     if device != "sharded":
         target = own.devices[0] if device is None else device
-        whole = [i for i in range(len(arrays)) if i not in cut]
+        whole = [i for i, leaf in enumerate(own.arrays) if isinstance(leaf, Whole)]
         copies = put_all([arrays[i].addressable_data(0) for i in whole], [target] * len(whole))
         for i, x in zip(whole, copies, strict=True):
             arrays[i] = x
