@@ -17,7 +17,7 @@ from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
-from .shards import at_once
+from .shards import all_gathered
 from .uneven import is_uneven, run_chunks
 
 
@@ -110,7 +110,9 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
         def local(*operands: Any) -> tuple[list[Any], list[Any]]:
             index = jax.lax.axis_index(axis_name)
             operands = signature.fold_keys(operands, index)
-            mine, operands = at_once(signature, operands, gather == "at once" or is_uneven(signature))
+            mine = signature
+            if mine.holds_shards and (gather == "at once" or is_uneven(mine)):
+                mine, operands = all_gathered(mine, operands)
             outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")
             found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
             return outputs.reduce(index)

@@ -226,6 +226,11 @@ class Signature(NamedTuple):
     def specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(cut_along(self.layout.mesh, leaf.axis).spec for leaf in self.leaves)
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether there are parameters that are cut, and not gathered yet."""
+        return any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in self.leaves)
+
     def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
         """What lies on the replica's device, without the padding."""
         return [of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]

@@ -52,14 +52,10 @@ def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
 _LEAF = jax.tree.structure(0)
 
 
-def at_once(signature: Signature, operands: Sequence[Any], gather: bool) -> tuple[Signature, Sequence[Any]]:
-    """The operands, with the parameters whole that are cut, and the signature that says so; as they are else."""
-    if not gather or not any(isinstance(leaf, Shard) for leaf in signature.leaves):
-        return signature, operands
-    pairs = zip(operands, signature.leaves, strict=True)
-    whole = [
-        gathered(x, leaf.axis, x.dtype, signature.axis_name) if isinstance(leaf, Shard) else x for x, leaf in pairs
-    ]
+def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
+    """The operands, with the parameters whole that are cut, and the signature that says so."""
+    pairs, axis_name = zip(operands, signature.leaves, strict=True), signature.axis_name
+    whole = [gathered(x, leaf.axis, x.dtype, axis_name) if isinstance(leaf, Shard) else x for x, leaf in pairs]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
     return signature._replace(leaves=tuple(leaves)), whole
 

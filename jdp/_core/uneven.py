@@ -27,7 +27,7 @@ from .._jax.jaxprs import (
     segmented,
     source_line,
 )
-from .layout import Cut, Layout, Shard
+from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
 from .scattered import Signature
 from .shards import as_used
@@ -52,7 +52,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     n = signature.layout.mesh.size
     if is_uneven(signature):
         return _switch(body_of, operands, signature, index)
-    if gather and any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in signature.leaves):
+    if gather and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
         if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same

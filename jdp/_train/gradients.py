@@ -69,10 +69,9 @@ def gradients(
         def call(*operands: Any) -> Gradients:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
-            (axes, _), _, _ = signature.fill(
-                [leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves]
-            )
-            shards = Shards.of(signature, diff, axes, wire, steps > 1)
+            where = [leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves]
+            (cut, _), _, _ = signature.fill(where)
+            shards = Shards.of(signature, diff, cut, wire, steps > 1) if signature.holds_shards else None
             added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
@@ -96,7 +95,7 @@ def gradients(
                 _, axes, _ = signature.fill([leaf.axis if isinstance(leaf, Cut) else -1 for leaf in signature.leaves])
                 row_grads = {i: jax.tree.map(mark_rows, tree, axes[i]) for i, tree in row_grads.items()}
             left = loss.leave(added.state, before)
-            return Gradients(out, jax.tree.map(mark, grads, diff, axes), row_grads, left, counts)
+            return Gradients(out, jax.tree.map(mark, grads, diff, cut), row_grads, left, counts)
 
         return call
 

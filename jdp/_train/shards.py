@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.layout import Shard, Tree
+from .._core.layout import Tree
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, Gather, parts_of, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
@@ -25,10 +25,7 @@ class Shards(NamedTuple):
     parts: Gather | None  # where microbatches are added before anything is summed
 
     @staticmethod
-    def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards | None:
-        """None where nothing is cut, or all is gathered already."""
-        if not any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in signature.leaves):
-            return None
+    def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards:
         leaves, treedef = jax.tree.flatten(diff)
         name, n = signature.axis_name, signature.layout.mesh.size
         gathers = summing(name, wire, float(sum(signature.layout.sizes))), parts_of(name) if several else None
