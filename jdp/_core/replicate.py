@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, Sharding
 
 from .devices import Devices, are_described, mesh_of, own_mesh, spans_processes
 from .global_arrays import own_copies, put, refuse_traced
@@ -15,7 +15,7 @@ from .inputs import classify, refuse_deep
 from .layout import Tree, cut_along, replicated
 from .programs import capturing
 from .scattered import concrete, is_scattered, put_all
-from .shards import shard, shard_axis
+from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
@@ -106,17 +106,9 @@ def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
         target = cut_along(mesh, shard_axis(x, mesh.size))
         return x if isinstance(x, Tracer) or getattr(x, "sharding", None) == target else put(x, target)
 
+    refuse_too_large(tree, mesh, verb, root)
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([place(i, x) for i, x in enumerate(leaves)])
-
-
-def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
-    """The axis that an array is cut along over this very mesh; None for all else."""
-    sharding = getattr(concrete(x), "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or mesh.size == 1:
-        return None
-    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_names[0], mesh.axis_names)]
-    return cut[0] if cut else None
 
 
 def all_lie(leaves: list[Any], where: Sharding) -> bool:

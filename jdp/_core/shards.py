@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from .._jax.jaxprs import constants
 from .._jax.pieces import Sharded, run_in_pieces
+from .devices import memory_bytes
 from .layout import Layout, Shard, Tree
 from .outputs import Outputs
-from .scattered import Scattered, Signature
+from .scattered import Scattered, Signature, concrete
 
 Gather = Callable[[Any, int, Any], Any]
 """The whole array of `(value, axis, dtype)`; it travels in the dtype."""
@@ -52,6 +54,41 @@ def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
 _LEAF = jax.tree.structure(0)
 
 
+def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
+    """A `ValueError` for a parameter that no device can hold, for while it is used it is whole on each."""
+    device = mesh.devices.flat[0]
+    most = memory_bytes(device)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree) if most is not None else ():
+        size = x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
+        if size > most:
+            raise ValueError(
+                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {most:,}; a "
+                f"parameter that is cut is whole on each device while it is used. Make several smaller ones of it."
+            )
+
+
+def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh) -> None:
+    """A `ValueError` where the model has closed over its own parameters: these (shards, each with its axis)."""
+    cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
+    for x in constants(jaxpr):
+        axis = cut_axis_of(x, mesh)
+        if axis is not None and (x.shape, axis) in cut:
+            raise ValueError(
+                f"jdp.shard_params: the model closes over an array {x.dtype}{list(x.shape)} that is cut over the "
+                f"replicas as its parameters are; what a function closes over is a constant, and has no gradient. Take "
+                f"it from the parameters that the function is called with."
+            )
+
+
+def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
+    """The axis that an array is cut along over this very mesh; None for all else."""
+    sharding = getattr(concrete(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or mesh.size == 1:
+        return None
+    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_names[0], mesh.axis_names)]
+    return cut[0] if cut else None
+
+
 def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
     """The operands, with the parameters whole that are cut, and the signature that says so."""
     pairs, axis_name = zip(operands, signature.leaves, strict=True), signature.axis_name
@@ -78,6 +115,7 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
     ]
     shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
     jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
+    refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)
     gather = functools.partial(gathered, axis_name=name)
     values = run_in_pieces(jaxpr, [x if axis is None else Sharded(x, axis, gather) for x, axis in cut], MOST_AT_ONCE)
     return dataclasses.replace(out, values=values)

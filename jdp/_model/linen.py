@@ -16,7 +16,7 @@ from .._core.inputs import axes_of, is_array, is_unbound_axis
 from .._core.layout import Tree, cut_along, is_key, replicated
 from .._core.outputs import Marked, Reduce
 from .._core.scattered import concrete
-from .._core.shards import shard_axis
+from .._core.shards import refuse_too_large, shard_axis
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
@@ -178,6 +178,7 @@ def init_in_shards(
 
     arrays = [leaves[i] for i in at]
     shapes = jax.eval_shape(make, *arrays)
+    refuse_too_large(shapes, mesh, "init", "variables")
     params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
     where = {name: params if name == "params" else replicated(mesh) for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)

@@ -16,7 +16,7 @@ from .._core.layout import Tree, cut_along, is_key
 from .._core.outputs import Reduce
 from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
-from .._core.shards import shard_axis
+from .._core.shards import refuse_too_large, shard_axis
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state
 from .sync_batch_norm import sync_nodes
@@ -93,6 +93,7 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
             f"parameters that are cut as they are."
         )
     graph, state = nnx.split(shapes)
+    refuse_too_large(nnx.as_pure(state), mesh, "DataParallel", "model")
 
     def where(path: Any, variable: Any) -> Any:
         is_param = isinstance(variable, nnx.Param)

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from .._core.layout import Tree
 from .._core.scattered import Signature
-from .._core.shards import MOST_AT_ONCE, Gather, parts_of, summing, whole_shape
+from .._core.shards import MOST_AT_ONCE, Gather, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
 
 
@@ -20,16 +21,16 @@ class Shards(NamedTuple):
     leaves: list[Any]
     axes: list[int]  # -1 where a leaf is whole
     treedef: Any
-    n: int
+    mesh: Mesh
     summing: Gather
     parts: Gather | None  # where microbatches are added before anything is summed
 
     @staticmethod
     def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards:
         leaves, treedef = jax.tree.flatten(diff)
-        name, n = signature.axis_name, signature.layout.mesh.size
+        name = signature.axis_name
         gathers = summing(name, wire, float(sum(signature.layout.sizes))), parts_of(name) if several else None
-        return Shards(leaves, jax.tree.leaves(axes), treedef, n, *gathers)
+        return Shards(leaves, jax.tree.leaves(axes), treedef, signature.layout.mesh, *gathers)
 
     @property
     def apart(self) -> bool:
@@ -39,7 +40,7 @@ class Shards(NamedTuple):
     def shapes(self) -> Tree:
         """The shapes of the whole arrays."""
         pairs = zip(self.leaves, self.axes, strict=True)
-        return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.n) for x, axis in pairs])
+        return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.mesh.size) for x, axis in pairs])
 
     def taken(self) -> Tree:
         """What the gradient is taken of: what is cut itself, or zeros in the places of the whole arrays."""
@@ -55,6 +56,8 @@ class Shards(NamedTuple):
 
     def function(self, jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
         """The function that a jaxpr was traced from, of what is taken in place of the whole arrays."""
+        cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
+        refuse_constants(jaxpr, cut, self.mesh)
 
         def run(taken: Tree, *rest: Any) -> Any:
             operands: list[Any] = []
