@@ -107,10 +107,9 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
 
-        def local(*operands: Any) -> tuple[list[Any], list[Any]]:
+        def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
             index = jax.lax.axis_index(axis_name)
-            operands = signature.fold_keys(operands, index)
-            mine = signature
+            mine, operands = signature, list(signature.fold_keys(arrays, index))
             if mine.holds_shards and (gather == "at once" or is_uneven(mine)):
                 mine, operands = all_gathered(mine, operands)
             outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")

@@ -57,12 +57,12 @@ _LEAF = jax.tree.structure(0)
 def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
     """A `ValueError` for a parameter that no device can hold, for while it is used it is whole on each."""
     device = mesh.devices.flat[0]
-    most = memory_bytes(device)
-    for path, x in jax.tree_util.tree_leaves_with_path(tree) if most is not None else ():
+    most = memory_bytes(device) or float("inf")
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         size = x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
         if size > most:
             raise ValueError(
-                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {most:,}; a "
+                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {int(most):,}; a "
                 f"parameter that is cut is whole on each device while it is used. Make several smaller ones of it."
             )
 
