@@ -47,11 +47,10 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
         given = [v for v in piece.reads() if v in env and v not in sharded]
         later = {*results, *(v for other in pieces[i + 1 :] for v in other.reads())}
         outs = [v for v in piece.makes() if v in later]
-        run: Any = functools.partial(_run, piece, sharded, given, outs, most)
-        if piece.sources:
-            run = jax.checkpoint(run, policy=_is_kept, prevent_cse=not alone)
-        shards = [sharded[v].value for v in piece.sources]
-        env.update(zip(outs, run(shards, [env[v] for v in given]), strict=True))
+        run = functools.partial(_run, piece, sharded, given, outs, most)
+        again = jax.checkpoint(run, policy=_is_kept, prevent_cse=not alone) if piece.sources else run
+        operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
+        env.update(zip(outs, again(*operands), strict=True))
     return [read(env, v) for v in jaxpr.jaxpr.outvars]
 
 
