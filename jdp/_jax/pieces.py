@@ -64,7 +64,8 @@ def _without_calls(jaxpr: Any) -> Any:
         env = env_of(jaxpr, operands)
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             if eqn.primitive.name in _JITS:
-                env.update(zip(eqn.outvars, run(*inside(eqn), [read(env, v) for v in eqn.invars]), strict=True))
+                (body,) = inside(eqn)
+                env.update(zip(eqn.outvars, run(body, [read(env, v) for v in eqn.invars]), strict=True))
             else:
                 evaluate(eqn, env)
         return [read(env, v) for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
@@ -149,8 +150,13 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
 
 def _run_over(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
     """What a scan runs over that is cut along another axis than its own, so that it can be gathered in the body."""
-    _, _, xs = parts_of_scan(eqn, eqn.invars)
-    return [v for v in xs if v in views and views[v].order().index(sharded[views[v].source].axis)]
+    consts, carry, xs = parts_of_scan(eqn, eqn.invars)
+    whole = [v for v in (*consts, *carry) if not is_literal(v)]
+    return [
+        v
+        for v in xs
+        if not is_literal(v) and v in views and v not in whole and views[v].order().index(sharded[views[v].source].axis)
+    ]
 
 
 # What is made again for the backward pass: what is gathered, and what another view of that may be.
