@@ -104,6 +104,21 @@ def test_integers_do_not_make_a_float_travel_as_an_integer():
     assert asked.asked == [((4, 6), 1, "float32")]
 
 
+@pytest.mark.parametrize("dtypes", [(jnp.int8,), (bool,), (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)])
+def test_casts_before_a_scan_are_made_one_after_the_other(dtypes):
+    """Each rounds, and an integer has no gradient."""
+
+    def fn(w, x):
+        stack = w["stack"]
+        for dtype in (*dtypes, jnp.float32):
+            stack = stack.astype(dtype)
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ w["a"], stack)[0].sum()
+
+    run = functools.partial(in_pieces, fn, most=0, gather=Gathers())
+    got, want = jax.value_and_grad(run)(W, H), jax.value_and_grad(fn)(W, H)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-6), got, want)
+
+
 def test_results_that_are_parameters_literals_or_inputs_are_given_back():
     fn = lambda w, x: (w["a"], w["b"].T, x, 3.0, w["a"])  # noqa: E731
     for got, want in zip(in_pieces(fn, W, H, 0, Gathers()), plain(fn), strict=True):

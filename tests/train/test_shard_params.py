@@ -375,6 +375,34 @@ def views_in_a_scan(p, batch):
     return squares(blocks({"w": turned, "b": p["layers"]["b"]}, batch[0]) @ p["out"], batch)
 
 
+def rounded_in_a_scan(p, batch):
+    """Cast back and forth before the scan: to integers, to bool, and through two narrow dtypes."""
+    w = p["layers"]["w"]
+    casts = w.astype(jnp.int8).astype(jnp.float32), w.astype(bool).astype(jnp.float32)
+    low = w.astype(jnp.float16).astype(jnp.bfloat16).astype(jnp.float32)
+
+    def body(h, w):
+        whole, mask, low, b = w
+        return jnp.tanh(0.1 * h @ whole + h @ (low * mask)) + b, None
+
+    return squares(blocks((*casts, low, p["layers"]["b"]), batch[0], body) @ p["out"], batch)
+
+
+def counted(p, batch):
+    """A scan that carries numbers of weak types."""
+    body = lambda c, w: ((jnp.tanh(c[0] @ w["w"]), c[1] + 1.0, c[2] + 1), None)  # noqa: E731
+    (h, total, _), _ = jax.lax.scan(body, (batch[0], 0.0, 0), p["layers"])
+    return squares(h @ p["out"] * total, batch)
+
+
+def calls_of_loops(p, batch):
+    """A scan in a branch, in a vmap, and a matrix of each turn of a fori_loop."""
+    run = lambda h: blocks(p["layers"], h)  # noqa: E731
+    h = jax.lax.cond(batch[0][0, 0] < 99, run, lambda h: h, batch[0])
+    h = jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["layers"]["w"][i]), jax.vmap(run)(h))
+    return squares(h @ p["out"], batch)
+
+
 def untouched(p, batch):
     """Not every parameter is used, and one is a metric as it is."""
     return squares(batch[0] @ p["in"]["w"] @ p["out"][0], batch), {"scale": p["scale"], "norm": optax.tree.norm(p)}
@@ -416,6 +444,12 @@ MODELS = {
     "vmap": (ensemble, BOTH),
     "views": (transposed, PARAMS),
     "views in a scan": (views_in_a_scan, BOTH),
+    "casts before a scan": (
+        rounded_in_a_scan,
+        {"layers": {"w": 4 * BLOCKS["w"], "b": BLOCKS["b"]}, "out": BOTH["out"]},
+    ),
+    "weak types": (counted, BOTH),
+    "calls of loops": (calls_of_loops, BOTH),
     "unused": (untouched, PARAMS),
     "scan along axis 1": (column_stacks, {"w": normal(8, 3, 8), "out": normal(8, 6)}),
     "the scanned axis alone divides": (no_other_axis, {"w": {"a": normal(8), "b": normal(8, 3)}, "out": normal(8, 6)}),
@@ -437,7 +471,7 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     in_pieces_of(monkeypatch, most)
     loss_fn, params = MODELS[name]
     # What is rounded to bfloat16 may be rounded the other way where a sum is taken in another order.
-    limit = 1e-2 if "bfloat16" in name or "cast" in name else 1e-5
+    limit = 1e-2 if "bfloat16" in name or name == "cast in the scan" else 1e-5
     options = {"accumulate_steps": accumulate, "gather_once": once}
     both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, **options)
 
@@ -760,6 +794,13 @@ def test_nnx_models_are_made_in_parts():
     grads = jax.grad(lambda p: squares(X[:16] @ p["kernel"] + p["bias"], batch(16)))(params_of(want))
     updates, _ = tx.update(grads, tx.init(params_of(want)), params_of(want))
     close(params_of(dp.module), optax.apply_updates(params_of(want), updates), 1e-5, 1e-5)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("module", [3, nn.Dense(3)], ids=["number", "Linen"])
+def test_only_nnx_models_are_made_in_parts(module, refused):
+    with refused(TypeError, "DataParallel", match="shard_params is True and module a"):
+        jdp.DataParallel(module, shard_params=True)
 
 
 @pytest.mark.full
