@@ -76,6 +76,13 @@ def test_each_piece_gathers_what_it_uses_once():
     assert ((3, 6, 6), 0, "float32") in asked.asked and ((6, 6), -1, "float32") not in asked.asked
 
 
+@pytest.mark.parametrize("most, gathers", [(0, 3), (4 * 4 * 6 + 4 * 6 * 6, 2), (1 << 20, 2)])
+def test_a_piece_has_so_many_bytes_of_parameters_or_one(most, gathers):
+    asked = Gathers()
+    in_pieces(lambda w, x: jnp.tanh(x @ w["a"] @ w["b"]) @ w["a"].T, W, H, most, asked)
+    assert len(asked.asked) == gathers
+
+
 def test_nothing_is_gathered_that_is_not_used():
     asked = Gathers()
     in_pieces(lambda w, x: jnp.sum(x @ w["a"]), W, H, 0, asked)
