@@ -205,11 +205,14 @@ def _seen(x: Any, view: _View) -> Any:
 def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
     """A view of what is cut, cut itself."""
     value, axis, gather = sharded[view.source]
-    order, dtype = view.order(), view.eqns[-1].outvars[0].aval.dtype if view.eqns else view.source.aval.dtype
+    order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
+    is_cast = any(dtype != view.source.aval.dtype for dtype in dtypes)
 
     def cast(value: Any, axis: int, wanted: Any) -> Any:
-        narrowest = min(wanted, view.narrow, key=lambda d: d.itemsize)
-        return gather(value, axis, narrowest).astype(dtype)
+        x = gather(value, axis, view.narrow if is_cast else wanted)
+        for dtype in dtypes:  # one after the other: each may round
+            x = x.astype(dtype)
+        return x
 
     turned = jax.tree.map(lambda x: jnp.transpose(x, order), value)
     return Sharded(turned, order.index(axis), cast if view.eqns else gather)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh
 
 from .._core.inputs import USUAL, no_further
@@ -79,7 +79,7 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
     """An NNX module, of a function that makes it: each device makes its own parts of the parameters."""
     if isinstance(module, nnx.Pytree):
         return module
-    if not callable(module):
+    if not callable(module) or isinstance(module, linen.Module):
         raise TypeError(
             f"jdp.DataParallel: shard_params is True and module a {type(module).__name__}; it is an NNX module then, "
             f"or a function that makes one. Pass lambda: Net(rngs=nnx.Rngs(0)); for Linen call dp.init(..., "

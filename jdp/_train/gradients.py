@@ -164,7 +164,8 @@ def differentiate(
         return loss.compute(diff, state, [chosen.get(i, x) for i, x in enumerate(args)], kwargs)
 
     def shapes_of_more(rows: int) -> Tree:
-        return jax.eval_shape(lambda part: run(diff, {}, part, state)[:2], _more(part, signature, rows))
+        whole = shards.shapes() if shards else diff
+        return jax.eval_shape(lambda diff, part: run(diff, {}, part, state)[:2], whole, _more(part, signature, rows))
 
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
     # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
