@@ -2,7 +2,7 @@
 
     python examples/char_gpt.py                                                     under 2 minutes on 2 cores
     python examples/char_gpt.py --width 256 --layers 6 --dropout 0.3 --steps 1000   larger, for a GPU or a TPU
-    python examples/char_gpt.py --shard-params --scan                               no device holds all parameters
+    python examples/char_gpt.py --shard-params --scan --width 2048 --layers 24      no device holds all parameters
 
 Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the end: the loss on held-out text in
 bits per character, a few lines that the model wrote, and a picture of the learning curve.

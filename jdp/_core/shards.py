@@ -59,9 +59,7 @@ def at_once(signature: Signature, operands: Sequence[Any], gather: bool) -> tupl
     if not gather or not any(isinstance(leaf, Shard) for leaf in signature.leaves):
         return signature, operands
     gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
-    whole = [
-        gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples
-    ]
+    whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
     return signature._replace(leaves=tuple(leaves)), whole
 

@@ -157,5 +157,3 @@ def _lines(
                 yield beside
     finally:
         say("plan", "")
-
-

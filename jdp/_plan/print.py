@@ -76,6 +76,8 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         "instructions. Real ones stay below that, small programs far; take the ratios for more than the times. "
         "Efficiency: against one such device alone with as many rows."
     )
+    if any((one.efficiency or 0) > 1 for one in lines):
+        yield "Above 100 %: where the state is cut, a device updates its part of it alone."
 
 
 def _figures(chip: Chip) -> Iterator[tuple[str, str]]:

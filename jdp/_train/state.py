@@ -343,7 +343,7 @@ def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
 
 
 def bytes_of(tree: Tree, to: Tree) -> Bytes:
-    """What a tree really takes, by the arrays' own shardings; what is traced, by `to`, which is where a step puts it."""
+    """What a tree really takes, by the arrays' own shardings; of what is traced, by those that it will have, `to`."""
     cut = whole = 0
     targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
     for x, target in zip(jax.tree.leaves(tree), targets, strict=True):

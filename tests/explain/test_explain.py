@@ -137,9 +137,7 @@ def test_layers_that_a_scan_gathers_travel_as_often_as_it_runs(devices, steps):
     step = dp.train_step(loss, tx, shard_params=True, accumulate_steps=steps)
     report = jdp.explain(step, state, S((ROWS, width), jnp.float32))
     whole = 4 * layers * width**2
-    gathers, scatters = (
-        [c for c in report.collectives if c.kind == kind] for kind in ("all-gather", "reduce-scatter")
-    )
+    gathers, scatters = ([c for c in report.collectives if c.kind == kind] for kind in ("all-gather", "reduce-scatter"))
     assert {c.parameters for c in gathers} == {("w",)} and any(c.in_loop for c in gathers)
     assert {c.bytes for c in gathers} == {whole // layers}
     assert sum(c.bytes * c.runs for c in gathers) == 2 * steps * whole
