@@ -99,6 +99,8 @@ def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     """The tree, with each leaf cut over the devices that can be, and the others whole; what is there already stays."""
 
     def place(index: int, x: Any) -> Any:
+        if isinstance(x, Tracer) and concrete(x) is None:
+            return x  # there is nothing to put anywhere yet
         if cut_axis_of(x, mesh) is None:
             x = own_copies(x, replicated(mesh))
             _check(x, mesh, verb, tree, index, root)

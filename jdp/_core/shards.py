@@ -15,11 +15,13 @@ from .._jax.jaxprs import constants
 from .._jax.pieces import Sharded, run_in_pieces
 from .devices import memory_bytes
 from .layout import Layout, Shard, Tree
-from .outputs import Outputs
+from .outputs import Outputs, path_name
 from .scattered import Scattered, Signature, concrete
 
 Gather = Callable[[Any, int, Any], Any]
 """The whole array of `(value, axis, dtype)`; it travels in the dtype."""
+GatherOf = Callable[[str], Gather]
+"""That of the parameter with this name, which `explain` and a profile show."""
 MOST_AT_ONCE = 32 << 20
 """Bytes of parameters that are gathered together; one parameter may be larger."""
 
@@ -91,15 +93,30 @@ def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
 
 def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
     """The operands, with the parameters whole that are cut, and the signature that says so."""
-    pairs, axis_name = zip(operands, signature.leaves, strict=True), signature.axis_name
-    whole = [gathered(x, leaf.axis, x.dtype, axis_name) if isinstance(leaf, Shard) else x for x, leaf in pairs]
+    gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
+    whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
     return signature._replace(leaves=tuple(leaves)), whole
 
 
-def gathered(x: Any, axis: int, dtype: Any, axis_name: str) -> Any:
+def names(signature: Signature) -> list[str]:
+    """Those of the operands: of parameters their paths."""
+    numbers = range(len(signature.leaves))
+    replicas, _, _ = signature.fill(numbers)
+    params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas  # the rest is held
+    found = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
+    return [found.get(number, "") for number in numbers]
+
+
+def plain(axis_name: str) -> GatherOf:
+    """Gathers; the gradient is the sum over the replicas, cut alike, as JAX has it."""
+    return lambda name: functools.partial(_gathered, axis_name, name)
+
+
+def _gathered(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
     """An array whole, of the replicas' parts of it."""
-    return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
+    with jax.named_scope(f"gather.{name}"):
+        return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
 
 
 def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
@@ -109,57 +126,60 @@ def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
 
 def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
     """What the body makes of whole parameters, each of which is gathered where it is used."""
-    n, name = signature.layout.mesh.size, signature.axis_name
+    n, gather_of = signature.layout.mesh.size, plain(signature.axis_name)
     cut = [
         (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
     ]
     shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
     jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
     refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)
-    gather = functools.partial(gathered, axis_name=name)
-    values = run_in_pieces(jaxpr, [x if axis is None else Sharded(x, axis, gather) for x, axis in cut], MOST_AT_ONCE)
+    named = zip(cut, names(signature), strict=True)
+    given = [x if axis is None else Sharded(x, axis, gather_of(name)) for (x, axis), name in named]
+    values = run_in_pieces(jaxpr, given, MOST_AT_ONCE)
     return dataclasses.replace(out, values=values)
 
 
-def summing(axis_name: str, wire: Any, before: float) -> Gather:
-    """A function `(x, axis, dtype)` that gathers, and whose gradient is the sum over the replicas, cut as `x` is.
+def summing(axis_name: str, wire: Any, before: float) -> GatherOf:
+    """Functions `(x, axis, dtype)` that gather, and whose gradient is the sum over the replicas, cut as `x` is.
 
     The gradient travels in the dtype `wire`, divided by `before`, for a sum of many may leave its range.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-    def gather(x: Any, axis: int, dtype: Any, own: Any) -> Any:
-        return gathered(x, axis, dtype, axis_name)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
+    def gather(name: str, x: Any, axis: int, dtype: Any, own: Any) -> Any:
+        return _gathered(axis_name, name, x, axis, dtype)
 
-    def forward(x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return gathered(x, axis, dtype, axis_name), None
+    def forward(name: str, x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return _gathered(axis_name, name, x, axis, dtype), None
 
-    def backward(axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
         grad = grad.astype(own)
         sent = grad if wire is None else (grad / before).astype(wire)
-        found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True).astype(own)
+        with jax.named_scope(f"reduce.{name}"):
+            found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True)
+        found = found.astype(own)
         return (found if wire is None else found * jnp.asarray(before, own),)
 
     gather.defvjp(forward, backward)
-    return lambda x, axis, dtype: gather(x, axis, dtype, x.dtype)
+    return lambda name: lambda x, axis, dtype: gather(name, x, axis, dtype, x.dtype)
 
 
-def parts_of(axis_name: str) -> Gather:
-    """A function `((x, like), axis, dtype)` that gathers `x`, and whose gradient is that of `like`, whole as it is.
+def parts_of(axis_name: str) -> GatherOf:
+    """Functions `((x, like), axis, dtype)` that gather `x`, and whose gradient is that of `like`, whole as it is.
 
     `like` is zeros in the place of the whole array, which are never made: the gradients of several microbatches are
     added as they are, and their sum is reduced once.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-    def gather(both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
-        return gathered(both[0], axis, dtype, axis_name)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
+    def gather(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
+        return _gathered(axis_name, name, both[0], axis, dtype)
 
-    def forward(both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return gathered(both[0], axis, dtype, axis_name), None
+    def forward(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return _gathered(axis_name, name, both[0], axis, dtype), None
 
-    def backward(axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
         return ((None, grad.astype(own)),)
 
     gather.defvjp(forward, backward)
-    return lambda both, axis, dtype: gather(both, axis, dtype, both[1].dtype)
+    return lambda name: lambda both, axis, dtype: gather(name, both, axis, dtype, both[1].dtype)

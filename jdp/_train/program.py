@@ -176,11 +176,12 @@ class Program:
         wire = self.options.reduce_dtype
         arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
-        return compiler_options(self.config.mesh, sent)
+        return compiler_options(self.config.mesh, sent, self.options.shard_params)
 
-    def on(self, mesh: Mesh) -> Program:
-        """The same step on other devices."""
-        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, self.options, self.label)
+    def on(self, mesh: Mesh, **changed: Any) -> Program:
+        """The same step on other devices, with these of its options changed."""
+        options = self.options._replace(**changed)
+        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
@@ -380,8 +381,10 @@ CompilerOptions = dict[str, bool | int]
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
-def compiler_options(mesh: Mesh, sent: int) -> CompilerOptions:
+def compiler_options(mesh: Mesh, sent: int, gathers: bool = False) -> CompilerOptions:
     """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
+
+    With `gathers` the step gathers its parameters as it uses them.
 
     What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
     are kept. `benchmarks/overlap.py` shows what this is worth, and with `--options` what others would be.
@@ -389,7 +392,7 @@ def compiler_options(mesh: Mesh, sent: int) -> CompilerOptions:
     if not takes_options(mesh):
         return {}
     said = os.environ.get("XLA_FLAGS", "")
-    options = {name: value for name, value in wanted(mesh.size, sent).items() if name not in said}
+    options = {name: value for name, value in wanted(mesh.size, sent, gathers).items() if name not in said}
     return options if _known(mesh, tuple(options.items())) else {}
 
 
@@ -397,10 +400,12 @@ def takes_options(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
 
 
-def wanted(n: int, sent: int) -> CompilerOptions:
+def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
     """On n GPUs."""
     bucket = min(max(sent // 7, _LEAST), _MOST)
-    return {
+    # XLA puts gathers together across the pieces that jdp has made: of a small model all into one.
+    once = {"xla_gpu_all_gather_combine_threshold_bytes": bucket} if gathers else {}
+    return once | {
         "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
         # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
         # gradients of most models.

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .._core.layout import Tree
+from .._core.outputs import path_name
 from .._core.scattered import Signature
-from .._core.shards import MOST_AT_ONCE, Gather, parts_of, refuse_constants, summing, whole_shape
+from .._core.shards import MOST_AT_ONCE, GatherOf, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
 
 
@@ -19,18 +20,20 @@ class Shards(NamedTuple):
     """Of what a gradient is taken of, what is cut over the replicas, and how the loss gets it whole."""
 
     leaves: list[Any]
+    names: list[str]
     axes: list[int]  # -1 where a leaf is whole
     treedef: Any
     mesh: Mesh
-    summing: Gather
-    parts: Gather | None  # where microbatches are added before anything is summed
+    summing: GatherOf
+    parts: GatherOf | None  # where microbatches are added before anything is summed
 
     @staticmethod
     def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards:
         leaves, treedef = jax.tree.flatten(diff)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
         name = signature.axis_name
         gathers = summing(name, wire, float(sum(signature.layout.sizes))), parts_of(name) if several else None
-        return Shards(leaves, jax.tree.leaves(axes), treedef, signature.layout.mesh, *gathers)
+        return Shards(leaves, names, jax.tree.leaves(axes), treedef, signature.layout.mesh, *gathers)
 
     @property
     def apart(self) -> bool:
@@ -61,9 +64,10 @@ class Shards(NamedTuple):
 
         def run(taken: Tree, *rest: Any) -> Any:
             operands: list[Any] = []
-            for x, own, axis in zip(jax.tree.leaves(taken), self.leaves, self.axes, strict=True):
-                value, gather = (x, self.summing) if self.parts is None else ((own, x), self.parts)
-                operands.append(x if axis < 0 else Sharded(value, axis, gather))
+            mine = zip(jax.tree.leaves(taken), self.leaves, self.axes, self.names, strict=True)
+            for x, own, axis, name in mine:
+                value, gather_of = (x, self.summing) if self.parts is None else ((own, x), self.parts)
+                operands.append(x if axis < 0 else Sharded(value, axis, gather_of(name)))
             out = run_in_pieces(jaxpr, [*operands, *jax.tree.leaves(rest)], MOST_AT_ONCE)
             return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

@@ -342,12 +342,14 @@ def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
     return jax.tree.map(where, tree)
 
 
-def bytes_of(tree: Tree) -> Bytes:
-    """What a tree really takes, by the arrays' own shardings."""
+def bytes_of(tree: Tree, to: Tree) -> Bytes:
+    """What a tree really takes, by the arrays' own shardings; of what is traced, by those that it will have, `to`."""
     cut = whole = 0
-    for x in jax.tree.leaves(tree):
-        size = x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-        if x.sharding.is_fully_replicated:
+    targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
+    for x, target in zip(jax.tree.leaves(tree), targets, strict=True):
+        where = target if isinstance(x, Tracer) else x.sharding
+        size = x.dtype.itemsize * math.prod(where.shard_shape(x.shape))
+        if where.is_fully_replicated:
             whole += size
         else:
             cut += size

@@ -293,11 +293,11 @@ class TrainStep(_Step):
 
     def optimizer_bytes(self, state: TrainState) -> Bytes:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
-        return bytes_of(state.opt_state)
+        return bytes_of(state.opt_state, self._program.shardings(state).opt_state)
 
     def parameter_bytes(self, state: TrainState) -> Bytes:
         """The same of the parameters."""
-        return bytes_of(state.params)
+        return bytes_of(state.params, self._program.shardings(state).params)
 
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
         """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
@@ -419,11 +419,13 @@ class NNXTrainStep(_Step):
 
     def optimizer_bytes(self) -> Bytes:
         """As `TrainStep.optimizer_bytes`."""
-        return bytes_of(nnx.as_pure(self.optimizer.opt_state))
+        opt_state = nnx.as_pure(self.optimizer.opt_state)
+        return bytes_of(opt_state, self._program.shardings(TrainState((), (), opt_state, ())).opt_state)
 
     def parameter_bytes(self) -> Bytes:
         """As `TrainStep.parameter_bytes`."""
-        return bytes_of(nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt)))
+        params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
+        return bytes_of(params, self._program.shardings(TrainState((), params, (), ())).params)
 
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
         """As `TrainStep.find_nonfinite`; the model is not changed."""

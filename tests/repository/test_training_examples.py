@@ -78,6 +78,24 @@ def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("blocks", [(), ("--scan",)])
+def test_char_gpt_learns_the_same_with_its_parameters_cut(tmp_path, blocks):
+    """10 rows on 4 devices are uneven, and 8 even: each gathers in its own way."""
+    args = ("--steps", "24", "--context", "80", "--width", "32", "--layers", "2", "--devices", "4", *blocks)
+    lines = {}
+    for rows in (8, 10):
+        for option in ((), ("--shard-params",)):
+            out = run("char_gpt.py", *args, *option, "--batch-size", rows, "--picture", tmp_path / "curve.png")
+            each, uncut = map(float, re.search(r"model +([\d.]+) MB .* ([\d.]+) MB", out).groups())
+            assert each == uncut if not option else each < uncut / 3
+            assert out.index("model ") < out.index("step 3 ")  # before the first step
+            lines[rows, option] = [float(x) for x in re.findall(r"held out ([\d.]+)", out)]
+        plain, cut = (lines[rows, option] for option in ((), ("--shard-params",)))
+        assert len(plain) == 8 and plain[-1] < plain[0]
+        assert cut == pytest.approx(plain, abs=0.02)  # gradients travel in bfloat16
+
+
 @pytest.mark.faults
 def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     # Four runs that compile the same programs: once is enough.
