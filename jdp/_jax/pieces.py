@@ -48,7 +48,7 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
         later = {*results, *(v for other in pieces[i + 1 :] for v in other.reads())}
         outs = [v for v in piece.makes() if v in later]
         run = functools.partial(_run, piece, sharded, given, outs, most)
-        again = jax.checkpoint(run, policy=_is_kept, prevent_cse=not alone) if piece.sources else run
+        again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.sources else run
         operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
         env.update(zip(outs, again(*operands), strict=True))
     return [read(env, v) for v in jaxpr.jaxpr.outvars]
@@ -159,12 +159,21 @@ def _run_over(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) ->
     ]
 
 
-# What is made again for the backward pass: what is gathered, and what another view of that may be.
-_MADE_AGAIN = {"all_gather", *_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
+_SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _MADE_AGAIN
+def _keeps(piece: _Piece) -> Callable[..., bool]:
+    """What is kept for the backward pass: all but what the piece gathers, and what another view of that may be.
+
+    Of a value only the shape is known: an activation of as many elements as a parameter is made again, too.
+    """
+    sizes = {v.aval.size for v in piece.sources}
+
+    def keeps(primitive: Any, *avals: Any, **_: Any) -> bool:
+        is_view = primitive.name in _SEEN and avals[0].size in sizes
+        return primitive.name != "all_gather" and not is_view
+
+    return keeps
 
 
 def _run(
