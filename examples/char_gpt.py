@@ -2,6 +2,7 @@
 
     python examples/char_gpt.py                                                     under 2 minutes on 2 cores
     python examples/char_gpt.py --width 256 --layers 6 --dropout 0.3 --steps 1000   larger, for a GPU or a TPU
+    python examples/char_gpt.py --shard-params --scan --width 2048 --layers 24      no device holds all parameters
 
 Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the end: the loss on held-out text in
 bits per character, a few lines that the model wrote, and a picture of the learning curve.
@@ -63,17 +64,31 @@ class Block(nnx.Module):
         return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))), deterministic=not train)
 
 
+def stacked(layers: int, width: int, heads: int, dropout: float, rngs: nnx.Rngs) -> Block:
+    """So many blocks as one, whose arrays have an axis of layers in front, for a scan to run over."""
+    make = nnx.vmap(lambda rngs: Block(width, heads, dropout, rngs))
+    return nnx.split_rngs(splits=layers)(make)(rngs)
+
+
 class GPT(nnx.Module):
-    def __init__(self, alphabet: int, width: int, layers: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, alphabet: int, width: int, layers: int, heads: int, dropout: float, scan: bool, rngs: nnx.Rngs
+    ) -> None:
         self.embed = nnx.Embed(alphabet, width, dtype=BFLOAT16, embedding_init=nnx.initializers.normal(1), rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, dropout, rngs) for _ in range(layers)])
+        if scan:
+            self.blocks = stacked(layers, width, heads, dropout, rngs)
+        else:
+            self.blocks = nnx.List([Block(width, heads, dropout, rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, dtype=BFLOAT16, rngs=rngs)
         self.head = nnx.Linear(width, alphabet, dtype=BFLOAT16, rngs=rngs)
 
     def __call__(self, text: jax.Array, train: bool = False) -> jax.Array:
         x = self.embed(text)
-        for block in self.blocks:
-            x = block(x, train)
+        if isinstance(self.blocks, Block):
+            x = nnx.scan(lambda block, x: block(x, train), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+        else:
+            for block in self.blocks:
+                x = block(x, train)
         return self.head(self.norm(x)).astype(jnp.float32)  # (rows, length, alphabet); a softmax wants float32
 
 
@@ -110,6 +125,8 @@ def arguments():
     add("--layers", type=positive, default=3, metavar="N")
     add("--heads", type=positive, default=4, metavar="N")
     add("--dropout", type=probability, default=0.1)
+    add("--scan", action="store_true", help="the layers as one, run by a scan: compiles faster")
+    add("--shard-params", action="store_true", help="cut the parameters over the devices, too (ZeRO-3)")
     args = parse(options)
     if args.width % (2 * args.heads):
         options.error(f"argument --width: {args.width} is no multiple of twice the {args.heads} heads")
@@ -126,18 +143,29 @@ def main() -> None:
     counts = np.bincount(text[text > 0], minlength=len(alphabet)) + 1
     baseline = -np.log2(counts / counts.sum())[held_out[held_out > 0]].mean()
 
-    model = GPT(len(alphabet), args.width, args.layers, args.heads, args.dropout, nnx.Rngs(args.seed))
-    dp = jdp.DataParallel(model, devices)
+    def model() -> GPT:
+        rngs = nnx.Rngs(args.seed)
+        return GPT(len(alphabet), args.width, args.layers, args.heads, args.dropout, args.scan, rngs)
+
+    # Given the function, it makes each part of the model where that part lives.
+    dp = jdp.DataParallel(model if args.shard_params else model(), devices, shard_params=args.shard_params)
     schedule = optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps)
     tx = optax.chain(optax.clip_by_global_norm(1), optax.adamw(schedule, b2=0.99, weight_decay=0.1))
-    step = dp.train_step(loss_fn, tx, accumulate_steps=args.accumulate, shard_optimizer=True, reduce_dtype=jnp.bfloat16)
+    step = dp.train_step(
+        loss_fn,
+        tx,
+        accumulate_steps=args.accumulate,
+        shard_optimizer=True,
+        shard_params=args.shard_params,
+        reduce_dtype=jnp.bfloat16,
+    )
 
     print(f"devices   {machine(devices)}")
     print(f"a batch   {args.batch_size} pieces of up to {args.context} characters: {shares(args.batch_size, devices)}")
     print(f"text      {len(text):,} pieces for training, {len(held_out):,} held out; {len(alphabet) - 1} characters")
-    size = step.optimizer_bytes()
-    whole = size.cut * len(devices) + size.whole
-    print(f"optimizer {(size.cut + size.whole) / 1e6:.2f} MB on each device; uncut it would be {whole / 1e6:.2f} MB")
+    for name, size in (("model", step.parameter_bytes()), ("optimizer", step.optimizer_bytes())):
+        each, whole = size.cut + size.whole, size.cut * len(devices) + size.whole
+        print(f"{name:9} {each / 1e6:.2f} MB on each device; uncut it would be {whole / 1e6:.2f} MB")
 
     bits, every = {}, -(-args.steps // 8)  # the held-out loss by step, eight times
     with Bar(args.steps, "characters") as bar:

@@ -155,8 +155,8 @@ MUTANTS = (
     Mutant(
         "short-chunk-weighs-as-much",
         "jdp/_train/gradients.py",
-        "part, diff, state, size, size / unit)",
-        "part, diff, state, size, 1.0)",
+        "part, diff, state, size, size / unit, mine)",
+        "part, diff, state, size, 1.0, mine)",
         "the gradient is a mean of the replicas' means",
         ("train/test_value_and_grad.py::test_the_mean_over_any_batch_is_exact",),
     ),

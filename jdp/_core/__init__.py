@@ -8,6 +8,7 @@
     agreement.py       the processes agree on a batch: what it is, how many rows each replica has
     scatter.py         cuts a batch
     replicate.py       puts parameters whole on every device
+    shards.py          parameters that are cut over the devices: along which axis, and how a program makes them whole
     parallel_apply.py  runs the function on every replica, as one program
     programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
     uneven.py          within the program, where replicas have chunks of different sizes

@@ -37,7 +37,7 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
     """
     paths, copies = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_replicated(x, mesh):
+        if _is_replicated(x, mesh) and x.size:  # XLA refuses a program of empty arrays alone
             paths.append(jax.tree_util.keystr(path) or "the array")
             copies.append(_over(x, mesh))
     if not copies:

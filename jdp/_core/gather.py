@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .devices import Device, DeviceLike, make_mesh, own_mesh, own_replicas, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
-from .layout import Cut, Layout, Leaf, Tree, Whole, replicated
+from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
 from .programs import SIZES, dispatch
 from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
@@ -92,7 +92,8 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     values = [concrete(x) for x in outputs._arrays]
     if spans_processes(layout.mesh):
         refuse_traced(outputs._arrays, "gather")
-        parts = [own_part(x, leaf.axis, layout.mesh) for x, leaf in zip(values, layout.arrays, strict=True)]
+        pairs = zip(values, layout.arrays, strict=True)
+        parts = [x if isinstance(leaf, Shard) else own_part(x, leaf.axis, layout.mesh) for x, leaf in pairs]
         return _join_own(parts, layout.here, device)
     if any(value is None for value in values):
         return layout.fill(unpadded(outputs))
@@ -108,14 +109,14 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
     """`join` of this process's own chunks; what is whole on all processes stays so, or comes here as one copy."""
-    cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole)]
+    cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole | Shard)]
     if cut:
         layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
         for i, x in zip(cut, join(Scattered([arrays[i] for i in cut], layout), device), strict=True):
             arrays[i] = x
     if device != "sharded":
         target = own.devices[0] if device is None else device
-        whole = [i for i in range(len(arrays)) if i not in cut]
+        whole = [i for i, leaf in enumerate(own.arrays) if isinstance(leaf, Whole)]
         copies = put_all([arrays[i].addressable_data(0) for i in whole], [target] * len(whole))
         for i, x in zip(whole, copies, strict=True):
             arrays[i] = x

@@ -46,6 +46,16 @@ class Whole(NamedTuple):
     axis: None = None
 
 
+class Shard(NamedTuple):
+    """A parameter that is cut along `axis` into equal parts, and whole on every replica when it is used.
+
+    With `is_whole` the program has gathered it already.
+    """
+
+    axis: int
+    is_whole: bool = False
+
+
 class Static:
     """A leaf that is no array (a bool, a string, a function): part of the program, not of its data."""
 
@@ -70,7 +80,7 @@ class Static:
         return self._hash
 
 
-Leaf = Cut | Stack | Whole | Static
+Leaf = Cut | Stack | Whole | Shard | Static
 _LEAF = jax.tree.structure(0)
 _layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
 
@@ -83,7 +93,7 @@ class Layout:
     sizes: tuple[int, ...]
     mesh: Mesh
     dim: int
-    arrays: tuple[Cut | Stack | Whole, ...]
+    arrays: tuple[Cut | Stack | Whole | Shard, ...]
     """The leaves that are arrays."""
     devices: tuple[Device, ...]
     rows: tuple[int, ...]
@@ -114,7 +124,7 @@ class Layout:
             if not found.is_cut and jax.process_count() == 1:
                 found.used = (0,)
             found.is_even = all(
-                isinstance(leaf, Whole)
+                isinstance(leaf, Whole | Shard)
                 or (isinstance(leaf, Stack) and len(found.used) == n)
                 or (isinstance(leaf, Cut) and leaf.sizes == (leaf.padded,) * n)
                 for leaf in found.arrays

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from .devices import spans_processes
 from .inputs import is_array
-from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, is_key
+from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
-Reduce = Literal["primary", "mean", "same", "sum"]
-"""Whose value is the one for all: the primary's, the mean, that of any, since they are equal, or the sum."""
+Reduce = Literal["primary", "mean", "same", "sum", "summed"]
+"""Whose value is the one for all: the primary's, the mean, that of any, since they are equal, the sum, or one made."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class Marked:
     for all: the primary replica's, the mean weighted by rows, or the sum; `old` is what it was before,
     for replicas without rows. `over` divides it: a float, or the sum of the replicas' values of an
     array that is an output, too. `wire` is the dtype in which a sum travels, `dtype` that of the result;
-    with `scatter` a sum comes back cut along that axis (a reduce-scatter). `alone` is the error where
-    there are several replicas with rows, for one value that is not one for all.
+    with `scatter` a sum comes back cut along that axis (a reduce-scatter), and what is "summed" is that
+    already. `alone` is the error where there are several replicas with rows, for one value that is not one
+    for all.
 
     Among `Outputs.rules` it is without its value, and `old` and `over` are an operand's and an output's number.
     """
@@ -133,7 +134,8 @@ class Outputs:
             elif rule.reduce == "sum":
                 found.append(_mean_or_sum(x, rule, over, path, mesh))
             else:
-                found.append(_divided(x, over))
+                x = _divided(x, over)
+                found.append(x if rule.dtype is None else x.astype(rule.dtype))
         return found
 
     def _one_for_all(self, x: Any, rule: Marked, index: Any) -> Any:
@@ -167,9 +169,7 @@ class Outputs:
                 continue
             x = next(cuts)
             arrays.append(jnp.moveaxis(x, 0, axis) if axis else x)
-            if rule.scatter is not None:
-                sizes = (x.shape[0] // layout.mesh.size,) * layout.mesh.size
-            leaves.append(Cut(axis, sizes) if sizes else Stack())
+            leaves.append(Shard(axis) if rule.scatter is not None else Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, layout.of(self.treedef, leaves))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -17,7 +17,8 @@ from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
-from .uneven import run_chunks
+from .shards import all_gathered
+from .uneven import is_uneven, run_chunks
 
 
 def parallel_apply(
@@ -79,6 +80,8 @@ def _as_one(batch: Tree) -> Tree:
     return split(batch, Cutting(layout.mesh, layout.dim, "parallel_apply", "inputs"))
 
 
+Gather = Literal["as used", "at once", "in the call"]
+"""When the parameters that are cut over the replicas are gathered."""
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
 """What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
 
@@ -88,8 +91,12 @@ def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
     return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
-def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
-    """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from."""
+def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Callable[..., Scattered]:
+    """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
+
+    `gather` is for parameters that are cut: each as it is used, all at once, or left to the call, which gets the
+    shards. Where chunks are uneven it is all at once, for replicas run other code then, and meet nowhere in it.
+    """
     seen: Recent[Any, set[Any]] = Recent()
     body = _body_of(call_of, label)
 
@@ -100,10 +107,12 @@ def on_replicas(call_of: CallOf, label: str) -> Callable[..., Scattered]:
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
 
-        def local(*operands: Any) -> tuple[list[Any], list[Any]]:
+        def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
             index = jax.lax.axis_index(axis_name)
-            operands = signature.fold_keys(operands, index)
-            outputs = run_chunks(functools.partial(body, signature), operands, signature, index)
+            mine, operands = signature, list(signature.fold_keys(arrays, index))
+            if mine.holds_shards and (gather == "at once" or is_uneven(mine)):
+                mine, operands = all_gathered(mine, operands)
+            outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")
             found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
             return outputs.reduce(index)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
 from .devices import Devices, are_described, mesh_of, own_mesh, spans_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
-from .layout import Tree, replicated
+from .layout import Tree, cut_along, replicated
 from .programs import capturing
 from .scattered import concrete, is_scattered, put_all
+from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
 
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
@@ -25,7 +27,8 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     several processes all pass the same values, which `dp.check_replicas` compares.
 
     Args:
-        tree: a pytree of arrays: on the host, on the primary device, or replicated.
+        tree: a pytree of arrays: on the host, on the primary device, replicated, or cut over these devices
+            (`shard_params`).
         devices: the devices, the primary first; `None` is all of `jax.devices()`.
 
     Returns:
@@ -44,11 +47,18 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     Source: torch/nn/parallel/replicate.py; the device check is that of `DataParallel.forward` in
     torch/nn/parallel/data_parallel.py.
     """
-    return broadcast(tree, mesh_of("replicate", devices), "replicate")
+    return broadcast(tree, mesh_of("replicate", devices), "replicate", cut="whole")
 
 
-def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
-    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors."""
+OfShards = Literal["scattered", "whole", "kept"]
+
+
+def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
+    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors.
+
+    A leaf that is cut over this mesh (`shard_params`) is "scattered" then, for the program to gather; or it is made
+    "whole", or "kept" as it is.
+    """
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
     if all_lie(jax.tree.leaves(tree), target) or capturing() or are_described(mesh):
@@ -63,7 +73,13 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     ]
     if not away:
         return tree
-    for i in away:
+    for i in list(away):
+        axis = cut_axis_of(leaves[i], mesh)
+        if axis is not None:
+            if cut != "whole":
+                leaves[i] = shard(leaves[i], axis, mesh) if cut == "scattered" else leaves[i]
+                away.remove(i)
+            continue
         leaves[i] = own_copies(leaves[i], target)
         _check(leaves[i], mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
@@ -79,6 +95,24 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
+    """The tree, with each leaf cut over the devices that can be, and the others whole; what is there already stays."""
+
+    def place(index: int, x: Any) -> Any:
+        if isinstance(x, Tracer) and concrete(x) is None:
+            return x  # there is nothing to put anywhere yet
+        if cut_axis_of(x, mesh) is None:
+            x = own_copies(x, replicated(mesh))
+            _check(x, mesh, verb, tree, index, root)
+        x = x if hasattr(x, "ndim") else jnp.asarray(x)
+        target = cut_along(mesh, shard_axis(x, mesh.size))
+        return x if isinstance(x, Tracer) or getattr(x, "sharding", None) == target else put(x, target)
+
+    refuse_too_large(tree, mesh, verb, root)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([place(i, x) for i, x in enumerate(leaves)])
+
+
 def all_lie(leaves: list[Any], where: Sharding) -> bool:
     """Whether all of them are arrays with that very sharding."""
     try:
@@ -90,11 +124,12 @@ def all_lie(leaves: list[Any], where: Sharding) -> bool:
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
-    """Whether the arrays of a tree are whole on every device of the mesh, by whatever name."""
+    """Whether the arrays of a tree are whole on every device of the mesh, by whatever name, or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
     target = replicated(mesh)
     return bool(values) and all(
-        isinstance(x, jax.Array) and (x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim))
+        isinstance(x, jax.Array)
+        and (x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim) or cut_axis_of(x, mesh) is not None)
         for x in values
         if x is not None
     )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
 from .devices import Device, names_of, own_replicas, spans_processes
-from .layout import Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
+from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
 
 
 @jax.tree_util.register_pytree_node_class
@@ -186,7 +186,7 @@ def concrete(x: Any) -> Any:
     return concrete_value(x) if isinstance(x, Tracer) else x
 
 
-def _chunk(x: Any, leaf: Cut | Stack | Whole, i: int, layout: Layout) -> Any:
+def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) -> Any:
     """Replica i's value of one leaf."""
     if not isinstance(x, Tracer):
         device = layout.devices[i]
@@ -219,12 +219,17 @@ class Signature(NamedTuple):
     nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
     weights: int  # how many of the operands are the replicas'
     layout: Layout  # the chunks that all agree on
-    leaves: tuple[Cut | Stack | Whole, ...]  # what each operand is
+    leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
     axis_name: str
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(cut_along(self.layout.mesh, leaf.axis).spec for leaf in self.leaves)
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether there are parameters that are cut, and not gathered yet."""
+        return any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in self.leaves)
 
     def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
         """What lies on the replica's device, without the padding."""
@@ -296,6 +301,6 @@ def trim(s: Scattered) -> Sequence[Any]:
         return s._arrays
     mesh, found = s._layout.mesh, []
     for x, leaf in zip(unpadded(s), s._layout.arrays, strict=True):
-        divides = isinstance(leaf, Cut) and x.shape[leaf.axis] % mesh.size == 0
+        divides = isinstance(leaf, Cut | Shard) and x.shape[leaf.axis] % mesh.size == 0
         found.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, leaf.axis if divides else None)))
     return found

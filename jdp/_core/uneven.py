@@ -30,24 +30,34 @@ from .._jax.jaxprs import (
 from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
 from .scattered import Signature
+from .shards import as_used
 
 BodyOf = Callable[[int], Callable[..., Outputs]]
 _settings: Any = jax.config
 
 
-def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
+def is_uneven(signature: Signature) -> bool:
+    """Whether replicas have chunks of other sizes, or none."""
+    used, n = signature.layout.used, signature.layout.mesh.size
+    return used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
+
+
+def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
     """The replica's outputs, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
-    equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs.
+    equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs. With `gather` the body
+    wants parameters whole that are cut.
     """
-    layout = signature.layout
-    n = layout.mesh.size
-    if layout.used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut)):
+    n = signature.layout.mesh.size
+    if is_uneven(signature):
         return _switch(body_of, operands, signature, index)
-    if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
-        _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
-    out = body_of(0)(*operands)
+    if gather and signature.holds_shards:
+        out = as_used(body_of(0), operands, signature)
+    else:
+        if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
+            _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
+        out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return dataclasses.replace(out, sizes=sizes)
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .._core.devices import are_described, make_mesh, own_mesh
-from .._core.layout import Cut, Layout, Stack, Tree, replicated
+from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
 from .._core.programs import Compiled, Flat, intercept
 from .._core.scattered import Scattered, is_scattered
 from .._jax.private import compilations
@@ -145,6 +146,7 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
         mesh=mesh,
         roles={
             "parameters": shapes.params,
+            "gradients": _gradients(program, shapes.params),
             "optimizer": shapes.opt_state,
             "state": (shapes.step, shapes.state, shapes.key),
         },
@@ -155,6 +157,19 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
         alone=alone,
         compiler_options=program.compiler_options(state),
     )
+
+
+def _gradients(program: Program, params: Tree) -> Tree:
+    """The gradients as they are kept for the optimizer, or while those of several microbatches are added."""
+    options, mesh = program.options, program.config.mesh
+    several = options.accumulate_steps > 1  # their sums are whole, and of 32 bits
+
+    def kept(x: Any) -> Any:
+        axis = options.axis(x, mesh.size) if options.shard_optimizer and not several else None
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if several else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=cut_along(mesh, axis))
+
+    return jax.tree.map(lambda x: kept(x) if hasattr(x, "dtype") else x, params)
 
 
 def _jitted_of(programs: Any) -> list[Any]:

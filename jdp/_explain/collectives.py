@@ -45,6 +45,11 @@ class Collective:
     """Paths of the parameters it carries, or their gradients: what `carried` found."""
 
     @property
+    def named(self) -> bool:
+        """Whether jdp made it: it gathers a parameter, or sums a gradient, under that one's name."""
+        return any(map(_SCOPE.search, self.op_names))
+
+    @property
     def in_flight(self) -> bool:
         """Whether something is computed while it is under way."""
         return bool(self.overlapped)

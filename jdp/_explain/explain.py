@@ -87,7 +87,7 @@ def _compiled(call: Call, traced: Any) -> Any:
         if "RESOURCE_EXHAUSTED" in str(error):
             advice = (
                 "arguments, results and temporaries share its memory. Pass fewer rows, or make the step with "
-                "accumulate_steps or shard_optimizer=True."
+                "accumulate_steps, shard_optimizer=True or shard_params=True."
             )
         raise RuntimeError(f"jdp.explain: {what} does not compile: {str(error).splitlines()[0]}; {advice}") from error
 
@@ -106,6 +106,7 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         rows=call.batch[0].sizes,
         work=_work(compiled, module),
         parameter_bytes=sizes["parameters"],
+        gradient_bytes=sizes.get("gradients", 0),
         optimizer_bytes=sizes.get("optimizer", 0),
         state_bytes=sizes.get("state", 0),
         batch_bytes=_bytes_on_each(call.batch),

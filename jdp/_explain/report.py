@@ -39,6 +39,8 @@ class Report:
     """What the busiest device computes; `flops` and `bytes` are its numbers."""
     parameter_bytes: int
     """Bytes on each device, as are all below: of parameters, the optimizer's state, other state, and the batch."""
+    gradient_bytes: int
+    """Of a step's gradients, as the optimizer gets them, or as those of microbatches are added; temporaries, too."""
     optimizer_bytes: int
     state_bytes: int
     batch_bytes: int
@@ -141,6 +143,8 @@ def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
         if size:
             yield name, _bytes(size), "", "shapes"
     yield "temporaries", _bytes(r.temp_bytes), "", "compiled"
+    if r.gradient_bytes:
+        yield "  gradients", _bytes(r.gradient_bytes), "", "shapes"
     yield "peak of memory", _bytes(r.peak_bytes), "", "compiled"
     yield "given to collectives", _bytes(r.collective_bytes), "", "compiled"
     if r.in_flight is not None and r.collective_bytes:
@@ -175,7 +179,7 @@ def _notes(r: Report) -> Iterator[str]:
     if r.fits is False:
         yield (
             f"it does not fit: a device has {_bytes(r.memory_bytes or 0)} for programs. Pass fewer rows, or make the "
-            f"step with accumulate_steps or shard_optimizer=True."
+            f"step with accumulate_steps, shard_optimizer=True or shard_params=True."
         )
     for name in r.unscattered:
         yield (
@@ -184,7 +188,7 @@ def _notes(r: Report) -> Iterator[str]:
         )
     for name in r.unused_donations:
         yield f"donated, and no result takes its memory: {name}. Return what replaces it with that shape and dtype."
-    if any(c.in_loop for c in r.collectives):
+    if any(c.in_loop and not c.named for c in r.collectives):  # shard_params gathers in loops, and means to
         yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
 
 

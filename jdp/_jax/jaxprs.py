@@ -362,14 +362,19 @@ def _join(values: Sequence[Value]) -> Value:
     return Value(bool(apart), found[-1].reduced if found else None, sources)
 
 
+def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """`(consts, carry, xs)` of what a scan takes."""
+    if "ft_in" in eqn.params:  # JAX 0.12
+        consts, carry, xs = eqn.params["ft_in"].update(list(inputs)).unpack()
+        return list(consts), list(carry), list(xs)
+    first = _parameter(eqn, "num_consts")
+    last = first + _parameter(eqn, "num_carry")
+    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
+
+
 def _scan(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     body, length = _parameter(eqn, "jaxpr"), _parameter(eqn, "length")
-    if "ft_in" in eqn.params:  # JAX 0.12
-        consts, carry, xs = (list(part) for part in eqn.params["ft_in"].update(inputs).unpack())
-    else:
-        first = _parameter(eqn, "num_consts")
-        last = first + _parameter(eqn, "num_carry")
-        consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
+    consts, carry, xs = parts_of_scan(eqn, inputs)
     while True:  # each round more is known to differ, or to depend on something, or it is the last
         outputs = varying(body, [*consts, *carry, *xs], axis_name)
         after = [_join([a, b]) for a, b in zip(carry, outputs, strict=False)]

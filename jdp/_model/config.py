@@ -54,6 +54,7 @@ class Config:
         axis_name: str,
         reduce_state: Reduce,
         state_axes: Mapping[Any, int] | None,
+        shard_params: bool = False,
     ) -> None:
         verb = "DataParallel"
         check_dim(verb, dim)
@@ -79,6 +80,7 @@ class Config:
         self.dim, self.in_axes, self.out_axes, self.axis_name = dim, in_axes, out_axes, axis_name
         self.reduce_state: Reduce = reduce_state
         self.state_axes = dict(state_axes or {})
+        self.shard_params = bool(shard_params)
         self.mesh = make_mesh(self.devices, axis_name)
         self._forget()
         warn_imbalance(self.devices)
@@ -149,6 +151,7 @@ class Config:
         named = (*self.devices, self.output_device)
         devices = [d if d is None or isinstance(d, str) else (d.platform, d.id) for d in named]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
+        rest = *rest, self.shard_params
         return _unpickled, (self.kind, devices, *rest)
 
 

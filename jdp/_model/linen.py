@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
-from .._core.layout import Tree, is_key, replicated
+from .._core.layout import Tree, cut_along, is_key, replicated
 from .._core.outputs import Marked, Reduce
 from .._core.scattered import concrete
+from .._core.shards import refuse_too_large, shard_axis
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
@@ -158,6 +159,29 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
         # One replica's axis, on which the values do not depend.
         bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
         return bound(jax.numpy.zeros(1))
+
+
+def init_in_shards(
+    module: Any, axis_name: str, mesh: Mesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tree:
+    """`init`, as a program in which each device makes its own parts of the parameters."""
+    _check_key(rngs)
+    leaves, treedef = jax.tree.flatten((rngs, args, dict(kwargs)))
+    at = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def make(*arrays: Any) -> Tree:
+        mine = list(leaves)
+        for i, x in zip(at, arrays, strict=True):
+            mine[i] = x
+        rngs, args, kwargs = treedef.unflatten(mine)
+        return init(module, axis_name, rngs, args, kwargs)
+
+    arrays = [leaves[i] for i in at]
+    shapes = jax.eval_shape(make, *arrays)
+    refuse_too_large(shapes, mesh, "init", "variables")
+    params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
+    where = {name: params if name == "params" else replicated(mesh) for name in shapes}
+    return jax.jit(make, out_shardings=where)(*arrays)
 
 
 def _is_old_key(x: Any) -> bool:

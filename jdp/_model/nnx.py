@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
+from flax import linen, nnx
+from jax.sharding import Mesh
 
 from .._core.inputs import USUAL, no_further
-from .._core.layout import Tree, is_key
+from .._core.layout import Tree, cut_along, is_key
 from .._core.outputs import Reduce
 from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
+from .._core.shards import refuse_too_large, shard_axis
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state
 from .sync_batch_norm import sync_nodes
@@ -71,6 +73,34 @@ def with_nodes(
         return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters)
 
     return call
+
+
+def made_in_shards(module: Any, mesh: Mesh) -> Any:
+    """An NNX module, of a function that makes it: each device makes its own parts of the parameters."""
+    if isinstance(module, nnx.Pytree):
+        return module
+    if not callable(module) or isinstance(module, linen.Module):
+        raise TypeError(
+            f"jdp.DataParallel: shard_params is True and module a {type(module).__name__}; it is an NNX module then, "
+            f"or a function that makes one. Pass lambda: Net(rngs=nnx.Rngs(0)); for Linen call dp.init(..., "
+            f"shard_params=True)."
+        )
+    shapes = nnx.eval_shape(module)
+    if not isinstance(shapes, nnx.Pytree):
+        raise TypeError(
+            f"jdp.DataParallel: shard_params is True and module a function that returns a {type(shapes).__name__}; it "
+            f"makes an NNX module then. Pass lambda: Net(rngs=nnx.Rngs(0)); a function apply_fn(params, x) takes "
+            f"parameters that are cut as they are."
+        )
+    graph, state = nnx.split(shapes)
+    refuse_too_large(nnx.as_pure(state), mesh, "DataParallel", "model")
+
+    def where(path: Any, variable: Any) -> Any:
+        is_param = isinstance(variable, nnx.Param)
+        return jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size) if is_param else None), variable)
+
+    target = nnx.map_state(where, state)
+    return nnx.merge(graph, jax.jit(lambda: nnx.split(module())[1], out_shardings=target)())
 
 
 @contextlib.contextmanager

@@ -14,11 +14,13 @@ from .._topology.chips import CHIPS, Chip
 from .._topology.topology import how_to_install, topology
 from .lines import Line, line
 from .print import as_json, picture, show
-from .script import PlanError, Step, capture_step
+from .script import WAYS, PlanError, Step, capture_step
 
 ABOUT = """\
 Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
 does it fit, how many rows would, what goes over the wire, and how long should it take. Nothing of the step is run.
+Each machine has three lines: all of the state on each device, the optimizer's state cut over the devices
+(shard_optimizer), and the parameters, too (shard_params).
 
   jdp plan train.py --topology h100 --hosts 1,2,8,64
   jdp plan train.py --topology v5e --shapes 4x4,8x8,16x16 -- --width 512
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _refuse_missing(args)
         devices = _topologies(args)
-        step = capture_step(args.script, given[at + 1 :])
+        step = capture_step(args.script, given[at + 1 :], args.values)
         if args.batch_per_device is not None and not step.is_cut:
             raise PlanError(
                 "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
@@ -73,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", metavar="AxB,AxB", help="TPUs: shapes of slices, as 4x4,16x16 or 4x4x4,8x8x16")
     add("--batch-per-device", type=_count, metavar="N", help="rows of the batch on each device (the script's own)")
     add("--no-search", dest="search", action="store_false", help="do not look for the most rows that fit")
+    add(
+        "--no-values",
+        dest="values",
+        action="store_false",
+        help="run the script with shapes in place of arrays, for a model that this machine cannot hold",
+    )
     add("--json", action="store_true", help="one JSON document on stdout")
     add("--picture", type=pathlib.Path, metavar="FILE.png", help="efficiency against devices, drawn by matplotlib")
     return parser
@@ -135,16 +143,17 @@ def _lines(
     step: Step, chip: Chip, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
 ) -> Iterator[Line]:
     (where, one), *asked = devices
-    most = None
+    near: dict[str, Line] = {}  # the last line of each way that knows the most rows
     try:
         say("plan", f"compiling for one {chip.name}")
-        alone = line(step, where, one, rows).seconds
+        alone = line(step, where, one, rows, step.way).seconds
         for where, these in asked:
-            say("plan", f"compiling for {len(these)} {chip.name}s")
-            found = line(step, where, these, rows, alone, most, search)
-            most = found.most or most
-            yield found
+            beside = None
+            for way in WAYS if len(these) > 1 else (step.way,):  # one device has nobody to share with
+                say("plan", f"compiling for {len(these)} {chip.name}s, {way}")
+                beside = line(step, where, these, rows, way, alone, near.get(way, beside), search)
+                if beside.most is not None:
+                    near[way] = beside
+                yield beside
     finally:
         say("plan", "")
-
-

@@ -15,7 +15,7 @@ from .._explain.hlo import parse
 from .._explain.report import Report
 from .._topology.quiet import quiet
 from .estimate import Network, simulate, wire_bytes
-from .script import Step
+from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
 
@@ -28,6 +28,8 @@ class Line:
     devices: int
     hosts: int
     rows: int  # on each device
+    way: str = WAYS[0]  # what of the state is cut over the devices
+    is_own: bool = False  # whether the script has it so
     reason: str = ""  # why it does not compile, or does not fit
     compiles: bool = True
     fits: bool | None = None
@@ -40,20 +42,29 @@ class Line:
     in_flight: float | None = None
     compile_seconds: float | None = None
 
+    def most_of(self, peak: float | None, memory: int) -> Most | None:
+        """What another way may have with that peak at as many rows, if each further row takes as much there as here."""
+        if peak is None or self.peak_bytes is None or self.most is None or self.most.rows <= self.rows:
+            return None
+        each = (memory - self.peak_bytes) / (self.most.rows - self.rows)
+        rows = max(1.0, self.rows + (memory - peak) / each) if each > 0 else 1.0
+        return Most(int(rows * (1 - TOLERANCE / 3)), int(rows * (1 + TOLERANCE / 3)) + 1, 0)
+
 
 def line(
     step: Step,
     where: str,
     devices: Sequence[Device],
     rows: int,
+    way: str,
     alone: float | None = None,
-    guess: Most | None = None,
+    guess: Line | None = None,
     search: bool = False,
 ) -> Line:
-    """One line: `alone` seconds on one device, `guess` the Most of another line, to search from."""
+    """One line: `alone` seconds on one device, `guess` another line, to search from."""
     mesh, network = make_mesh(tuple(devices), step.program.config.axis_name), Network.of(devices)
-    found = Line(where, len(devices), len({d.process_index for d in devices}), rows)
-    compiled = _attempt(step, mesh, rows)
+    found = Line(where, len(devices), len({d.process_index for d in devices}), rows, way, way == step.way)
+    compiled = _attempt(step, mesh, rows, way)
     if isinstance(compiled, str):
         found.compiles, found.reason = False, compiled
         if _TOO_MUCH not in compiled:
@@ -71,18 +82,20 @@ def line(
         def needs(rows: int) -> float:
             if rows == found.rows:
                 return math.inf if found.peak_bytes is None else found.peak_bytes
-            compiled = _attempt(step, mesh, rows)
+            compiled = _attempt(step, mesh, rows, way)
             if isinstance(compiled, str):
                 return math.inf if _TOO_MUCH in compiled else math.nan
             return compiled.peak_bytes
 
-        found.most = most(needs, network.chip.available_bytes, rows, guess)
+        memory = network.chip.available_bytes
+        near = guess and (guess.most if guess.way == way else guess.most_of(found.peak_bytes, memory))
+        found.most = most(needs, memory, rows, near)
     return found
 
 
-def _attempt(step: Step, mesh: Mesh, rows: int) -> Report | str:
+def _attempt(step: Step, mesh: Mesh, rows: int, way: str) -> Report | str:
     """The step, compiled; or the compiler's reason, in a line."""
-    program, state, batch = step.on(mesh, rows)
+    program, state, batch = step.on(mesh, rows, way)
     try:
         with quiet():
             return explain(program.lower, state, batch)

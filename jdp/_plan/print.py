@@ -11,9 +11,10 @@ from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .._topology.chips import GB, TERA, Chip
 from .estimate import SOURCES
 from .lines import Line
+from .script import WAYS
 
 WIDE = 132
-HEAD = ("compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
+HEAD = ("state", "compiles", "fits", "peak", "most rows", "on the wire", "~exposed", "~step", "~efficiency")
 
 
 def show(lines: Sequence[Line], chip: Chip, title: str, out: TextIO) -> None:
@@ -41,6 +42,7 @@ def _row(one: Line) -> tuple[str, ...]:
     return (
         f"{one.devices:,}",
         one.where,
+        f"{one.way}{'*' * one.is_own}",
         "no" if one.compile_seconds is None else f"in {one.compile_seconds:.1f} s",
         "" if one.fits is None else "yes" if one.fits else "no",
         _bytes(one.peak_bytes),
@@ -55,7 +57,9 @@ def _row(one: Line) -> tuple[str, ...]:
 def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
     for one in lines:
         if one.reason:
-            yield f"{one.where}: {one.reason}"
+            yield f"{one.where}, {one.way}: {one.reason}"
+    if any(one.is_own for one in lines):
+        yield "*: as the script has it; the others are arguments of dp.train_step."
     memory = chip.available_bytes
     yield f"fits: the peak of a program's memory is within {_bytes(memory)}" + (
         f", {memory / chip.memory_bytes:.0%} of the device's; XLA_PYTHON_CLIENT_MEM_FRACTION is for another share."
@@ -72,6 +76,8 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         "instructions. Real ones stay below that, small programs far; take the ratios for more than the times. "
         "Efficiency: against one such device alone with as many rows."
     )
+    if any((one.efficiency or 0) > 1 for one in lines):
+        yield "Above 100 %: where the state is cut, a device updates its part of it alone."
 
 
 def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
@@ -101,7 +107,7 @@ def as_json(lines: Sequence[Line], chip: Chip) -> str:
     """One document: the lines, and the chip that they are of; estimates are marked by their names."""
     figures = dataclasses.asdict(chip)
     return json.dumps(
-        {"jdp_plan": 1, "chip": figures, "formulas": SOURCES, "lines": list(map(_plain, lines))}, indent=2
+        {"jdp_plan": 2, "chip": figures, "formulas": SOURCES, "lines": list(map(_plain, lines))}, indent=2
     )
 
 
@@ -121,13 +127,18 @@ def picture(lines: Sequence[Line], chip: Chip, title: str) -> Any:
     known = [one for one in lines if one.efficiency is not None]
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    devices, efficiency = [one.devices for one in known], [one.efficiency or 0.0 for one in known]
-    axes.plot(devices, efficiency, "o-", color="#2a5db5", linewidth=2)
-    for one in known:
-        axes.annotate(
-            f"{one.efficiency:.0%}\n{_seconds(one.seconds)}", (one.devices, one.efficiency or 0), xytext=(0, 9),
-            textcoords="offset points", ha="center", fontsize=9,
-        )  # fmt: skip
+    for way, color in zip(WAYS, ("#8a8f98", "#e08a1e", "#2a5db5"), strict=True):
+        mine = [one for one in known if one.way == way]
+        x, y = [one.devices for one in mine], [one.efficiency or 0.0 for one in mine]
+        axes.plot(x, y, "o-", color=color, linewidth=2, label=way)
+        for one in mine:
+            if one.is_own:  # those of all would lie on each other
+                axes.annotate(
+                    f"{one.efficiency:.0%}\n{_seconds(one.seconds)}", (one.devices, one.efficiency or 0),
+                    xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9,
+                )  # fmt: skip
+    axes.legend(loc="lower left")
+    devices = sorted({one.devices for one in known})
     axes.set_xscale("log", base=2)
     axes.set_xticks(devices, [f"{n:,}" for n in devices])
     axes.minorticks_off()

@@ -25,6 +25,10 @@ class PlanError(Exception):
     """What a plan cannot be made of, as a message for its user."""
 
 
+WAYS = ("replicated", "shard_optimizer", "shard_params")
+"""What of its state a step may cut over the devices: nothing, or what the argument of `train_step` says."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A training step as the script called it, in shapes."""
@@ -39,17 +43,27 @@ class Step:
         return max(self.batch.sizes)
 
     @property
+    def way(self) -> str:
+        """How the script has it keep its state: one of `WAYS`."""
+        options = self.program.options
+        return "shard_params" if options.shard_params else "shard_optimizer" if options.shard_optimizer else WAYS[0]
+
+    @property
     def is_cut(self) -> bool:
         """Whether there is a batch at all: one that every replica gets whole has no rows to plan."""
         return self.batch._layout.is_cut
 
-    def on(self, mesh: Mesh, rows: int) -> tuple[Program, TrainState, Scattered]:
-        """The same step on other devices, with so many rows on each of them."""
-        return self.program.on(mesh), self.state, spread(self.batch, mesh, rows)
+    def on(self, mesh: Mesh, rows: int, way: str | None = None) -> tuple[Program, TrainState, Scattered]:
+        """The same step on other devices, with so many rows on each, and its state kept in that way of `WAYS`."""
+        params = (way or self.way) == "shard_params"
+        changed = {"shard_params": params, "shard_optimizer": params or (way or self.way) == "shard_optimizer"}
+        return self.program.on(mesh, **changed), self.state, spread(self.batch, mesh, rows)
 
 
-def capture_step(script: str, args: Sequence[str]) -> Step:
+def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
     """The first training step that the script comes to, on the CPU; what it prints goes to stderr.
+
+    Without `values` JAX traces the script: its arrays are shapes, which take no memory.
 
     Raises:
         PlanError: it fails or ends before that.
@@ -66,16 +80,21 @@ def capture_step(script: str, args: Sequence[str]) -> Step:
         found.append(Step(program, jax.tree.map(lambda x: shape_of(x, None), state), shape_of(batch, None)))
         raise Captured  # which ends the script
 
+    def run() -> None:
+        runpy.run_path(script, run_name="__main__")
+
     # All of train_step's steps come here (and their `lower`), with everything checked.
-    with intercept(stop, shapes=False), _as_main(script, args):
+    with intercept(stop, shapes=not values), _as_main(script, args):
         try:
-            runpy.run_path(script, run_name="__main__")
+            run() if values else jax.eval_shape(run)
         except Captured:
             pass
         except SystemExit as end:
             how = f"ended with code {end.code}"
         except Exception as error:
             how = f"raised {type(error).__name__} ({(str(error).strip().splitlines() or [''])[0]})"
+            if not values and isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+                how = "looked at the value of an array, of which --no-values leaves the shape,"
             if not found:
                 _print_error(error, script)
     if not found:

@@ -4,6 +4,7 @@ What they share comes first:
 
     terms.py             a loss's value as terms that add up; `jdp.Mean` and `jdp.Sum`
     gradients.py         the gradient on every replica, in microbatches, and its one sum over the replicas
+    shards.py            the same of parameters that are cut over the replicas
     loss.py              a loss function: which of its arguments are whole, cut, differentiated; what it returns
     value_and_grad.py    the first door, and `grad`
 

@@ -9,13 +9,14 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .._core.layout import Cut, Tree, Whole, is_key
+from .._core.layout import Cut, Shard, Tree, Whole, is_key
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Signature
 from .._jax.jaxprs import SAME, VARYING, canonical, source_line, varying
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
+from .shards import Shards
 from .state import first_difference
 from .terms import Forms, loss_value, terms
 
@@ -60,20 +61,26 @@ def gradients(
     """What a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a
-    leaf the axis that its sum is cut along.
+    leaf the axis that its sum is cut along. Parameters that are cut have gradients that are cut alike; where they come
+    as shards, one microbatch's are summed as they are made, and those of several when they are added.
     """
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
-            added, weight = local(loss, steps, signature, replica, values, diff, before)
+            where = [leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves]
+            (cut, _), _, _ = signature.fill(where)
+            shards = Shards.of(signature, diff, cut, wire, steps > 1) if signature.holds_shards else None
+            added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
             over = counts[0].value if added.forms.is_ratio else weight
 
-            def mark(grad: Any, param: Any) -> Marked:
-                axis, dtype = None if scatter is None else scatter(param), param.dtype
+            def mark(grad: Any, param: Any, axis: int | None) -> Marked:
+                axis, dtype = axis if axis != -1 else scatter and scatter(param), param.dtype
+                if shards and axis is not None and not shards.apart:
+                    return Marked(grad, None, "summed", over=over, dtype=dtype, scatter=axis)
                 # 16-bit gradients are divided before they travel: their sum may leave the range of their mean.
                 sent = wire or (dtype if dtype.itemsize < 4 else None)
                 if steps > 1:  # several microbatches are added in 32 bits, and a replica may have only one
@@ -88,7 +95,7 @@ def gradients(
                 _, axes, _ = signature.fill([leaf.axis if isinstance(leaf, Cut) else -1 for leaf in signature.leaves])
                 row_grads = {i: jax.tree.map(mark_rows, tree, axes[i]) for i, tree in row_grads.items()}
             left = loss.leave(added.state, before)
-            return Gradients(out, jax.tree.map(mark, grads, diff), row_grads, left, counts)
+            return Gradients(out, jax.tree.map(mark, grads, diff, cut), row_grads, left, counts)
 
         return call
 
@@ -96,7 +103,14 @@ def gradients(
 
 
 def local(
-    loss: Loss, steps: int, signature: Signature, replica: int, values: Sequence[Any], diff: Tree, before: Held
+    loss: Loss,
+    steps: int,
+    signature: Signature,
+    replica: int,
+    values: Sequence[Any],
+    diff: Tree,
+    before: Held,
+    shards: Shards | None = None,
 ) -> tuple[Added, float]:
     """What a replica adds before anything is reduced, and the weight of all replicas together."""
     layout = signature.layout
@@ -106,7 +120,8 @@ def local(
 
     def one(number: Any, start: Any, size: int, state: Tree) -> Added:
         part = rows_of(values, signature, rows, number, start, size)
-        return differentiate(loss, signature, replica, part, diff, state, size, size / unit)
+        mine = shards and shards.at(number)
+        return differentiate(loss, signature, replica, part, diff, state, size, size / unit, mine)
 
     state = enter(before, signature.axis_name)
     added = accumulate(one, state, rows, -(-rows // steps), layout.devices[0].platform == "cpu")
@@ -130,7 +145,15 @@ def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any,
 
 
 def differentiate(
-    loss: Loss, signature: Signature, replica: int, part: list[Any], diff: Tree, state: Tree, size: int, weight: float
+    loss: Loss,
+    signature: Signature,
+    replica: int,
+    part: list[Any],
+    diff: Tree,
+    state: Tree,
+    size: int,
+    weight: float,
+    shards: Shards | None = None,
 ) -> Added:
     """The terms, the gradients and the state of one microbatch."""
     rows = size if signature.layout.is_cut else None
@@ -141,7 +164,8 @@ def differentiate(
         return loss.compute(diff, state, [chosen.get(i, x) for i, x in enumerate(args)], kwargs)
 
     def shapes_of_more(rows: int) -> Tree:
-        return jax.eval_shape(lambda part: run(diff, {}, part, state)[:2], _more(part, signature, rows))
+        whole = shards.shapes() if shards else diff
+        return jax.eval_shape(lambda diff, part: run(diff, {}, part, state)[:2], whole, _more(part, signature, rows))
 
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
     # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
@@ -157,13 +181,15 @@ def differentiate(
 
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
     function = jax.jit(apart(value) if loss.sync else value)
-    operands = (diff, chosen, part, state)
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    rest = (chosen, part, state)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(shards.shapes() if shards else diff, *rest)
     _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
     chunks = signature.layout.rows
     if loss.sync and len({*chunks}) > 1:
         function = _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
-    grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(*operands)
+    if shards:
+        function, diff = shards.function(jaxpr, shapes), shards.taken()
+    grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and not forms.is_ratio:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     return Added((sums, *grads), stacked, _as_before(after, state), forms)

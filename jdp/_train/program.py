@@ -17,10 +17,11 @@ from .._core.devices import spans_processes
 from .._core.fingerprint import Check, start
 from .._core.gather import join
 from .._core.global_arrays import put
-from .._core.layout import Layout, Tree, Whole, replicated
+from .._core.layout import Layout, Shard, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
 from .._core.scattered import Scattered, map_scattered, placed, trim
+from .._core.shards import as_shards, shard_axis
 from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
@@ -45,11 +46,18 @@ class StepOptions(NamedTuple):
     skip_nonfinite: bool
     sync_batch_norm: bool
     check_replicas: int
+    shard_params: bool = False
+    gather_once: bool = False
 
     @property
     def reserved(self) -> tuple[str, ...]:
         """The metrics that the step gives itself."""
         return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
+
+    @property
+    def axis(self) -> Callable[[Any, int], int | None]:
+        """Which axis a leaf of the optimizer's state is cut along, over n devices: as its parameter is, if that is."""
+        return shard_axis if self.shard_params else cut_axis
 
 
 class Program:
@@ -68,9 +76,10 @@ class Program:
         self.config, self.loss_of, self.tx, self.view = config, loss_of, tx, view
         self.options, self.label = options, label
         n = config.mesh.size
-        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer else None
+        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and not options.shard_params else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
-        self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label)
+        gather = "at once" if options.gather_once else "in the call"
+        self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label, gather)
         # Not synchronised, for there one replica's NaN is everybody's.
         self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
         self.compiled: Recent[Any, Any] = Recent()
@@ -81,11 +90,14 @@ class Program:
     def shardings(self, state: TrainState) -> TrainState:
         """Where each part of a state lies: a prefix of its tree."""
         everywhere = replicated(self.config.mesh)
+        params: Tree = everywhere
         opt_state: Tree = everywhere
+        if self.options.shard_params:
+            params = cut_shardings(state.params, self.config.mesh, shard_axis)
         if self.options.shard_optimizer:
-            opt_state = cut_shardings(state.opt_state, self.config.mesh)
+            opt_state = cut_shardings(state.opt_state, self.config.mesh, self.options.axis)
         key = None if state.key is None else everywhere
-        return TrainState(step=everywhere, params=everywhere, opt_state=opt_state, state=everywhere, key=key)
+        return TrainState(step=everywhere, params=params, opt_state=opt_state, state=everywhere, key=key)
 
     def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
         """The state's own arrays, where it belongs; what is there already stays the same array."""
@@ -164,11 +176,12 @@ class Program:
         wire = self.options.reduce_dtype
         arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
-        return compiler_options(self.config.mesh, sent)
+        return compiler_options(self.config.mesh, sent, self.options.shard_params)
 
-    def on(self, mesh: Mesh) -> Program:
-        """The same step on other devices."""
-        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, self.options, self.label)
+    def on(self, mesh: Mesh, **changed: Any) -> Program:
+        """The same step on other devices, with these of its options changed."""
+        options = self.options._replace(**changed)
+        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
@@ -177,7 +190,8 @@ class Program:
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
         shard = self.options.shard_optimizer
-        before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, shard)
+        axis = self.options.axis if shard else None
+        before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, axis)
         (new_state, updates), count = found.state, state.step + 1
         metrics = {"loss": loss, **metrics}
         if self.options.skip_nonfinite:
@@ -194,10 +208,10 @@ class Program:
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
             updates = choose(updates, _before(updates, batch))
-            if shard:  # or the compiler gathers both, and chooses one then
-                after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh))
+            if axis:  # or the compiler gathers both, and chooses one then
+                after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh, axis))
             metrics["skipped"] = ~finite
-        if shard:
+        if shard and not self.options.shard_params:
             after = whole(after, mesh)
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics, updates
@@ -214,18 +228,18 @@ class Program:
             check.result("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
-        replicas, inputs, key = _operands(state, batch)
+        replicas, inputs, key = _operands(state, batch, self.options.shard_params)
         found = dispatch(self.flags, self.config.mesh, replicas, placed(inputs), key)
         return report(found, self.view(state.params))
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        outputs = self.run(*_operands(state, batch))
+        outputs = self.run(*_operands(state, batch, self.options.shard_params))
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
             # Of metrics with an entry per row each process takes its own, when the program has run.
             arrays = [
-                x if isinstance(leaf, Whole) else Scattered((x,), one)
+                x if isinstance(leaf, Whole | Shard) else Scattered((x,), one)
                 for x, leaf, one in zip(outputs._arrays, layout.arrays, layout.each, strict=True)
             ]
             found = found._replace(out=layout.fill(arrays).out)
@@ -245,12 +259,15 @@ def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainS
     return treedef.unflatten(leaves), (leaves, treedef)
 
 
-def _operands(state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
+def _operands(
+    state: TrainState, batch: Scattered, sharded: bool
+) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
     """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
     rows, given = nodes_of(batch)
     layout = rows._layout
     inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
-    return (state.params, entered(state.state, given)), inputs, step_key(state, layout)
+    params = as_shards(state.params, layout.mesh) if sharded else state.params
+    return (params, entered(state.state, given)), inputs, step_key(state, layout)
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:
@@ -323,7 +340,8 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
 
     where, to = (*[None] * count, *layout.shardings), program.shardings(state)
     cut = jax.tree.leaves(to.opt_state) if program.options.shard_optimizer else to.opt_state
-    out = (to.step, cut, to.step), None, to.step, None
+    first = [to.step, *jax.tree.leaves(to.params)] if program.options.shard_params else to.step
+    out = (first, cut, to.step), None, to.step, None
     return _jit(program, train_step, tuple(range(count)), where, out, options)
 
 
@@ -363,8 +381,10 @@ CompilerOptions = dict[str, bool | int]
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
-def compiler_options(mesh: Mesh, sent: int) -> CompilerOptions:
+def compiler_options(mesh: Mesh, sent: int, gathers: bool = False) -> CompilerOptions:
     """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
+
+    With `gathers` the step gathers its parameters as it uses them.
 
     What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
     are kept. `benchmarks/overlap.py` shows what this is worth, and with `--options` what others would be.
@@ -372,7 +392,7 @@ def compiler_options(mesh: Mesh, sent: int) -> CompilerOptions:
     if not takes_options(mesh):
         return {}
     said = os.environ.get("XLA_FLAGS", "")
-    options = {name: value for name, value in wanted(mesh.size, sent).items() if name not in said}
+    options = {name: value for name, value in wanted(mesh.size, sent, gathers).items() if name not in said}
     return options if _known(mesh, tuple(options.items())) else {}
 
 
@@ -380,10 +400,12 @@ def takes_options(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
 
 
-def wanted(n: int, sent: int) -> CompilerOptions:
+def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
     """On n GPUs."""
     bucket = min(max(sent // 7, _LEAST), _MOST)
-    return {
+    # XLA puts gathers together across the pieces that jdp has made: of a small model all into one.
+    once = {"xla_gpu_all_gather_combine_threshold_bytes": bucket} if gathers else {}
+    return once | {
         "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
         # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
         # gradients of most models.

@@ -32,7 +32,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
         step: the number of updates so far, a 0-d int32.
-        params: `variables["params"]`, whole on every replica.
+        params: `variables["params"]`, whole on every replica; cut over them with `shard_params=True`.
         opt_state: the optimizer's state; cut over the replicas with `shard_optimizer=True`.
         state: the other collections of the variables (`batch_stats`), by name.
         key: the typed PRNG key that the steps' keys are made of, or None.
@@ -239,17 +239,17 @@ def _of_wrapper(state: Tree) -> Tree:
 
 
 def update(
-    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: Mesh, shard: bool
+    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: Mesh, axis: Axis | None
 ) -> tuple[Tree, Tree, Tree]:
-    """`(params before, params after, opt_state after)`, all cut over the replicas with `shard`.
+    """`(params before, params after, opt_state after)`, all cut over the replicas where there is an `axis` for each.
 
     Outside of the replicas' program: there the compiler knows the whole arrays, and cuts norms, factored moments
     and whatever else a transformation computes of them correctly. A transformation that ran on each
     replica's part would be another one.
     """
     constrain = jax.lax.with_sharding_constraint
-    if shard:
-        params = constrain(params, cut_shardings(params, mesh))
+    if axis:
+        params = constrain(params, cut_shardings(params, mesh, axis))
     try:
         with jax.named_scope("optimizer"):
             updates, after = _updates(tx, grads, opt_state, params, loss)
@@ -270,8 +270,8 @@ def update(
                 f"the tree. Mend its update function."
             )
     new = optax.apply_updates(params, updates)
-    if shard:
-        after, new = constrain((after, new), cut_shardings((after, new), mesh))
+    if axis:
+        after, new = constrain((after, new), cut_shardings((after, new), mesh, axis))
     return params, new, after
 
 
@@ -315,8 +315,8 @@ def whole(tree: Tree, mesh: Mesh) -> Tree:
     return jax.tree_util.tree_map_with_path(gather, tree)
 
 
-class OptimizerBytes(NamedTuple):
-    """Bytes of the optimizer's state on each device: of leaves that are cut over the devices, and of whole ones."""
+class Bytes(NamedTuple):
+    """Bytes on each device: of leaves that are cut over the devices, and of whole ones."""
 
     cut: int
     whole: int
@@ -329,26 +329,31 @@ def cut_axis(x: Any, n: int) -> int | None:
     return next((axis for axis, size in enumerate(x.shape) if size and size % n == 0), None)
 
 
-def cut_shardings(tree: Tree, mesh: Mesh) -> Tree:
+Axis = Callable[[Any, int], int | None]
+"""The axis that an array is cut along over n devices; None where it stays whole."""
+
+
+def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
     """Where each array of a tree lies when all that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:
-        axis = cut_axis(x, mesh.size)
-        return replicated(mesh) if axis is None else cut_along(mesh, axis)
+        return cut_along(mesh, axis(x, mesh.size))
 
     return jax.tree.map(where, tree)
 
 
-def optimizer_bytes(opt_state: Tree) -> OptimizerBytes:
-    """What the state really takes, by the arrays' own shardings."""
+def bytes_of(tree: Tree, to: Tree) -> Bytes:
+    """What a tree really takes, by the arrays' own shardings; of what is traced, by those that it will have, `to`."""
     cut = whole = 0
-    for x in jax.tree.leaves(opt_state):
-        size = x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-        if x.sharding.is_fully_replicated:
+    targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
+    for x, target in zip(jax.tree.leaves(tree), targets, strict=True):
+        where = target if isinstance(x, Tracer) else x.sharding
+        size = x.dtype.itemsize * math.prod(where.shard_shape(x.shape))
+        if where.is_fully_replicated:
             whole += size
         else:
             cut += size
-    return OptimizerBytes(cut, whole)
+    return Bytes(cut, whole)
 
 
 def shapes_of(tree: Tree) -> Tree:

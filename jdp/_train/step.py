@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.programs import Recent, capturing
-from .._core.replicate import broadcast
+from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered
 from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
@@ -36,9 +36,10 @@ from .loss import (
 from .nonfinite import Nonfinite
 from .program import Leaves, Program, StepOptions, of_model
 from .state import (
+    Bytes,
     Given,
-    OptimizerBytes,
     TrainState,
+    bytes_of,
     check_rows,
     checked_key,
     checked_optimizer,
@@ -46,7 +47,6 @@ from .state import (
     first_state,
     interrupted,
     opt_shapes,
-    optimizer_bytes,
     refuse_deleted,
     refuse_more,
     shapes_of,
@@ -65,7 +65,9 @@ def train_step(
     *,
     in_axes: Tree = None,
     accumulate_steps: int = 1,
-    shard_optimizer: bool = False,
+    shard_optimizer: bool | None = None,
+    shard_params: bool = False,
+    gather_once: bool = False,
     reduce_dtype: Any = None,
     donate: bool = True,
     skip_nonfinite: bool = False,
@@ -95,6 +97,12 @@ def train_step(
             the memory of one; fewer where a chunk has fewer rows.
         shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
             tells what could be cut.
+        shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
+            Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
+            32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with
+            uneven chunks gathers all of them at once, with the memory of `shard_optimizer`.
+        gather_once: with `shard_params` and `accumulate_steps`, gathers all parameters once a step, not in each
+            microbatch: fewer bytes travel, and all parameters are whole at a time.
         reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
         donate: frees the state that goes in as the new one is made, so that it cannot be used again (NNX: the
             arrays that the model held, in a snapshot of `nnx.state` too; `jax.tree.map(jnp.copy, ...)` keeps one).
@@ -124,14 +132,21 @@ def train_step(
 
     Source: `train_step` in flax's examples/mnist/train.py; ZeRO-1 is Rajbhandari et al., "ZeRO" (2020), as `P_os`.
     """
+    if shard_params and shard_optimizer is False:
+        raise ValueError(
+            f"jdp.{VERB}: shard_params is True and shard_optimizer False; the optimizer's state is cut as the "
+            f"parameters are. Leave shard_optimizer out, or shard_params."
+        )
     options = StepOptions(
         check_steps("train_step", accumulate_steps),
-        bool(shard_optimizer),
+        bool(shard_optimizer or shard_params),
         wire_type("train_step", reduce_dtype),
         bool(donate),
         bool(skip_nonfinite),
         bool(sync_batch_norm),
         check_steps("train_step", check_replicas, "check_replicas", 0),
+        bool(shard_params),
+        bool(gather_once),
     )
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
@@ -234,7 +249,12 @@ class TrainStep(_Step):
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
         mesh = self._program.config.mesh
-        variables, key = broadcast((variables, key), mesh, VERB)
+        if self._program.options.shard_params:
+            params = sharded(variables.pop("params"), mesh, VERB, "['params']")
+            variables, key = broadcast((variables, key), mesh, VERB)
+            variables = {"params": params, **variables}
+        else:
+            variables, key = broadcast((variables, key), mesh, VERB)
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
         if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
             check_replicas((variables, key), mesh, VERB)
@@ -271,9 +291,13 @@ class TrainStep(_Step):
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.lower(state, scattered)
 
-    def optimizer_bytes(self, state: TrainState) -> OptimizerBytes:
+    def optimizer_bytes(self, state: TrainState) -> Bytes:
         """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
-        return optimizer_bytes(state.opt_state)
+        return bytes_of(state.opt_state, self._program.shardings(state).opt_state)
+
+    def parameter_bytes(self, state: TrainState) -> Bytes:
+        """The same of the parameters."""
+        return bytes_of(state.params, self._program.shardings(state).params)
 
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
         """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
@@ -393,9 +417,15 @@ class NNXTrainStep(_Step):
         state, scattered, _, _ = self._ready(batch)
         return self._program.lower(state, scattered)
 
-    def optimizer_bytes(self) -> OptimizerBytes:
+    def optimizer_bytes(self) -> Bytes:
         """As `TrainStep.optimizer_bytes`."""
-        return optimizer_bytes(nnx.as_pure(self.optimizer.opt_state))
+        opt_state = nnx.as_pure(self.optimizer.opt_state)
+        return bytes_of(opt_state, self._program.shardings(TrainState((), (), opt_state, ())).opt_state)
+
+    def parameter_bytes(self) -> Bytes:
+        """As `TrainStep.parameter_bytes`."""
+        params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
+        return bytes_of(params, self._program.shardings(TrainState((), params, (), ())).params)
 
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
         """As `TrainStep.find_nonfinite`; the model is not changed."""

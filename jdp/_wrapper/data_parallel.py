@@ -15,7 +15,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.programs import dispatch
-from .._core.replicate import broadcast, lives_replicated
+from .._core.replicate import broadcast, lives_replicated, sharded
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
 from .._jax.private import is_tabulated
@@ -79,6 +79,10 @@ class DataParallel(nnx.Module, Generic[M]):
             is kept, or `state_axes` names it, or it is sown as an intermediate.
         state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
             filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
+        shard_params: for NNX, cuts the parameters over the devices, each along an axis that they divide; they are
+            gathered as they are used. `module` may be a function that makes it, `lambda: Net(rngs=nnx.Rngs(0))`: each
+            part is then made where it lives, and no device, nor the host, ever holds all. (For Linen
+            `dp.init(..., shard_params=True)`; functions take parameters that are cut.)
         device_ids: torch's name of `devices`.
 
     Raises:
@@ -108,16 +112,18 @@ class DataParallel(nnx.Module, Generic[M]):
         axis_name: str = "data",
         reduce_state: Literal["primary", "mean"] = "primary",
         state_axes: Mapping[Any, int] | None = None,
+        shard_params: bool = False,
         device_ids: Devices = None,
     ) -> None:
         devices = named_once("DataParallel", devices, device_ids)
+        kind = "nnx" if shard_params else kind_of(module)
         self._config = Config(
-            kind_of(module), devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes
+            kind, devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes, shard_params
         )
-        self.module = module
+        self.module = _nnx.made_in_shards(module, self._config.mesh) if shard_params else module
         if self._config.kind == "nnx":
-            mesh, state = self._config.mesh, nnx.state(module)
-            nnx.update(module, broadcast(state, mesh, "DataParallel"))
+            mesh, state = self._config.mesh, nnx.state(self.module)
+            self._put_state()
             # What was copied from one device just now is one value, unless each process copied its own.
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
             if spans_processes(mesh) or any(place is not None and len(place.device_set) > 1 for place in places):
@@ -293,7 +299,8 @@ class DataParallel(nnx.Module, Generic[M]):
         """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
 
         The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the
-        wrapper and back), with the same numbers, whole on every device.
+        wrapper and back), with the same numbers, whole on every device. With `shard_params=True` the parameters are
+        cut over the devices, and each part is made where it lives: no device ever holds all of them.
         """
         if self._config.kind != "linen":
             what = "an NNX module" if self._config.kind == "nnx" else "a function"
@@ -303,9 +310,12 @@ class DataParallel(nnx.Module, Generic[M]):
             )
         return self._init
 
-    def _init(self, rngs: Tree, *args: Any, **kwargs: Any) -> Tree:
-        variables = _linen.init(self.module, self._config.axis_name, rngs, args, kwargs)
-        variables = _linen.place(variables, self._config.mesh)
+    def _init(self, rngs: Tree, *args: Any, shard_params: bool = False, **kwargs: Any) -> Tree:
+        config = self._config
+        if shard_params:
+            return _linen.init_in_shards(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
+        variables = _linen.init(self.module, config.axis_name, rngs, args, kwargs)
+        variables = _linen.place(variables, config.mesh)
         if spans_processes(self._config.mesh):  # each has made its own
             check_replicas(variables, self._config.mesh, "init")
         return variables
@@ -323,7 +333,15 @@ class DataParallel(nnx.Module, Generic[M]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._config.kind == "nnx":  # pickled arrays forget where they were
-            nnx.update(self.module, broadcast(nnx.state(self.module), self._config.mesh, "DataParallel"))
+            self._put_state()
+
+    def _put_state(self) -> None:
+        """Puts the state of an NNX module where it belongs: on all devices, or cut over them."""
+        mesh, state = self._config.mesh, nnx.state(self.module)
+        if self._config.shard_params:
+            params, state = nnx.split_state(state, nnx.Param, ...)
+            nnx.update(self.module, sharded(params, mesh, "DataParallel"))
+        nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
 
     def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         config = self._config

@@ -48,6 +48,11 @@ def test_equal_copies_pass(devices, n):
     check_replicas(replicas(np.zeros((0, 3)), mesh), mesh, "check_replicas")
 
 
+def test_a_tree_of_empty_arrays_passes(mesh):
+    """XLA refuses a program whose operands are all empty."""
+    check_replicas({"a": replicas(W[:0], mesh), "b": replicas(W[:, :0], mesh)}, mesh, "test")
+
+
 @pytest.mark.parametrize("device", [0, 5, 7])
 def test_one_ulp_on_one_device_is_named(mesh, refused, device):
     tree = {"b": replicas(W, mesh), "w": replicas(W, mesh, {device: one_ulp(W)})}

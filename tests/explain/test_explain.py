@@ -95,6 +95,57 @@ def test_a_step_that_cuts_the_optimizer(dp):
     assert sorted(p for c in by_kind["reduce-scatter"] for p in c.parameters) == sorted(SIZES)
 
 
+def test_a_step_that_cuts_the_parameters(dp):
+    tx = optax.adam(1e-3)
+    report = jdp.explain(dp.train_step(loss_fn, tx, shard_params=True), state_of(tx), BATCH)
+    assert report.parameter_bytes == report.gradient_bytes == BYTES / 8  # 8 divides all of them
+    assert report.optimizer_bytes == 2 * BYTES / 8 + 4
+    by_kind = {kind: [c for c in report.collectives if c.kind == kind] for kind in ("reduce-scatter", "all-gather")}
+    assert sum(c.bytes for c in by_kind["reduce-scatter"]) == BYTES
+    assert sorted(p for c in by_kind["reduce-scatter"] for p in c.parameters) == sorted(SIZES)
+    gathered = [(p, c.bytes) for c in by_kind["all-gather"] for p in c.parameters]
+    assert {p for p, _ in gathered} == {*SIZES}
+    assert BYTES <= sum(size for _, size in gathered) <= 2 * BYTES  # forward, and backward what it needs there
+    assert "gradients" in str(report)
+
+
+def test_gradients_on_each_device(dp):
+    """Those of microbatches are added whole; else they are as the optimizer has its state."""
+    tx = optax.sgd(0.1)
+    for options, size in (
+        ({}, BYTES),
+        ({"shard_optimizer": True}, BYTES / 8),
+        ({"shard_params": True, "accumulate_steps": 2}, BYTES),
+    ):
+        assert jdp.explain(dp.train_step(loss_fn, tx, **options), state_of(tx), BATCH).gradient_bytes == size
+    assert jdp.explain(dp.apply, VARIABLES, X).gradient_bytes == 0
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("steps", [1, 2])
+def test_layers_that_a_scan_gathers_travel_as_often_as_it_runs(devices, steps):
+    layers, width = 5, 16
+    params = {"w": S((layers, width, width), jnp.float32)}
+
+    def loss(variables, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, variables["params"]["w"])
+        return jnp.mean(x**2)
+
+    tx = optax.sgd(0.1)
+    dp = jdp.DataParallel(lambda v, x: x, devices)
+    state = jdp.TrainState(S((), jnp.int32), params, jax.eval_shape(tx.init, params), {}, None)
+    step = dp.train_step(loss, tx, shard_params=True, accumulate_steps=steps)
+    report = jdp.explain(step, state, S((ROWS, width), jnp.float32))
+    whole = 4 * layers * width**2
+    gathers, scatters = ([c for c in report.collectives if c.kind == kind] for kind in ("all-gather", "reduce-scatter"))
+    assert {c.parameters for c in gathers} == {("w",)} and any(c.in_loop for c in gathers)
+    assert {c.bytes for c in gathers} == {whole // layers}
+    assert sum(c.bytes * c.runs for c in gathers) == 2 * steps * whole
+    assert sum(c.bytes * c.runs for c in scatters) == whole  # each gradient once
+    assert report.collective_bytes == (2 * steps + 1) * whole + 4
+    assert "Reduce once after" not in str(report)  # it is meant so
+
+
 def test_value_and_grad_and_grad(dp):
     for transform in (dp.value_and_grad, dp.grad):
         report = jdp.explain(transform(loss_fn), VARIABLES, BATCH)

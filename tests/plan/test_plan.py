@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import pathlib
 import re
 import sys
 import textwrap
@@ -20,7 +21,7 @@ from jdp._model.config import scatter_batch
 from jdp._plan import cli
 from jdp._plan.lines import Line, Most, most
 from jdp._plan.print import show
-from jdp._plan.script import PlanError, capture_step
+from jdp._plan.script import WAYS, PlanError, capture_step
 from jdp._topology.chips import CHIPS, Chip, Protocol
 
 STEP = """
@@ -125,11 +126,16 @@ def test_a_batch_is_spread_over_other_devices(devices):
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in other._arrays)
 
 
-def lines_of(capsys):
-    """The document that --json prints, by the number of devices."""
+def all_lines_of(capsys):
+    """The document that --json prints, by the number of devices and what of the state is cut over them."""
     document = json.loads(capsys.readouterr().out)
-    assert document["jdp_plan"] == 1
-    return {one["devices"]: one for one in document["lines"]}
+    assert document["jdp_plan"] == 2
+    return {(one["devices"], one["way"]): one for one in document["lines"]}
+
+
+def lines_of(capsys):
+    """The script's own way, by the number of devices."""
+    return {devices: one for (devices, _), one in all_lines_of(capsys).items() if one["is_own"]}
 
 
 @pytest.mark.full
@@ -153,11 +159,79 @@ def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
         assert peaks[0] == one["peak_bytes"] and peaks[1] <= 150_000 < peaks[2]  # three quarters of the memory
 
 
-def peak(step, mesh, rows):
+def peak(step, mesh, rows, way=None):
     """Bytes that the compiled step needs, asked of the compiler without `plan` or `explain`."""
-    memory = step_call(*step.on(mesh, rows)).trace().lower().compile().memory_analysis()
+    memory = step_call(*step.on(mesh, rows, way)).trace().lower().compile().memory_analysis()
     both = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return both + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+@pytest.mark.full
+def test_each_machine_has_a_line_for_each_way_to_keep_the_state(script, cpus, devices, capsys):
+    path = script(STEP.replace("accumulate_steps=2", "shard_optimizer=True"))
+    assert main(["plan", path, "--topology", "h100", "--hosts", "1,4", "--json", "--", "1024"]) == 0
+    lines = all_lines_of(capsys)
+    assert list(lines) == [(n, way) for n in (2, 8) for way in WAYS]
+    assert {way for (_, way), one in lines.items() if one["is_own"]} == {"shard_optimizer"}
+    step = capture_step(path, ["1024"])
+    for (n, way), one in lines.items():
+        mesh = Mesh(np.array(devices[:n]), ("data",))
+        found = Most(**one["most"])
+        assert one["peak_bytes"] == peak(step, mesh, 5, way)
+        assert peak(step, mesh, max(1, found.rows), way) <= 150_000 or not found.rows
+        assert peak(step, mesh, found.too_many, way) > 150_000
+        if n == 8 or way != WAYS[0]:  # what was found before is a guess that saves compiling
+            assert found.compilations <= 7
+    for n in (2, 8):
+        replicated, optimizer, params = (lines[n, way] for way in WAYS)
+        assert replicated["peak_bytes"] > optimizer["peak_bytes"] > params["peak_bytes"]
+        assert replicated["most"]["rows"] <= optimizer["most"]["rows"] < params["most"]["rows"]
+
+
+def test_what_another_way_may_have_follows_from_the_memory_it_leaves():
+    line = Line("1 x 8", 8, 1, 4, peak_bytes=10_000 + 4 * 100, most=Most(900, 901, 5))
+    found = line.most_of(2_000 + 4 * 100, 100_000)  # 8,000 less, at 100 a row
+    assert found.rows < 980 < found.too_many and found.too_many - found.rows <= 0.01 * 980
+    assert line.most_of(None, 100_000) is None
+    none = Line("1 x 8", 8, 1, 4, peak_bytes=10**6, most=Most(0, 1, 5))
+    assert none.most_of(10_000, 100_000) is None  # nothing is known of a row there
+
+
+@pytest.mark.full
+def test_only_with_its_parameters_cut_it_fits(script, cpus, capsys):
+    """Replicated it does not fit, nor with the optimizer's state alone cut."""
+    command = ["plan", script(STEP.replace(", accumulate_steps=2", "")), "--topology", "h100", "--hosts", "4"]
+    assert main([*command, "--no-search", "--json", "--", "1600"]) == 0
+    fits = {way: one["fits"] for (_, way), one in all_lines_of(capsys).items()}
+    assert fits == {"replicated": False, "shard_optimizer": False, "shard_params": True}
+
+
+def test_one_device_has_one_line(script, cpus, capsys):
+    command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json", "--per-host", "1"]
+    assert main(command) == 0
+    assert list(all_lines_of(capsys)) == [(1, "replicated")]
+
+
+@pytest.mark.parametrize("text", [STEP, NNX])
+def test_without_values_a_script_takes_no_memory(script, text):
+    """Of the same shapes, and wide as no array here could be."""
+    path = script(text)
+    step, shapes = capture_step(path, []), capture_step(path, [], values=False)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), step.state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes.state
+    )
+    assert step.rows == shapes.rows
+    if text is STEP:
+        wide = capture_step(script(text.replace("dp.apply(variables, x)", "pass")), [f"{10**11}"], values=False)
+        assert (4, 10**11) in {x.shape for x in jax.tree.leaves(wide.state)}
+
+
+def test_without_values_none_may_be_looked_at(script, capsys):
+    path = script(STEP.replace("step = dp", "print(float(x.sum() + jax.numpy.ones(())))\n    step = dp"))
+    assert capture_step(path, []).rows == 5
+    match = "looked at the value of an array, of which --no-values leaves the shape, before a training step"
+    with pytest.raises(PlanError, match=match):
+        capture_step(path, [], values=False)
 
 
 @pytest.mark.full
@@ -177,8 +251,9 @@ def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tm
     assert main([*command, "--picture", "plan.png"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in (
-        "2 1 x 2 in",
-        "8 4 x 2 in",
+        "2 1 x 2 replicated* in",
+        "8 4 x 2 shard_params in",
+        "*: as the script has it",
         "~step",
         "~efficiency",
         "yes",
@@ -198,7 +273,8 @@ def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
     lines = [Line(f"{n} x 8", 8 * n, n, 5, peak_bytes=2 * 10**9, seconds=0.1, compile_seconds=3.0) for n in (1, 2)]
     show(lines, CHIPS["h100"], "train_step of loss", out)
     title, first, second, *rest = re.split(r"\n  (?=devices|fits)", out.getvalue())
-    assert first.split() == "devices: 8, hosts: 1 x 8, compiles: in 3.0 s, peak: 2 GB, ~step: 100 ms".split()
+    said = "devices: 8, hosts: 1 x 8, state: replicated, compiles: in 3.0 s, peak: 2 GB, ~step: 100 ms"
+    assert first.split() == said.split()
     assert second.startswith("devices: 16, hosts: 2 x 8,") and rest
     assert "train_step of loss" in title
     assert max(map(len, [*first.splitlines(), *second.splitlines()])) <= 58
@@ -207,7 +283,7 @@ def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
 def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkeypatch):
     command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1", "--batch-per-device"]
     assert main([*command, "100000", "--no-search"]) == 0
-    assert re.search(r"1 x 2 +in [\d.]+ s +no", capsys.readouterr().out)
+    assert re.search(r"1 x 2 +replicated\* +in [\d.]+ s +no", capsys.readouterr().out)
 
     def refuse(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: far too\n much")
@@ -215,7 +291,7 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
     monkeypatch.setattr("jdp._plan.lines.explain", refuse)
     assert main([*command, "5", "--no-search"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"1 x 2 +no +no", out) and "1 x 2: RESOURCE_EXHAUSTED: far too\n" in out
+    assert re.search(r"1 x 2 +replicated\* +no +no", out) and "1 x 2, replicated: RESOURCE_EXHAUSTED: far too\n" in out
 
 
 @pytest.mark.parametrize(
@@ -336,6 +412,24 @@ def test_compiling_for_16384_gpus_takes_no_longer_than_for_8(script, capsys):
             seconds[n].append(one["compile_seconds"])
             assert one["hosts"] == n // 8 and one["compiles"] and one["in_flight"] is not None
     assert min(seconds[16_384]) < 1.5 * min(seconds[8])
+
+
+@pytest.mark.full
+@pytest.mark.compilers
+@pytest.mark.skipif(not installed("jax_plugins.xla_cuda12"), reason="no CUDA plugin: plan-gpu")
+def test_a_model_of_116_gb_of_state_fits_on_eight_h100_with_its_parameters_cut(capsys):
+    script = str(pathlib.Path(__file__).parents[2] / "examples" / "char_gpt.py")
+    command = ["plan", script, "--topology", "h100", "--no-search", "--no-values", "--json", "--", "--scan"]
+    model = ["--width", "8192", "--layers", "12", "--heads", "64", "--accumulate", "1", "--batch-size", "8"]
+    assert main([*command, *model]) == 0
+    lines = {way: one for (_, way), one in all_lines_of(capsys).items()}
+    state = 12 * 12 * 12 * 8192**2  # bytes of the layers' matrices, with Adam's two for each
+    assert lines["replicated"]["peak_bytes"] > state and lines["shard_params"]["peak_bytes"] < state / 4
+    assert {way: one["fits"] for way, one in lines.items()} == {
+        "replicated": False,
+        "shard_optimizer": False,
+        "shard_params": True,
+    }
 
 
 @pytest.mark.compilers

@@ -187,6 +187,33 @@ def case_train():
     return found
 
 
+def case_shard_params():
+    """Parameters that are cut over the devices of both processes: no process has them all."""
+    dp, found = jdp.DataParallel(MLP), {}
+    ways = {"plain": {}, "accumulated": {"accumulate_steps": 2}, "checked": {"check_replicas": 2}}
+    for name, options in ways.items():
+        result, step, state, _ = train(dp, shard_params=True, **options)
+        found[name] = result | {"params": jdp.replicate(result["params"])}
+    found["bytes"] = tuple(step.parameter_bytes(state)), tuple(step.optimizer_bytes(state))
+    with jdp.Checkpointer(pathlib.Path(sys.argv[1], "sharded")) as checkpointer:
+        checkpointer.save(4, state)
+        again, _ = checkpointer.restore(step.init(variables()))
+        whole, _ = checkpointer.restore(dp.train_step(mse, optax.adam(1e-2)).init(variables()))
+    found["again"] = jdp.replicate(again.params), [x.sharding == y.sharding for x, y in both(again, state)]
+    found["whole"] = whole.params, {x.is_fully_replicated for x in jax.tree.leaves(whole)}
+    v = {"params": step.init(variables()).params}
+    loss, grads = dp.value_and_grad(mse)(v, BATCH)
+    found["gradient"] = loss, jdp.replicate(grads), [x.sharding == y.sharding for x, y in both(grads, v)]
+    found["apply"] = dp.apply(v, BATCH["x"])
+    even = {name: x[:4] for name, x in BATCH.items()}
+    found["even"] = [train(dp, batch=even, shard_params=sharded)[0]["losses"] for sharded in (False, True)]
+    return found
+
+
+def both(a, b):
+    return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+
+
 def case_train_rows():
     def loss(v, batch):
         error = (MLP.apply(v, batch["x"]) - batch["y"]) ** 2

@@ -276,6 +276,26 @@ def test_train(found):
     equal(found[0], found[1])  # to the last bit
 
 
+def test_shard_params(found):
+    losses, params = train(optax.adam(1e-2), 4)
+    for process, result in enumerate(found):
+        for name in ("plain", "accumulated", "checked"):
+            np.testing.assert_allclose(result[name]["losses"], losses, rtol=1e-5)
+            close(result[name]["params"], params, rtol=1e-4, atol=1e-5)
+        whole, cut = 4 * 3, 4 * (40 + 8 + 24) // 4  # bytes; the bias of 3 is not cut
+        assert result["bytes"] == ((cut, whole), (2 * cut, 2 * whole + 4))
+        close(result["again"][0], result["checked"]["params"], rtol=0, atol=0)
+        close(result["whole"][0], result["checked"]["params"], rtol=0, atol=0)
+        assert all(result["again"][1]) and result["whole"][1] == {True}
+        loss, grads, alike = result["gradient"]
+        expected = jax.value_and_grad(mse)(variables(), BATCH)
+        close((loss, grads), expected, rtol=1e-5, atol=1e-6)
+        assert all(alike)
+        close(result["apply"], MLP.apply(variables(), X[PARTS[process]]))
+        np.testing.assert_allclose(result["even"][1], result["even"][0], rtol=1e-6)
+    equal(found[0]["plain"], found[1]["plain"])  # to the last bit
+
+
 @pytest.mark.full
 def test_train_rows(found):
     error = (MLP.apply(variables(), X) - Y) ** 2

@@ -68,7 +68,8 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
         if command == "launch":
             assert parse(args).command[1:] == ("train.py",)
         if command == "plan":
-            options = cli._parser().parse_args(args)
+            own = args[: args.index("--")] if "--" in args else args  # what follows is the script's
+            options = cli._parser().parse_args(own)
             cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands

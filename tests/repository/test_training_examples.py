@@ -78,6 +78,23 @@ def test_char_gpt_learns_more_than_the_frequencies_of_characters(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("rows", "blocks"), [(10, ()), (8, ("--scan",))])
+def test_char_gpt_learns_the_same_with_its_parameters_cut(tmp_path, rows, blocks):
+    """10 rows on 4 devices are uneven, and 8 even: there each piece is gathered as it is used."""
+    args = ("--steps", "16", "--context", "80", "--width", "32", "--layers", "2", "--devices", "4", *blocks)
+    held_out = []
+    for option in ((), ("--shard-params",)):
+        out = run("char_gpt.py", *args, *option, "--batch-size", rows, "--picture", tmp_path / "curve.png")
+        each, uncut = map(float, re.search(r"model +([\d.]+) MB .* ([\d.]+) MB", out).groups())
+        assert each < uncut / 3 if option else each == uncut
+        assert out.index("model ") < out.index("step 2 ")  # before the first step
+        held_out.append([float(x) for x in re.findall(r"held out ([\d.]+)", out)])
+    plain, cut = held_out
+    assert len(plain) == 8 and plain[-1] < plain[0]
+    assert cut == pytest.approx(plain, abs=0.02)  # gradients travel in bfloat16
+
+
 @pytest.mark.faults
 def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     # Four runs that compile the same programs: once is enough.

@@ -42,7 +42,7 @@ def explained(name="h100", shape=(), plain=False, **options):
     state = jdp.TrainState(S((), jnp.int32), PARAMS, jax.eval_shape(TX.init, PARAMS), {}, None)
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            patch.setattr(program, "compiler_options", lambda mesh, sent: {})
+            patch.setattr(program, "compiler_options", lambda *to: {})
         return jdp.explain(step, state, BATCH)
 
 
@@ -127,6 +127,20 @@ def test_reduce_scatters_do_not_wait_for_the_last_gradient():
 
 
 @pytest.mark.compilers
+def test_parameters_that_are_cut_are_gathered_and_their_gradients_scattered_all_along_the_program():
+    plain, report = explained(shard_params=True, plain=True), explained(shard_params=True)
+    assert sum(c.kind == "reduce-scatter" for c in plain.collectives) == 1  # behind the backward pass
+    gathers, scatters = ([c for c in report.collectives if c.kind == k] for k in ("all-gather", "reduce-scatter"))
+    assert {c.bytes for c in gathers + scatters} == {4 * WIDTH**2}  # one at a time
+    assert sorted(p for c in scatters for p in c.parameters) == sorted(PARAMS)
+    # Once forward and once backward; what the last layer needs may still be there.
+    assert sorted({p for c in gathers for p in c.parameters}) == sorted(PARAMS) and len(gathers) <= 2 * LAYERS
+    assert under_backward(report.hlo) > under_backward(plain.hlo) + 0.2
+    assert report.parameter_bytes == report.gradient_bytes == BYTES / 8
+    assert report.optimizer_bytes == 2 * BYTES / 8 + 4
+
+
+@pytest.mark.compilers
 def test_on_tpus_every_gradient_travels_once():
     report = explained("v5e", ("2x4",))
     assert report.collective_bytes == BYTES + 4
@@ -138,10 +152,12 @@ def test_what_is_asked_of_the_compiler(devices, monkeypatch):
     mesh = make_mesh(tuple(devices))
     assert compiler_options(mesh, 1 << 30) == {}  # of CPUs nothing
     for sent, bucket in ((1 << 20, 13 << 20), (140 << 20, 20 << 20), (1 << 40, 30 << 20)):
-        assert wanted(8, sent) == {
+        sums = {
             "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket // 8,
         }
+        assert wanted(8, sent) == sums
+        assert wanted(8, sent, True) == {"xla_gpu_all_gather_combine_threshold_bytes": bucket, **sums}
     assert _known(mesh, (("xla_cpu_enable_fast_math", False),))
     assert not _known(mesh, (("xla_no_such_option", 1),))  # another version's: left out, and no error
     mesh = make_mesh(described("h100"))
@@ -183,4 +199,4 @@ def test_a_step_with_options_also_runs_inside_of_a_jit(devices, monkeypatch):
     scanned, _ = jax.lax.scan(lambda s, _: step(s, jnp.asarray(x)), state, None, length=1)
     for other in (inside, again, scanned):
         np.testing.assert_allclose(other.params["w"], alone.params["w"], rtol=1e-6)
-    assert asked == [(make_mesh(tuple(devices)), 4 * 3 * 2)]  # once, and for that many bytes of gradients
+    assert asked == [(make_mesh(tuple(devices)), 4 * 3 * 2, False)]  # once, and for that many bytes of gradients

@@ -351,7 +351,7 @@ def test_reports_are_printed_in_a_line():
         r"Nonfinite\(replica=0, device=cpu:0, rows=\(0, 1, 2, 3, 4, 5, \.\.\. and 194 more\), paths=\(\['w'\]\)\)",
         repr(bad),
     )
-    assert repr(step.optimizer_bytes(step.init(W))) == "OptimizerBytes(cut=0, whole=0)"
+    assert repr(step.optimizer_bytes(step.init(W))) == "Bytes(cut=0, whole=0)"
 
 
 class Growing(nnx.Module):

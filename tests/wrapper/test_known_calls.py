@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback, sparse
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
 import jdp._wrapper.data_parallel as door
@@ -148,18 +148,22 @@ def test_parameters_of_another_device_are_refused_as_ever():
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-def test_parameters_that_are_cut_are_refused_as_ever(evicted):
+def test_parameters_that_are_cut_go_another_way(evicted):
     """JAX traces nothing anew for these, so only the number of its calls shows them."""
     dp, params = wrapper(), jdp.replicate({"a": np.ones((2, 16), np.float32), "b": np.ones(16, np.float32)})
     for _ in range(3):
         dp.apply(params, X)
     (known,) = dp._config.calls.values()
-    cut = jax.device_put(params["b"], NamedSharding(params["a"].sharding.mesh, PartitionSpec("data")))
+    mesh, spec = params["a"].sharding.mesh, PartitionSpec("data")
+    cut = jax.device_put(params["b"], NamedSharding(mesh, spec))
+    elsewhere = jax.device_put(params["b"], NamedSharding(Mesh(mesh.devices, ("other",)), PartitionSpec("other")))
+    expected = dp.apply(params, X)
     if evicted:  # as happens to the oldest of thousands
         known.program.run._clear_cache()
     for _ in range(2):
+        np.testing.assert_array_equal(dp.apply(params | {"b": cut}, X), expected)  # of shard_params
         with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
-            dp.apply(params | {"b": cut}, X)
+            dp.apply(params | {"b": elsewhere}, X)
 
 
 def test_errors_are_those_of_a_call_that_is_not_known():

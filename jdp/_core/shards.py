@@ -1,0 +1,185 @@
+"""Parameters that are cut over the replicas: where each is cut, and how a program makes it whole (ZeRO-3, FSDP)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from .._jax.jaxprs import constants
+from .._jax.pieces import Sharded, run_in_pieces
+from .devices import memory_bytes
+from .layout import Layout, Shard, Tree
+from .outputs import Outputs, path_name
+from .scattered import Scattered, Signature, concrete
+
+Gather = Callable[[Any, int, Any], Any]
+"""The whole array of `(value, axis, dtype)`; it travels in the dtype."""
+GatherOf = Callable[[str], Gather]
+"""That of the parameter with this name, which `explain` and a profile show."""
+MOST_AT_ONCE = 32 << 20
+"""Bytes of parameters that are gathered together; one parameter may be larger."""
+
+
+def shard_axis(x: Any, n: int) -> int | None:
+    """The axis that a parameter is cut along over n devices; None where it stays whole.
+
+    The first that n divides; the leading one only where no other does, for a scan may run over it.
+    """
+    if n == 1:
+        return None
+    return next(
+        (axis for axis in (*range(1, x.ndim), *range(min(x.ndim, 1))) if x.shape[axis] and x.shape[axis] % n == 0), None
+    )
+
+
+def as_shards(params: Tree, mesh: Mesh) -> Tree:
+    """The parameters, with a `Scattered` for each that is cut, for the replicas' program."""
+
+    def cut(x: Any) -> Any:
+        axis = shard_axis(x, mesh.size)
+        return x if axis is None else shard(x, axis, mesh)
+
+    return jax.tree.map(cut, params)
+
+
+def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
+    """An array that is cut over the mesh along an axis, as an operand of the replicas' program."""
+    return Scattered((x,), Layout(_LEAF, (Shard(axis),), (1,), mesh, 0))
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
+    """A `ValueError` for a parameter that no device can hold, for while it is used it is whole on each."""
+    device = mesh.devices.flat[0]
+    most = memory_bytes(device) or float("inf")
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        size = x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
+        if size > most:
+            raise ValueError(
+                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {int(most):,}; a "
+                f"parameter that is cut is whole on each device while it is used. Make several smaller ones of it."
+            )
+
+
+def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh) -> None:
+    """A `ValueError` where the model has closed over its own parameters: these (shards, each with its axis)."""
+    cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
+    for x in constants(jaxpr):
+        axis = cut_axis_of(x, mesh)
+        if axis is not None and (x.shape, axis) in cut:
+            raise ValueError(
+                f"jdp.shard_params: the model closes over an array {x.dtype}{list(x.shape)} that is cut over the "
+                f"replicas as its parameters are; what a function closes over is a constant, and has no gradient. Take "
+                f"it from the parameters that the function is called with."
+            )
+
+
+def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
+    """The axis that an array is cut along over this very mesh; None for all else."""
+    sharding = getattr(concrete(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or mesh.size == 1:
+        return None
+    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_names[0], mesh.axis_names)]
+    return cut[0] if cut else None
+
+
+def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
+    """The operands, with the parameters whole that are cut, and the signature that says so."""
+    gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
+    whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
+    leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
+    return signature._replace(leaves=tuple(leaves)), whole
+
+
+def names(signature: Signature) -> list[str]:
+    """Those of the operands: of parameters their paths."""
+    numbers = range(len(signature.leaves))
+    replicas, _, _ = signature.fill(numbers)
+    params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas  # the rest is held
+    found = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
+    return [found.get(number, "") for number in numbers]
+
+
+def plain(axis_name: str) -> GatherOf:
+    """Gathers; the gradient is the sum over the replicas, cut alike, as JAX has it."""
+    return lambda name: functools.partial(_gathered, axis_name, name)
+
+
+def _gathered(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
+    """An array whole, of the replicas' parts of it."""
+    with jax.named_scope(f"gather.{name}"):
+        return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
+
+
+def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
+    """That of the array of which `x` is one of n parts along the axis."""
+    return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] * n, *x.shape[axis + 1 :]), x.dtype)
+
+
+def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
+    """What the body makes of whole parameters, each of which is gathered where it is used."""
+    n, gather_of = signature.layout.mesh.size, plain(signature.axis_name)
+    cut = [
+        (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
+    ]
+    shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
+    jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
+    refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)
+    named = zip(cut, names(signature), strict=True)
+    given = [x if axis is None else Sharded(x, axis, gather_of(name)) for (x, axis), name in named]
+    values = run_in_pieces(jaxpr, given, MOST_AT_ONCE)
+    return dataclasses.replace(out, values=values)
+
+
+def summing(axis_name: str, wire: Any, before: float) -> GatherOf:
+    """Functions `(x, axis, dtype)` that gather, and whose gradient is the sum over the replicas, cut as `x` is.
+
+    The gradient travels in the dtype `wire`, divided by `before`, for a sum of many may leave its range.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
+    def gather(name: str, x: Any, axis: int, dtype: Any, own: Any) -> Any:
+        return _gathered(axis_name, name, x, axis, dtype)
+
+    def forward(name: str, x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return _gathered(axis_name, name, x, axis, dtype), None
+
+    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+        grad = grad.astype(own)
+        sent = grad if wire is None else (grad / before).astype(wire)
+        with jax.named_scope(f"reduce.{name}"):
+            found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True)
+        found = found.astype(own)
+        return (found if wire is None else found * jnp.asarray(before, own),)
+
+    gather.defvjp(forward, backward)
+    return lambda name: lambda x, axis, dtype: gather(name, x, axis, dtype, x.dtype)
+
+
+def parts_of(axis_name: str) -> GatherOf:
+    """Functions `((x, like), axis, dtype)` that gather `x`, and whose gradient is that of `like`, whole as it is.
+
+    `like` is zeros in the place of the whole array, which are never made: the gradients of several microbatches are
+    added as they are, and their sum is reduced once.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
+    def gather(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
+        return _gathered(axis_name, name, both[0], axis, dtype)
+
+    def forward(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return _gathered(axis_name, name, both[0], axis, dtype), None
+
+    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+        return ((None, grad.astype(own)),)
+
+    gather.defvjp(forward, backward)
+    return lambda name: lambda both, axis, dtype: gather(name, both, axis, dtype, both[1].dtype)

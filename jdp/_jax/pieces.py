@@ -1,0 +1,249 @@
+"""Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
+
+A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it, and nothing
+else: the backward pass gathers the piece again, and computes nothing twice. What a scan runs over is gathered in its
+body, an iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from .jaxprs import Env, bind, env_of, evaluate, inside, is_literal, parts_of_scan, read
+
+
+class Sharded(NamedTuple):
+    """An operand that is cut: `gather(value, axis, dtype)` is the array whole, where `value` is cut along that axis.
+
+    The value is an array or a tree of them, of one rank. With a dtype that is narrower than its own it travels so.
+    """
+
+    value: Any
+    axis: int
+    gather: Callable[[Any, int, Any], Any]
+
+
+def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: bool = False) -> list[Any]:
+    """What a closed jaxpr makes of these operands, of which some are `Sharded`: those are gathered where they are used.
+
+    A piece has parameters of at most so many bytes, or one parameter, or is one iteration of a scan.
+    """
+    if not any(isinstance(x, Sharded) for x in operands):
+        return jax.extend.core.jaxpr_as_fun(jaxpr)(*operands)
+    jaxpr = _without_calls(jaxpr)
+    env = env_of(jaxpr, operands)
+    sharded = {v: x for v, x in env.items() if isinstance(x, Sharded)}
+    results = [v for v in jaxpr.jaxpr.outvars if not is_literal(v)]
+    pieces = _pieces(jaxpr.jaxpr, sharded, most)
+    alone = in_a_loop and len(pieces) == 1  # a loop itself keeps its forward and its backward pass apart
+    for i, piece in enumerate(pieces):
+        given = [v for v in piece.reads() if v in env and v not in sharded]
+        later = {*results, *(v for other in pieces[i + 1 :] for v in other.reads())}
+        outs = [v for v in piece.makes() if v in later]
+        run = functools.partial(_run, piece, sharded, given, outs, most)
+        again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.sources else run
+        operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
+        env.update(zip(outs, again(*operands), strict=True))
+    return [read(env, v) for v in jaxpr.jaxpr.outvars]
+
+
+_JITS = {"jit", "pjit", "closed_call", "core_call"}
+
+
+def _without_calls(jaxpr: Any) -> Any:
+    """The closed jaxpr, with the bodies of what is jitted in place of the calls."""
+
+    def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        env = env_of(jaxpr, operands)
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name in _JITS:
+                (body,) = inside(eqn)
+                env.update(zip(eqn.outvars, run(body, [read(env, v) for v in eqn.invars]), strict=True))
+            else:
+                evaluate(eqn, env)
+        return [read(env, v) for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+
+    return jax.make_jaxpr(lambda *operands: run(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
+
+
+class _View(NamedTuple):
+    """A parameter, or what casts and transposes make of it, which is made anew wherever it is used."""
+
+    source: Any
+    eqns: tuple[Any, ...] = ()
+
+    @property
+    def narrow(self) -> Any:
+        """The dtype that it is cast to, where it travels so."""
+        own = self.source.aval.dtype
+        casts = [eqn.outvars[0].aval.dtype for eqn in self.eqns]
+        found = next((dtype for dtype in casts if dtype != own), own)
+        return found if found.itemsize < own.itemsize and jnp.issubdtype(found, jnp.floating) else own
+
+    def order(self) -> tuple[int, ...]:
+        """The parameter's axes, as they follow each other in it."""
+        axes = tuple(range(self.source.aval.ndim))
+        for eqn in self.eqns:
+            axes = tuple(axes[i] for i in eqn.params.get("permutation", range(len(axes))))
+        return axes
+
+
+_VIEWS = {"convert_element_type", "transpose"}
+
+
+@dataclasses.dataclass
+class _Piece:
+    eqns: list[Any] = dataclasses.field(default_factory=list)
+    views: dict[Any, _View] = dataclasses.field(default_factory=dict)
+    is_loop: bool = False  # a scan, that runs over parameters
+
+    @property
+    def sources(self) -> list[Any]:
+        """The parameters that it gathers, or runs over."""
+        return [*dict.fromkeys(view.source for view in self.views.values())]
+
+    def takes(self, views: dict[Any, _View], most: int) -> bool:
+        """Whether these fit into it."""
+        have = dict.fromkeys(self.sources)
+        want = have | dict.fromkeys(view.source for view in views.values())
+        return not have or len(want) == len(have) or sum(map(_bytes, want)) <= most
+
+    def reads(self) -> list[Any]:
+        """What comes from outside of it, but for parameters."""
+        own = {v for eqn in self.eqns for v in eqn.outvars}.union(self.views)
+        found = [v for eqn in self.eqns for v in eqn.invars if not is_literal(v)]
+        return [*dict.fromkeys(v for v in found if v not in own)]
+
+    def makes(self) -> list[Any]:
+        return [*self.views, *(v for eqn in self.eqns for v in eqn.outvars)]
+
+
+def _bytes(v: Any) -> int:
+    return v.aval.size * v.aval.dtype.itemsize
+
+
+def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
+    views = {v: _View(v) for v in sharded}
+    pieces = [_Piece()]
+    for eqn in jaxpr.eqns:
+        found = {v: views[v] for v in eqn.invars if not is_literal(v) and v in views}
+        if found and eqn.primitive.name in _VIEWS:
+            (view,) = found.values()
+            views[eqn.outvars[0]] = _View(view.source, (*view.eqns, eqn))
+            continue
+        is_loop = eqn.primitive.name == "scan" and bool(_run_over(eqn, found, sharded))
+        if is_loop or pieces[-1].is_loop or not pieces[-1].takes(found, most):
+            pieces.append(_Piece(is_loop=is_loop))
+        pieces[-1].eqns.append(eqn)
+        pieces[-1].views.update(found)
+    if given := {v: views[v] for v in jaxpr.outvars if not is_literal(v) and v in views}:
+        pieces.append(_Piece(views=given))
+    return pieces
+
+
+def _run_over(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
+    """What a scan runs over that is cut along another axis than its own, so that it can be gathered in the body."""
+    consts, carry, xs = parts_of_scan(eqn, eqn.invars)
+    whole = [v for v in (*consts, *carry) if not is_literal(v)]
+    return [
+        v
+        for v in xs
+        if not is_literal(v) and v in views and v not in whole and views[v].order().index(sharded[views[v].source].axis)
+    ]
+
+
+_SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
+
+
+def _keeps(piece: _Piece) -> Callable[..., bool]:
+    """What is kept for the backward pass: all but what the piece gathers, and what another view of that may be.
+
+    Of a value only the shape is known: an activation of as many elements as a parameter is made again, too.
+    """
+    sizes = {v.aval.size for v in piece.sources}
+
+    def keeps(primitive: Any, *avals: Any, **_: Any) -> bool:
+        is_view = primitive.name in _SEEN and avals[0].size in sizes
+        return primitive.name != "all_gather" and not is_view
+
+    return keeps
+
+
+def _run(
+    piece: _Piece,
+    sharded: dict[Any, Sharded],
+    given: Sequence[Any],
+    outs: Sequence[Any],
+    most: int,
+    shards: Sequence[Any],
+    values: Sequence[Any],
+) -> list[Any]:
+    """What a piece makes, of the shards of its parameters and of what else is given."""
+    env: Env = dict(zip(given, values, strict=True))
+    mine = {v: sharded[v]._replace(value=x) for v, x in zip(piece.sources, shards, strict=True)}
+    in_body = _run_over(piece.eqns[0], piece.views, mine) if piece.is_loop else []
+    whole = {v: view for v, view in piece.views.items() if v not in in_body}
+    for source in dict.fromkeys(view.source for view in whole.values()):
+        wanted = {view.narrow for view in whole.values() if view.source is source}
+        dtype = wanted.pop() if len(wanted) == 1 else source.aval.dtype
+        env[source] = mine[source].gather(mine[source].value, mine[source].axis, dtype)
+    env |= {v: _seen(env[view.source], view) for v, view in whole.items()}
+    if piece.is_loop:
+        (eqn,) = piece.eqns
+        made = _loop(eqn, env, {v: _turned(mine, piece.views[v]) for v in in_body}, most)
+        env.update(zip(eqn.outvars, made, strict=True))
+    else:
+        for eqn in piece.eqns:
+            evaluate(eqn, env)
+    return [env[v] for v in outs]
+
+
+def _seen(x: Any, view: _View) -> Any:
+    for eqn in view.eqns:
+        (x,) = bind(eqn, [x])
+    return x
+
+
+def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
+    """A view of what is cut, cut itself."""
+    value, axis, gather = sharded[view.source]
+    order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
+    is_cast = any(dtype != view.source.aval.dtype for dtype in dtypes)
+
+    def cast(value: Any, axis: int, wanted: Any) -> Any:
+        x = gather(value, axis, view.narrow if is_cast else wanted)
+        for dtype in dtypes:  # one after the other: each may round
+            x = x.astype(dtype)
+        return x
+
+    turned = jax.tree.map(lambda x: jnp.transpose(x, order), value)
+    return Sharded(turned, order.index(axis), cast if view.eqns else gather)
+
+
+def _loop(eqn: Any, env: Env, xs_in_body: dict[Any, Sharded], most: int) -> list[Any]:
+    """A scan, with its body in pieces."""
+    (jaxpr,), params = inside(eqn), eqn.params
+    consts, carry, xs = parts_of_scan(eqn, eqn.invars)
+    fixed = [read(env, v) for v in consts]
+    values = [xs_in_body[v].value if v in xs_in_body else read(env, v) for v in xs]
+
+    def step(carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        rows = [
+            Sharded(x, xs_in_body[v].axis - 1, xs_in_body[v].gather) if v in xs_in_body else x
+            for v, x in zip(xs, values, strict=True)
+        ]
+        out = run_in_pieces(jaxpr, [*fixed, *carry, *rows], most, in_a_loop=True)
+        return out[: len(carry)], out[len(carry) :]
+
+    start = [read(env, v) for v in carry]
+    after, made = jax.lax.scan(
+        step, start, values, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*after, *made]
