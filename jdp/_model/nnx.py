@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,12 +86,13 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
             f"or a function that makes one. Pass lambda: Net(rngs=nnx.Rngs(0)); for Linen call dp.init(..., "
             f"shard_params=True)."
         )
-    shapes = nnx.eval_shape(module)
+    shapes = nnx.eval_shape(module) if _takes_nothing(module) else module
     if not isinstance(shapes, nnx.Pytree):
+        what = f"returns a {type(shapes).__name__}" if shapes is not module else "takes arguments"
         raise TypeError(
-            f"jdp.DataParallel: shard_params is True and module a function that returns a {type(shapes).__name__}; it "
-            f"makes an NNX module then. Pass lambda: Net(rngs=nnx.Rngs(0)); a function apply_fn(params, x) takes "
-            f"parameters that are cut as they are."
+            f"jdp.DataParallel: shard_params is True and module a function that {what}; it makes an NNX module then, "
+            f"of no arguments. Pass lambda: Net(rngs=nnx.Rngs(0)); a function apply_fn(params, x) takes parameters "
+            f"that are cut as they are, without shard_params here."
         )
     graph, state = nnx.split(shapes)
     refuse_too_large(nnx.as_pure(state), mesh, "DataParallel", "model")
@@ -101,6 +103,17 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
 
     target = nnx.map_state(where, state)
     return nnx.merge(graph, jax.jit(lambda: nnx.split(module())[1], out_shardings=target)())
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called without arguments; True where nobody can tell."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of C's
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -100,7 +100,8 @@ def train_step(
         shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
             Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
             32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with
-            uneven chunks gathers all of them at once, with the memory of `shard_optimizer`.
+            uneven chunks gathers all of them at once, with the memory of `shard_optimizer`. With `accumulate_steps`
+            the gradients of microbatches are added before they are summed over the replicas, and are whole until then.
         gather_once: with `shard_params` and `accumulate_steps`, gathers all parameters once a step, not in each
             microbatch: fewer bytes travel, and all parameters are whole at a time.
         reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
@@ -136,6 +137,11 @@ def train_step(
         raise ValueError(
             f"jdp.{VERB}: shard_params is True and shard_optimizer False; the optimizer's state is cut as the "
             f"parameters are. Leave shard_optimizer out, or shard_params."
+        )
+    if gather_once and not shard_params:
+        raise ValueError(
+            f"jdp.{VERB}: gather_once is True and shard_params False; parameters are whole then, and nothing is "
+            f"gathered. Leave gather_once out, or pass shard_params=True."
         )
     options = StepOptions(
         check_steps("train_step", accumulate_steps),

@@ -192,6 +192,32 @@ def test_it_implies_a_cut_optimizer_and_refuses_a_whole_one():
     assert_cut((state.params, state.opt_state), 2, cut=False)
 
 
+def test_gather_once_needs_shards(refused):
+    with refused(ValueError, "train_step", match="gather_once is True and shard_params False"):
+        jdp.DataParallel(nn.Dense(3)).train_step(lambda v, b: 0.0, optax.adam(0.1), gather_once=True)
+
+
+@pytest.mark.full
+def test_what_a_loss_prints_or_calls_does_not_keep_it_from_being_cut():
+    """Once a replica; the backward pass may not call it again."""
+    seen = []
+
+    def loss(variables, x):
+        y = x @ variables["params"]["w"]
+        jax.debug.callback(lambda v: seen.append(float(v)), y.sum())
+        return jnp.mean((y @ variables["params"]["v"]) ** 2)
+
+    params = {"w": np.ones((8, 16), np.float32), "v": np.ones((16, 8), np.float32)}
+    results = []
+    for sharded in (False, True):
+        step = jdp.DataParallel(nn.Dense(3), devices=range(8)).train_step(loss, optax.sgd(0.01), shard_params=sharded)
+        state, metrics = step(step.init({"params": params}), np.ones((8, 8), np.float32))
+        jax.effects_barrier()
+        results.append((float(metrics["loss"]), len(seen)))
+        seen.clear()
+    assert results[0] == results[1] and results[1][1] == 8
+
+
 # --- models ---
 
 
@@ -797,7 +823,9 @@ def test_nnx_models_are_made_in_parts():
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("module", [3, nn.Dense(3)], ids=["number", "Linen"])
+@pytest.mark.parametrize(
+    "module", [3, lambda params, x: x, lambda: 3, nn.Dense(3)], ids=["number", "function", "of another", "Linen"]
+)
 def test_only_nnx_models_are_made_in_parts(module, refused):
     with refused(TypeError, "DataParallel", match="shard_params is True and module a"):
         jdp.DataParallel(module, shard_params=True)
