@@ -48,7 +48,7 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
         later = {*results, *(v for other in pieces[i + 1 :] for v in other.reads())}
         outs = [v for v in piece.makes() if v in later]
         run = functools.partial(_run, piece, sharded, given, outs, most)
-        again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.sources else run
+        again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.gathered else run
         operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
         env.update(zip(outs, again(*operands), strict=True))
     return [read(env, v) for v in jaxpr.jaxpr.outvars]
@@ -70,7 +70,8 @@ def _without_calls(jaxpr: Any) -> Any:
                 evaluate(eqn, env)
         return [read(env, v) for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
 
-    return jax.make_jaxpr(lambda *operands: run(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return jax.make_jaxpr(lambda *operands: run(jaxpr, operands))(*[v.aval for v in inner.invars])
 
 
 class _View(NamedTuple):
@@ -102,12 +103,17 @@ _VIEWS = {"convert_element_type", "transpose"}
 class _Piece:
     eqns: list[Any] = dataclasses.field(default_factory=list)
     views: dict[Any, _View] = dataclasses.field(default_factory=dict)
-    is_loop: bool = False  # a scan, that runs over parameters
+    within: Sequence[Any] = ()  # of a scan or a checkpoint alone: the views that are gathered in its body
 
     @property
     def sources(self) -> list[Any]:
-        """The parameters that it gathers, or runs over."""
+        """The parameters that it uses."""
         return [*dict.fromkeys(view.source for view in self.views.values())]
+
+    @property
+    def gathered(self) -> dict[Any, _View]:
+        """What it gathers itself."""
+        return {v: view for v, view in self.views.items() if v not in self.within}
 
     def takes(self, views: dict[Any, _View], most: int) -> bool:
         """Whether these fit into it."""
@@ -138,9 +144,9 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
             (view,) = found.values()
             views[eqn.outvars[0]] = _View(view.source, (*view.eqns, eqn))
             continue
-        is_loop = eqn.primitive.name == "scan" and bool(_run_over(eqn, found, sharded))
-        if is_loop or pieces[-1].is_loop or not pieces[-1].takes(found, most):
-            pieces.append(_Piece(is_loop=is_loop))
+        within = _gathered_within(eqn, found, sharded)
+        if within or pieces[-1].within or not pieces[-1].takes(found, most):
+            pieces.append(_Piece(within=within))
         pieces[-1].eqns.append(eqn)
         pieces[-1].views.update(found)
     if given := {v: views[v] for v in jaxpr.outvars if not is_literal(v) and v in views}:
@@ -148,17 +154,22 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
     return pieces
 
 
-def _run_over(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
-    """What a scan runs over that is cut along another axis than its own, so that it can be gathered in the body."""
+def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
+    """The views that an equation has a body for, where they can be gathered.
+
+    A checkpoint's are all. Of what a scan runs over it is what is cut along another axis than that of the scan.
+    """
+    if eqn.primitive.name in _CHECKPOINTS:
+        return [*views]
+    if eqn.primitive.name != "scan":
+        return []
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)
-    whole = [v for v in (*consts, *carry) if not is_literal(v)]
-    return [
-        v
-        for v in xs
-        if not is_literal(v) and v in views and v not in whole and views[v].order().index(sharded[views[v].source].axis)
-    ]
+    others = [v for v in (*consts, *carry) if not is_literal(v)]
+    mine = [v for v in xs if not is_literal(v) and v in views and v not in others]
+    return [v for v in mine if views[v].order().index(sharded[views[v].source].axis)]
 
 
+_CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 _SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
 
 
@@ -167,7 +178,7 @@ def _keeps(piece: _Piece) -> Callable[..., bool]:
 
     Of a value only the shape is known: an activation of as many elements as a parameter is made again, too.
     """
-    sizes = {v.aval.size for v in piece.sources}
+    sizes = {view.source.aval.size for view in piece.gathered.values()}
 
     def keeps(primitive: Any, *avals: Any, **_: Any) -> bool:
         is_view = primitive.name in _SEEN and avals[0].size in sizes
@@ -188,16 +199,15 @@ def _run(
     """What a piece makes, of the shards of its parameters and of what else is given."""
     env: Env = dict(zip(given, values, strict=True))
     mine = {v: sharded[v]._replace(value=x) for v, x in zip(piece.sources, shards, strict=True)}
-    in_body = _run_over(piece.eqns[0], piece.views, mine) if piece.is_loop else []
-    whole = {v: view for v, view in piece.views.items() if v not in in_body}
-    for source in dict.fromkeys(view.source for view in whole.values()):
-        wanted = {view.narrow for view in whole.values() if view.source is source}
+    for source in dict.fromkeys(view.source for view in piece.gathered.values()):
+        wanted = {view.narrow for view in piece.gathered.values() if view.source is source}
         dtype = wanted.pop() if len(wanted) == 1 else source.aval.dtype
         env[source] = mine[source].gather(mine[source].value, mine[source].axis, dtype)
-    env |= {v: _seen(env[view.source], view) for v, view in whole.items()}
-    if piece.is_loop:
+    env |= {v: _seen(env[view.source], view) for v, view in piece.gathered.items()}
+    if piece.within:
         (eqn,) = piece.eqns
-        made = _loop(eqn, env, {v: _turned(mine, piece.views[v]) for v in in_body}, most)
+        run = _loop if eqn.primitive.name == "scan" else _checkpoint
+        made = run(eqn, env, {v: _turned(mine, piece.views[v]) for v in piece.within}, most)
         env.update(zip(eqn.outvars, made, strict=True))
     else:
         for eqn in piece.eqns:
@@ -227,18 +237,30 @@ def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
     return Sharded(turned, order.index(axis), cast if view.eqns else gather)
 
 
-def _loop(eqn: Any, env: Env, xs_in_body: dict[Any, Sharded], most: int) -> list[Any]:
+def _checkpoint(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
+    """A checkpoint of the user's own, with its body in pieces."""
+    (jaxpr,) = inside(eqn)
+    cut = [None if is_literal(v) else within.get(v) for v in eqn.invars]
+    values = [x.value if x else read(env, v) for v, x in zip(eqn.invars, cut, strict=True)]
+
+    def run(*values: Any) -> list[Any]:
+        mine = [one._replace(value=x) if one else x for one, x in zip(cut, values, strict=True)]
+        return run_in_pieces(jaxpr, mine, most)
+
+    how = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(run, **how)(*values)
+
+
+def _loop(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
     """A scan, with its body in pieces."""
     (jaxpr,), params = inside(eqn), eqn.params
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)
+    cut = [None if is_literal(v) else within.get(v) for v in xs]
     fixed = [read(env, v) for v in consts]
-    values = [xs_in_body[v].value if v in xs_in_body else read(env, v) for v in xs]
+    values = [x.value if x else read(env, v) for v, x in zip(xs, cut, strict=True)]
 
     def step(carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        rows = [
-            Sharded(x, xs_in_body[v].axis - 1, xs_in_body[v].gather) if v in xs_in_body else x
-            for v, x in zip(xs, values, strict=True)
-        ]
+        rows = [one._replace(value=x, axis=one.axis - 1) if one else x for one, x in zip(cut, values, strict=True)]
         out = run_in_pieces(jaxpr, [*fixed, *carry, *rows], most, in_a_loop=True)
         return out[: len(carry)], out[len(carry) :]
 

@@ -221,12 +221,12 @@ def test_what_a_loss_prints_or_calls_does_not_keep_it_from_being_cut():
 # --- models ---
 
 
-def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, **options):
+def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, **options):
     """The step with its parameters cut beside the replicated one: loss, metrics and the whole state."""
     found = []
     batches = [batch(size, start=i) for i, size in enumerate(sizes)]
     for shard in (True, False):
-        step = wrapper(n).train_step(loss_fn, tx, shard_params=shard, **options)
+        step = wrapper(n).train_step(loss_fn, tx, shard_params=shard, gather_once=shard and once, **options)
         state = step.init({"params": params})
         assert_cut(state.params, n, cut=shard)
         said = []
@@ -498,8 +498,7 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     loss_fn, params = MODELS[name]
     # What is rounded to bfloat16 may be rounded the other way where a sum is taken in another order.
     limit = 1e-2 if "bfloat16" in name or name == "cast in the scan" else 1e-5
-    options = {"accumulate_steps": accumulate, "gather_once": once}
-    both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, **options)
+    both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, once=once, accumulate_steps=accumulate)
 
 
 @pytest.mark.full
@@ -1062,8 +1061,10 @@ def memory(step, params, data):
     return found.argument_size_in_bytes, found.temp_size_in_bytes
 
 
-def test_a_model_of_stacked_layers_takes_a_fraction_of_the_memory():
-    """Its temporaries are two layers, and the gradients that lie on this device."""
+@pytest.mark.one_case("plain")
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_a_model_of_stacked_layers_takes_a_fraction_of_the_memory(around):
+    """Its temporaries are two layers, and the gradients that lie on this device; under a checkpoint of all, too."""
     width = 128
     params = {"in": normal(8, width), "layers": {"w": normal(24, width, width)}, "out": normal(width, 6)}
 
@@ -1073,7 +1074,8 @@ def test_a_model_of_stacked_layers_takes_a_fraction_of_the_memory():
 
     found = {}
     for option in ("replicated", "shard_optimizer", "shard_params"):
-        step = wrapper(8).train_step(loss_fn, optax.adam(0.1), **({} if option == "replicated" else {option: True}))
+        options = {} if option == "replicated" else {option: True}
+        step = wrapper(8).train_step(around(loss_fn), optax.adam(0.1), **options)
         found[option] = memory(step, params, batch(8))
     assert found["shard_params"][0] <= 0.126 * found["replicated"][0]
     assert found["shard_params"][1] <= 0.2 * found["replicated"][1]
@@ -1178,7 +1180,11 @@ def test_random_trees_are_those_of_the_replicated_step(shapes, size, accumulate,
     found = []
     for shard in (True, False):
         step = wrapper(n).train_step(
-            loss_fn, TRANSFORMATIONS["momentum"], shard_params=shard, accumulate_steps=accumulate, gather_once=once
+            loss_fn,
+            TRANSFORMATIONS["momentum"],
+            shard_params=shard,
+            accumulate_steps=accumulate,
+            gather_once=shard and once,
         )
         state = step.init({"params": params})
         assert_cut(state.params, n, cut=shard)
