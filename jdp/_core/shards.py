@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -26,23 +26,24 @@ MOST_AT_ONCE = 32 << 20
 """Bytes of parameters that are gathered together; one parameter may be larger."""
 
 
-def shard_axis(x: Any, n: int) -> int | None:
+Never = Collection[tuple[tuple[int, ...], int]]
+"""Shapes of parameters, each with an axis that it is not to be cut along, for a scan runs over it."""
+
+
+def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
     """The axis that a parameter is cut along over n devices; None where it stays whole.
 
     The first that n divides; the leading one only where no other does, for a scan may run over it.
     """
-    if n == 1:
-        return None
-    return next(
-        (axis for axis in (*range(1, x.ndim), *range(min(x.ndim, 1))) if x.shape[axis] and x.shape[axis] % n == 0), None
-    )
+    axes = [axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in never]
+    return None if n == 1 or not axes else next((axis for axis in axes if axis), 0)
 
 
-def as_shards(params: Tree, mesh: Mesh) -> Tree:
+def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
     """The parameters, with a `Scattered` for each that is cut, for the replicas' program."""
 
     def cut(x: Any) -> Any:
-        axis = shard_axis(x, mesh.size)
+        axis = shard_axis(x, mesh.size, never)
         return x if axis is None else shard(x, axis, mesh)
 
     return jax.tree.map(cut, params)

@@ -165,7 +165,7 @@ def _gradients(program: Program, params: Tree) -> Tree:
     several = options.accumulate_steps > 1  # their sums are whole, and of 32 bits
 
     def kept(x: Any) -> Any:
-        axis = options.axis(x, mesh.size) if options.shard_optimizer and not several else None
+        axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None
         dtype = jnp.promote_types(x.dtype, jnp.float32) if several else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=cut_along(mesh, axis))
 

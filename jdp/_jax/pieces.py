@@ -269,3 +269,31 @@ def _loop(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any
         step, start, values, params["length"], reverse=params["reverse"], unroll=params["unroll"]
     )
     return [*after, *made]
+
+
+def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
+    """Which of its first operands a closed jaxpr's scans run over, each with the axis."""
+    found: set[tuple[int, int]] = set()
+
+    def look(jaxpr: Any, operands: Sequence[tuple[int, tuple[int, ...]] | None]) -> None:
+        """`operands`: which one each is, or a part of, and the axes of that which it has."""
+        inner = _without_calls(jaxpr).jaxpr
+        known = {v: x for v, x in zip(inner.invars, operands, strict=False) if x}
+        for eqn in inner.eqns:
+            mine = [None if is_literal(v) else known.get(v) for v in eqn.invars]
+            if not any(mine):
+                continue
+            if eqn.primitive.name in _VIEWS and mine[0]:
+                index, axes = mine[0]
+                known[eqn.outvars[0]] = index, tuple(axes[i] for i in eqn.params.get("permutation", range(len(axes))))
+            elif eqn.primitive.name == "scan":
+                consts, carry, xs = parts_of_scan(eqn, mine)
+                found.update((x[0], x[1][0]) for x in xs if x)
+                (body,) = inside(eqn)
+                look(body, [*consts, *[None] * len(carry), *[x and (x[0], x[1][1:]) for x in xs]])
+            elif eqn.primitive.name in _CHECKPOINTS:
+                look(*inside(eqn), mine)
+
+    avals = jaxpr.jaxpr.invars[:count]
+    look(jaxpr, [(i, tuple(range(v.aval.ndim))) for i, v in enumerate(avals)])
+    return found

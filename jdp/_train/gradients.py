@@ -44,6 +44,7 @@ class Loss(NamedTuple):
     leave: Callable[[Held, Held], Tree]
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
+    look: Callable[[Any, Sequence[Any]], None] | None = None  # at its jaxpr, and the whole leaves of `diff`
 
 
 class Added(NamedTuple):
@@ -182,7 +183,10 @@ def differentiate(
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(shards.shapes() if shards else diff, *rest)
+    whole = shards.shapes() if shards else diff
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
+    if loss.look:
+        loss.look(jaxpr, jax.tree.leaves(whole))
     _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
     chunks = signature.layout.rows
     if loss.sync and len({*chunks}) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,8 @@ from .._core.layout import Layout, Shard, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
 from .._core.scattered import Scattered, map_scattered, placed, trim
-from .._core.shards import as_shards, shard_axis
+from .._core.shards import Never, as_shards, shard_axis
+from .._jax.pieces import run_over
 from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
@@ -54,11 +55,6 @@ class StepOptions(NamedTuple):
         """The metrics that the step gives itself."""
         return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
 
-    @property
-    def axis(self) -> Callable[[Any, int], int | None]:
-        """Which axis a leaf of the optimizer's state is cut along, over n devices: as its parameter is, if that is."""
-        return shard_axis if self.shard_params else cut_axis
-
 
 class Program:
     """The step as a pure function, `(state, batch) -> (state, metrics, updates of NNX objects in the batch)`."""
@@ -78,6 +74,8 @@ class Program:
         n = config.mesh.size
         scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and not options.shard_params else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
+        self.never: set[tuple[tuple[int, ...], int]] | None = None  # what is not cut so; not known before a batch
+        loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
         self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label, gather)
         # Not synchronised, for there one replica's NaN is everybody's.
@@ -93,11 +91,30 @@ class Program:
         params: Tree = everywhere
         opt_state: Tree = everywhere
         if self.options.shard_params:
-            params = cut_shardings(state.params, self.config.mesh, shard_axis)
+            params = cut_shardings(state.params, self.config.mesh, self.axis)
         if self.options.shard_optimizer:
-            opt_state = cut_shardings(state.opt_state, self.config.mesh, self.options.axis)
+            opt_state = cut_shardings(state.opt_state, self.config.mesh, self.axis)
         key = None if state.key is None else everywhere
         return TrainState(step=everywhere, params=params, opt_state=opt_state, state=everywhere, key=key)
+
+    def axis(self, x: Any, n: int) -> int | None:
+        """Which axis a leaf of the optimizer's state is cut along, over n devices: as its parameter is, if that is."""
+        return shard_axis(x, n, self.never or ()) if self.options.shard_params else cut_axis(x, n)
+
+    def _look(self, jaxpr: Any, whole: Sequence[Any]) -> None:
+        """Keeps what the loss's scans run over."""
+        if self.never is not None:
+            self.never |= {(tuple(whole[i].shape), axis) for i, axis in run_over(jaxpr, len(whole))}
+
+    def learn(self, state: TrainState, batch: Scattered) -> None:
+        """Before the first batch: traces the loss, to see what its scans run over."""
+        if self.options.shard_params and self.never is None:
+            self.never = set()
+            try:
+                jax.eval_shape(self.gradients, state, batch)
+            except BaseException:
+                self.never = None
+                raise
 
     def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
         """The state's own arrays, where it belongs; what is there already stays the same array."""
@@ -123,6 +140,10 @@ class Program:
                 f"outside of it, or make it with check_replicas=0 and pass the state that comes out to "
                 f"dp.check_replicas(state)."
             )
+        if self.never is None and self.options.shard_params:
+            self.learn(state, batch)
+            state = self.placed(state) if self.never else state
+            flat = jax.tree.flatten(state)
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
         state, metrics = self._dispatched(state, batch, flat, keep)
@@ -153,6 +174,7 @@ class Program:
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
         intercepted(self, state, batch)
+        self.learn(state, batch)
         return self.of(state, batch._layout).lower(state, batch._arrays)
 
     def of(self, state: TrainState, layout: Layout, treedef: Any = None) -> Any:
@@ -190,7 +212,7 @@ class Program:
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
         shard = self.options.shard_optimizer
-        axis = self.options.axis if shard else None
+        axis = self.axis if shard else None
         before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, axis)
         (new_state, updates), count = found.state, state.step + 1
         metrics = {"loss": loss, **metrics}
@@ -228,12 +250,12 @@ class Program:
             check.result("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
-        replicas, inputs, key = _operands(state, batch, self.options.shard_params)
+        replicas, inputs, key = _operands(state, batch, self.never)
         found = dispatch(self.flags, self.config.mesh, replicas, placed(inputs), key)
         return report(found, self.view(state.params))
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        outputs = self.run(*_operands(state, batch, self.options.shard_params))
+        outputs = self.run(*_operands(state, batch, self.never))
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
@@ -260,13 +282,13 @@ def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainS
 
 
 def _operands(
-    state: TrainState, batch: Scattered, sharded: bool
+    state: TrainState, batch: Scattered, never: Never | None
 ) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
     """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
     rows, given = nodes_of(batch)
     layout = rows._layout
     inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
-    params = as_shards(state.params, layout.mesh) if sharded else state.params
+    params = state.params if never is None else as_shards(state.params, layout.mesh, never)
     return (params, entered(state.state, given)), inputs, step_key(state, layout)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp._jax.pieces import Sharded, run_in_pieces
+from jdp._jax.pieces import Sharded, run_in_pieces, run_over
 
 RANDOM = np.random.default_rng(0)
 W = {
@@ -155,3 +155,21 @@ def test_nothing_is_computed_twice_but_what_is_gathered():
         pieces = jax.make_jaxpr(jax.grad(functools.partial(in_pieces, loss, most=most, gather=Gathers())))(W, H)
         for name in ("dot_general", "tanh"):
             assert count(pieces, name) == count(plain, name), (most, name)
+
+
+def test_what_scans_run_over_is_found():
+    """Through casts, transposes, calls, checkpoints and other scans; what a scan closes over is not run over."""
+
+    def function(a, b, c, d, x):
+        def outer(x, w):
+            inner = jax.checkpoint(lambda x, row: (x + row.sum() + d.sum(), None))
+            return jax.lax.scan(inner, x, w.T)[0], None
+
+        x, _ = jax.lax.scan(outer, x, a)
+        x, _ = jax.jit(lambda x, b: jax.lax.scan(lambda x, w: (x + w.sum(), None), x, jnp.moveaxis(b, 2, 0)))(x, b)
+        return x, c * 2
+
+    shapes = [jnp.zeros(shape) for shape in ((2, 3, 4), (5, 6, 7), (8,), (9,), ())]
+    jaxpr = jax.make_jaxpr(function)(*shapes)
+    assert run_over(jaxpr, 4) == {(0, 0), (0, 2), (1, 2)}
+    assert run_over(jaxpr, 1) == {(0, 0), (0, 2)}

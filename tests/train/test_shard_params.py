@@ -501,6 +501,27 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, once=once, accumulate_steps=accumulate)
 
 
+def test_what_a_scan_runs_over_is_never_cut_along_that_axis():
+    """Also where no other axis divides, or a scan runs over another axis than the first."""
+    params = {"odd": normal(16, 5, 5), "turned": normal(16, 5, 24), "w": normal(5, 6)}
+
+    def loss_fn(variables, batch):
+        p = variables["params"]
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch[0][:, :5], p["odd"])
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w).mean(), None), h, jnp.moveaxis(p["turned"], 2, 0).mT)
+        return squares(h @ p["w"], batch)
+
+    found = []
+    for shard in (False, True):
+        step = wrapper(8).train_step(loss_fn, optax.adam(0.1), shard_params=shard)
+        state = train(step, step.init({"params": params}), [batch(16), batch(7)])
+        found.append((state.params, state.opt_state))
+    close(*found, 1e-6, 1e-6)
+    for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
+        assert axes(tree) == {"odd": None, "turned": 0, "w": None}
+    assert step.parameter_bytes(state) == (16 * 5 * 24 * 4 // 8, (16 * 5 * 5 + 5 * 6) * 4)
+
+
 @pytest.mark.full
 def test_a_model_that_closes_over_its_own_parameters_trains_the_others():
     """They are constants of the program."""
