@@ -221,8 +221,11 @@ def test_what_a_loss_prints_or_calls_does_not_keep_it_from_being_cut():
 # --- models ---
 
 
-def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, **options):
-    """The step with its parameters cut beside the replicated one: loss, metrics and the whole state."""
+def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, stays=True, **options):
+    """The step with its parameters cut beside the replicated one: loss, metrics and the whole state.
+
+    `stays`: whether all that can be cut is, still after a step.
+    """
     found = []
     batches = [batch(size, start=i) for i, size in enumerate(sizes)]
     for shard in (True, False):
@@ -233,7 +236,8 @@ def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), li
         for data in batches:
             state, metrics = step(state, data)
             said.append(metrics)
-        assert_cut((state.params, state.opt_state), n, cut=shard)
+        if stays:
+            assert_cut((state.params, state.opt_state), n, cut=shard)
         found.append((state.params, state.opt_state, said))
     close(*found, limit, limit)
     moved = jax.tree.map(lambda after, before: np.abs(np.asarray(after) - before).max(), found[0][0], params)
@@ -498,7 +502,8 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     loss_fn, params = MODELS[name]
     # What is rounded to bfloat16 may be rounded the other way where a sum is taken in another order.
     limit = 1e-2 if "bfloat16" in name or name == "cast in the scan" else 1e-5
-    both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, once=once, accumulate_steps=accumulate)
+    ways = {"once": once, "stays": name != "the scanned axis alone divides", "accumulate_steps": accumulate}
+    both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, **ways)
 
 
 def test_what_a_scan_runs_over_is_never_cut_along_that_axis():
@@ -664,7 +669,8 @@ def test_synchronised_batch_norm_is_that_of_one_device(n, size):
         state, _ = step(state, batch(size, start=i % 8))
         params, opt_state, stats = one(params, opt_state, stats, batch(size, start=i % 8))
     close((state.params, state.opt_state, state.state), (params, opt_state, stats), 1e-5, 1e-5)
-    assert_cut((state.params, state.opt_state), n)
+    if n == 8:  # 3 divides the number of blocks, which a scan runs over
+        assert_cut((state.params, state.opt_state), n)
 
 
 @pytest.mark.full
