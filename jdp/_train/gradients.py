@@ -16,7 +16,7 @@ from .._core.scattered import Signature
 from .._jax.jaxprs import SAME, VARYING, canonical, source_line, varying
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
-from .shards import Shards
+from .shards import Shards, axes_of_shards
 from .state import first_difference
 from .terms import Forms, loss_value, terms
 
@@ -70,9 +70,9 @@ def gradients(
         def call(*operands: Any) -> Gradients:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
-            where = [leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves]
-            (cut, _), _, _ = signature.fill(where)
-            shards = Shards.of(signature, diff, cut, wire, steps > 1) if signature.holds_shards else None
+            is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
+            cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
+            shards = Shards.of(signature, diff, cut, wire, steps > 1) if is_cut else None
             added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)

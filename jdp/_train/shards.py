@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .._core.layout import Tree
+from .._core.layout import Shard, Tree
 from .._core.outputs import path_name
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, GatherOf, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
+
+
+def axes_of_shards(signature: Signature) -> Tree:
+    """For each leaf of what a gradient is taken of the axis that it is cut along; -1 where it is whole."""
+    (axes, _), _, _ = signature.fill([leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves])
+    return axes
 
 
 class Shards(NamedTuple):
@@ -28,7 +34,10 @@ class Shards(NamedTuple):
     parts: GatherOf | None  # where microbatches are added before anything is summed
 
     @staticmethod
-    def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards:
+    def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards | None:
+        """None where all of them are gathered already."""
+        if not signature.holds_shards:
+            return None
         leaves, treedef = jax.tree.flatten(diff)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
         name = signature.axis_name
