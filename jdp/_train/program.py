@@ -21,7 +21,7 @@ from .._core.layout import Layout, Shard, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
 from .._core.scattered import Scattered, map_scattered, placed, trim
-from .._core.shards import Never, as_shards, shard_axis
+from .._core.shards import as_shards, shard_axis
 from .._jax.pieces import run_over
 from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
@@ -132,6 +132,10 @@ class Program:
 
         What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
         """
+        if self.options.shard_params and self.never is None:
+            self.learn(state, batch)
+            state = self.placed(state) if self.never else state
+            flat = jax.tree.flatten(state)
         intercepted(self, state, batch)
         if self.options.check_replicas and not trace_state_clean():
             raise ValueError(
@@ -140,10 +144,6 @@ class Program:
                 f"outside of it, or make it with check_replicas=0 and pass the state that comes out to "
                 f"dp.check_replicas(state)."
             )
-        if self.never is None and self.options.shard_params:
-            self.learn(state, batch)
-            state = self.placed(state) if self.never else state
-            flat = jax.tree.flatten(state)
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
         state, metrics = self._dispatched(state, batch, flat, keep)
@@ -173,8 +173,8 @@ class Program:
         return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
-        intercepted(self, state, batch)
         self.learn(state, batch)
+        intercepted(self, state, batch)
         return self.of(state, batch._layout).lower(state, batch._arrays)
 
     def of(self, state: TrainState, layout: Layout, treedef: Any = None) -> Any:
@@ -250,12 +250,21 @@ class Program:
             check.result("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
-        replicas, inputs, key = _operands(state, batch, self.never)
+        replicas, inputs, key = self._operands(state, batch)
         found = dispatch(self.flags, self.config.mesh, replicas, placed(inputs), key)
         return report(found, self.view(state.params))
 
+    def _operands(self, state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
+        """What the replicas' program takes: parameters and what is held, the batch as one argument, the step's key."""
+        rows, given = nodes_of(batch)
+        layout, params = rows._layout, state.params
+        inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
+        if self.options.shard_params:
+            params = as_shards(params, layout.mesh, self.never or ())
+        return (params, entered(state.state, given)), inputs, step_key(state, layout)
+
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        outputs = self.run(*_operands(state, batch, self.never))
+        outputs = self.run(*self._operands(state, batch))
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
@@ -279,17 +288,6 @@ def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainS
         return state, flat
     leaves = [jnp.copy(x) if id(x) in held else x for x in leaves]
     return treedef.unflatten(leaves), (leaves, treedef)
-
-
-def _operands(
-    state: TrainState, batch: Scattered, never: Never | None
-) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
-    """What the replicas' program takes: the parameters and what is held, the batch as one argument, the step's key."""
-    rows, given = nodes_of(batch)
-    layout = rows._layout
-    inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
-    params = state.params if never is None else as_shards(state.params, layout.mesh, never)
-    return (params, entered(state.state, given)), inputs, step_key(state, layout)
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:

@@ -221,7 +221,9 @@ def test_what_a_loss_prints_or_calls_does_not_keep_it_from_being_cut():
 # --- models ---
 
 
-def both(loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, stays=True, **options):
+def both(
+    loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, stays=True, **options
+):
     """The step with its parameters cut beside the replicated one: loss, metrics and the whole state.
 
     `stays`: whether all that can be cut is, still after a step.
