@@ -292,7 +292,8 @@ def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
                 (body,) = inside(eqn)
                 look(body, [*consts, *[None] * len(carry), *[x and (x[0], x[1][1:]) for x in xs]])
             elif eqn.primitive.name in _CHECKPOINTS:
-                look(*inside(eqn), mine)
+                (body,) = inside(eqn)
+                look(body, mine)
 
     avals = jaxpr.jaxpr.invars[:count]
     look(jaxpr, [(i, tuple(range(v.aval.ndim))) for i, v in enumerate(avals)])
