@@ -159,13 +159,13 @@ def differentiate(
     """The terms, the gradients and the state of one microbatch."""
     rows = size if signature.layout.is_cut else None
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
+    whole = shards.shapes() if shards else diff
 
     def run(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree, Tree]:
         _, args, kwargs = signature.fill(part)
         return loss.compute(diff, state, [chosen.get(i, x) for i, x in enumerate(args)], kwargs)
 
     def shapes_of_more(rows: int) -> Tree:
-        whole = shards.shapes() if shards else diff
         return jax.eval_shape(lambda diff, part: run(diff, {}, part, state)[:2], whole, _more(part, signature, rows))
 
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
@@ -183,7 +183,6 @@ def differentiate(
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
-    whole = shards.shapes() if shards else diff
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))
