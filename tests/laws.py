@@ -49,3 +49,22 @@ def close_to_rounding(got, want, single: float = 2e-6) -> None:
         assert g.dtype == w.dtype and np.shape(g) == np.shape(w), where
         limit = {"float64": 1e-12, "float32": single}.get(g.dtype.name, 0)
         np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=limit, atol=limit, err_msg=where)
+
+
+def divides(x, n):
+    """Whether an axis of an array can be cut over n devices."""
+    return n > 1 and any(size and size % n == 0 for size in np.shape(x))
+
+
+def assert_cut(tree, n, cut=True):
+    """By the bytes that lie on each device: an n-th of every array with an axis that n divides, the rest whole."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        part = n if cut and divides(x, n) else 1
+        held = {shard.device: shard.data.nbytes for shard in x.addressable_shards}
+        assert held == {d: x.nbytes // part for d in jax.devices()[:n]}, jax.tree_util.keystr(path)
+
+
+def bytes_of(tree, n):
+    """Bytes on each device of the leaves that can be cut, and of the others."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.nbytes // n for x in leaves if divides(x, n)), sum(x.nbytes for x in leaves if not divides(x, n))

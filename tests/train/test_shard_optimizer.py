@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from laws import INPUTS
+from laws import INPUTS, assert_cut, bytes_of, divides
 
 import jdp
 
@@ -101,25 +101,6 @@ def close(got, want, tolerance=None):
         exact = not jnp.issubdtype(g.dtype, jnp.floating)
         limit = 0 if exact else tolerance or {8: 1e-12, 4: 1e-5}[g.dtype.itemsize]
         np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=limit, atol=limit, err_msg=where)
-
-
-def divides(x, n):
-    """Whether an axis of an array can be cut over n devices."""
-    return n > 1 and any(size and size % n == 0 for size in np.shape(x))
-
-
-def assert_cut(tree, n, cut=True):
-    """By the bytes that lie on each device: an n-th of every array with an axis that n divides, the rest whole."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        part = n if cut and divides(x, n) else 1
-        held = {shard.device: shard.data.nbytes for shard in x.addressable_shards}
-        assert held == {d: x.nbytes // part for d in jax.devices()[:n]}, jax.tree_util.keystr(path)
-
-
-def bytes_of(tree, n):
-    """Bytes on each device of the leaves that can be cut, and of the others."""
-    leaves = jax.tree.leaves(tree)
-    return sum(x.nbytes // n for x in leaves if divides(x, n)), sum(x.nbytes for x in leaves if not divides(x, n))
 
 
 @pytest.fixture

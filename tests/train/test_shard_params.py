@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from laws import close, examples
+from laws import assert_cut, bytes_of, close, divides, examples
 
 import jdp
 
@@ -80,25 +80,6 @@ def train(step, state, batches):
     for data in batches:
         state, _ = step(state, data)
     return state
-
-
-def divides(x, n):
-    """Whether an axis of an array can be cut over n devices."""
-    return n > 1 and any(size and size % n == 0 for size in np.shape(x))
-
-
-def assert_cut(tree, n, cut=True):
-    """By the bytes that lie on each device: an n-th of every array with an axis that n divides, the rest whole."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        part = n if cut and divides(x, n) else 1
-        held = {shard.device: shard.data.nbytes for shard in x.addressable_shards}
-        assert held == {d: x.nbytes // part for d in jax.devices()[:n]}, jax.tree_util.keystr(path)
-
-
-def bytes_of(tree, n):
-    """Bytes on each device of the leaves that can be cut, and of the others."""
-    leaves = jax.tree.leaves(tree)
-    return sum(x.nbytes // n for x in leaves if divides(x, n)), sum(x.nbytes for x in leaves if not divides(x, n))
 
 
 def axes(tree):
