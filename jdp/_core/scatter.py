@@ -95,15 +95,17 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
         if spans_processes(how.mesh):
             fail(how.mesh, how.verb, error)
         raise
-    layout = batch.layout
+    arrays, layout = batch.arrays, batch.layout
     if batch.outline is not None:
         if capturing():
             rows = {process: iter(layout.rows) for process in processes_of(how.mesh)}
             sizes = tuple(next(rows[d.process_index], 0) for d in how.mesh.devices.flat)
         else:
-            sizes = finish(begin(how.mesh, how.verb, layout.rows, batch.outline)).sizes
+            pending = begin(how.mesh, how.verb, layout.rows, batch.outline)
+            arrays = put_early(batch)
+            sizes = finish(pending).sizes
         layout = layout_of_all(layout, how.mesh, sizes)
-    return filled(batch.arrays, layout, how.place)
+    return filled(arrays, layout, how.place)
 
 
 class Prepared(NamedTuple):
@@ -151,6 +153,14 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)
+
+
+def put_early(batch: Prepared) -> list[Any]:
+    """The arrays, on this process's own devices where they need no padding, before the others have said their rows."""
+    own = batch.layout
+    if batch.outline is None or not own.is_even:  # how it is padded depends on the rows of the others
+        return batch.arrays
+    return jax.device_put(batch.arrays, list(own.shardings))
 
 
 def _refuse_trace(how: Cutting) -> None:

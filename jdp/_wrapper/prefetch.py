@@ -18,7 +18,7 @@ from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
-from .._core.scatter import Cutting, Prepared, filled, flat, prepare
+from .._core.scatter import Cutting, Prepared, filled, flat, prepare, put_early
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
@@ -35,8 +35,8 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     batches before it.
 
     Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
-    out, with batches of no rows for those that have. The processes tell each other one batch ahead, so that no
-    step waits for it.
+    out, with batches of no rows for those that have. The processes tell each other of a batch `size` batches ahead,
+    so that no step waits for it.
 
     Args:
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
@@ -79,7 +79,7 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
         how = Cutting(config.mesh, config.dim, "prefetch", "batch", axes=axes_of_batch(config, batch, own))
         return prepare(inputs, how)._replace(nodes=nodes)
 
-    return _ahead(_together(source, begin, config.mesh, size > 0), lambda s: s, max(0, size - 1))
+    return _together(source, begin, config.mesh, size)
 
 
 def _refuse_one_batch(batches: Any) -> None:
@@ -119,14 +119,27 @@ def _on_host(batches: Any) -> Callable[[Any], Any]:
 
     def convert(x: Any) -> Any:
         if isinstance(x, np.ndarray):
-            return x.copy()
+            return _copy(x)
         if not _is_tensor(x):
             return x
         array = _numpy(x)
-        return array if fresh or x.device.type != "cpu" else array.copy()
+        return array if fresh or x.device.type != "cpu" else _copy(array)
 
     return convert
 
+
+def _copy(x: np.ndarray) -> np.ndarray:
+    """A copy that begins where XLA wants it to, so that a CPU device takes it as it is."""
+    if x.dtype.hasobject:
+        return x.copy()
+    memory = np.empty(x.nbytes + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+_ALIGNED = 64  # bytes
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, ARRAYS) or _is_tensor(x)
@@ -173,16 +186,16 @@ def _ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) 
         raise failed
 
 
-def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, early: bool) -> Iterator[Tree]:
+def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, size: int) -> Iterator[Tree]:
     """Scatters the batches of all processes until all have run out, with no rows of those that have.
 
-    `early`: they tell each other of a batch before they need the one before.
+    They tell each other of a batch, and put it on their devices, `size` batches before they need it.
     """
     last: Prepared | None = None
-    told: collections.deque[tuple[Prepared | None, Pending, Exception | None]] = collections.deque()
+    told: collections.deque[tuple[Prepared | None, list[Any], Pending, Exception | None]] = collections.deque()
     failed: Exception | None = None
     while True:
-        while len(told) <= early:  # also after a failure, for the others still do
+        while len(told) <= size:  # also after a failure, for the others still do
             batch = None  # this process has run out
             try:
                 batch = None if failed is not None else next(map(prepare, batches), None)
@@ -191,8 +204,8 @@ def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.rows
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
             pending = begin(mesh, "prefetch", rows, outline, failed, never)
-            told.append((batch, pending, failed))
-        batch, pending, mine = told.popleft()
+            told.append((batch, [] if batch is None else put_early(batch), pending, failed))
+        batch, arrays, pending, mine = told.popleft()
         try:
             agreed = finish(pending)
         except DesyncError:
@@ -203,9 +216,11 @@ def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh
             return
         if batch is None:
             batch = prepare(without_rows(agreed.outline, "prefetch")) if last is None else _without_rows(last)
+            arrays = batch.arrays
         last = batch
-        s = filled(batch.arrays, layout_of_all(batch.layout, mesh, agreed.sizes))
+        s = filled(arrays, layout_of_all(batch.layout, mesh, agreed.sizes))
         yield put_nodes(leaf_by_leaf(s), batch.nodes)
+        del s, arrays  # or this batch would lie on the devices until the next is asked for
 
 
 def _without_rows(batch: Prepared) -> Prepared:
