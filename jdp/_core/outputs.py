@@ -18,7 +18,8 @@ from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
-"""Whose value is the one for all: the primary's, the mean, that of any, since they are equal, the sum, or one made."""
+"""How the replicas' values become one for all: the primary's is kept ("primary"), their mean ("mean") or sum ("sum") is
+taken, or nothing is to be done, for they are equal ("same"), or are parts of a sum already ("summed")."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

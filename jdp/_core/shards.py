@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from .._jax.jaxprs import constants
@@ -101,12 +100,13 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def names(signature: Signature) -> list[str]:
-    """Those of the operands: of parameters their paths."""
+    """For each operand its path, where it is a parameter; else nothing."""
     numbers = range(len(signature.leaves))
     replicas, _, _ = signature.fill(numbers)
-    params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas  # the rest is held
-    found = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
-    return [found.get(number, "") for number in numbers]
+    # Of an NNX model and of a loss the replicas are a pair: the parameters, and what is held beside them.
+    params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas
+    path_of = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
+    return [path_of.get(number, "") for number in numbers]
 
 
 def plain(axis_name: str) -> GatherOf:
@@ -140,10 +140,11 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
     return dataclasses.replace(out, values=values)
 
 
-def summing(axis_name: str, wire: Any, before: float) -> GatherOf:
+def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
     """Functions `(x, axis, dtype)` that gather, and whose gradient is the sum over the replicas, cut as `x` is.
 
-    The gradient travels in the dtype `wire`, divided by `before`, for a sum of many may leave its range.
+    A gradient travels in the dtype that `sent_as` gives for its own; it is then divided by `before`, and comes back
+    divided, for a sum of many may leave the range of a narrow type.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
@@ -154,12 +155,11 @@ def summing(axis_name: str, wire: Any, before: float) -> GatherOf:
         return _gathered(axis_name, name, x, axis, dtype), None
 
     def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
-        grad = grad.astype(own)
+        grad, wire = grad.astype(own), sent_as(own)
         sent = grad if wire is None else (grad / before).astype(wire)
         with jax.named_scope(f"reduce.{name}"):
             found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True)
-        found = found.astype(own)
-        return (found if wire is None else found * jnp.asarray(before, own),)
+        return (found.astype(own),)
 
     gather.defvjp(forward, backward)
     return lambda name: lambda x, axis, dtype: gather(name, x, axis, dtype, x.dtype)

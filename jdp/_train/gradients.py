@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ def gradients(
     leaf the axis that its sum is cut along. Parameters that are cut have gradients that are cut alike; where they come
     as shards, one microbatch's are summed as they are made, and those of several when they are added.
     """
+    sent_as = functools.partial(_sent_as, wire)
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
@@ -72,21 +74,20 @@ def gradients(
             (diff, before), _, _ = signature.fill(values)
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
-            shards = Shards.of(signature, diff, cut, wire, steps > 1) if is_cut else None
+            shards = Shards.of(signature, diff, cut, sent_as, steps > 1) if is_cut else None
             added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
             over = counts[0].value if added.forms.is_ratio else weight
 
-            def mark(grad: Any, param: Any, axis: int | None) -> Marked:
-                axis, dtype = axis if axis != -1 else scatter and scatter(param), param.dtype
-                if shards and axis is not None and not shards.apart:
-                    return Marked(grad, None, "summed", over=over, dtype=dtype, scatter=axis)
-                # 16-bit gradients are divided before they travel: their sum may leave the range of their mean.
-                sent = wire or (dtype if dtype.itemsize < 4 else None)
-                if steps > 1:  # several microbatches are added in 32 bits, and a replica may have only one
+            def mark(grad: Any, param: Any, cut_along: int) -> Marked:
+                dtype, sent = param.dtype, sent_as(param.dtype)
+                if shards and cut_along != -1 and not shards.apart:
+                    total = shards.undivided(grad, added.forms.is_ratio)
+                    return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
+                if sent and steps > 1:  # microbatches are added in 32 bits, and a replica may have only one
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-                grad = grad if sent else grad.astype(dtype)
+                axis = cut_along if cut_along != -1 else scatter and scatter(param)
                 return Marked(grad, None, "sum", over=over, wire=sent, dtype=dtype, scatter=axis)
 
             def mark_rows(grad: Any, axis: int) -> Marked:
@@ -101,6 +102,11 @@ def gradients(
         return call
 
     return call_of
+
+
+def _sent_as(wire: Any, dtype: Any) -> Any:
+    """The dtype in which gradients travel that are divided before: 16-bit sums may leave the range of their mean."""
+    return wire or (dtype if dtype.itemsize < 4 else None)
 
 
 def local(
@@ -191,7 +197,8 @@ def differentiate(
     if loss.sync and len({*chunks}) > 1:
         function = _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
     if shards:
-        function, diff = shards.function(jaxpr, shapes), shards.taken()
+        _, (forms, *_) = shapes
+        function, diff = shards.function(jaxpr, shapes, forms.is_ratio), shards.taken()
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and not forms.is_ratio:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)

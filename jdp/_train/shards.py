@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .._core.layout import Shard, Tree
 from .._core.outputs import path_name
 from .._core.scattered import Signature
-from .._core.shards import MOST_AT_ONCE, GatherOf, parts_of, refuse_constants, summing, whole_shape
+from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
 
 
@@ -29,25 +29,32 @@ class Shards(NamedTuple):
     names: list[str]
     axes: list[int]  # -1 where a leaf is whole
     treedef: Any
-    mesh: Mesh
-    summing: GatherOf
-    parts: GatherOf | None  # where microbatches are added before anything is summed
+    signature: Signature
+    sent_as: Callable[[Any], Any]  # the dtype in which gradients of a dtype travel
+    apart: bool  # whether microbatches are added before anything is summed over the replicas
 
     @staticmethod
-    def of(signature: Signature, diff: Tree, axes: Tree, wire: Any, several: bool) -> Shards | None:
+    def of(signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool) -> Shards | None:
         """None where all of them are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
-        name = signature.axis_name
-        gathers = summing(name, wire, float(sum(signature.layout.sizes))), parts_of(name) if several else None
-        return Shards(leaves, names, jax.tree.leaves(axes), treedef, signature.layout.mesh, *gathers)
+        return Shards(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, apart)
 
     @property
-    def apart(self) -> bool:
-        """Whether the gradients of the replicas are still to be summed."""
-        return self.parts is not None
+    def mesh(self) -> Mesh:
+        return self.signature.layout.mesh
+
+    def before(self, is_ratio: bool) -> float:
+        """What a gradient is divided by before it travels in a narrow dtype: about what makes a mean of it."""
+        return float(sum(self.signature.layout.sizes) if is_ratio else self.mesh.size)
+
+    def undivided(self, total: Any, is_ratio: bool) -> Any:
+        """A sum over the replicas that has come back, no longer divided: in 32 bits, whose range it does not leave."""
+        if self.sent_as(total.dtype) is None:
+            return total
+        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(is_ratio)
 
     def shapes(self) -> Tree:
         """The shapes of the whole arrays."""
@@ -66,8 +73,10 @@ class Shards(NamedTuple):
         """For a microbatch of this number: or the compiler gathers once, outside of the loop."""
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.apart else self
 
-    def function(self, jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
+    def function(self, jaxpr: Any, shapes: Tree, is_ratio: bool) -> Callable[..., Any]:
         """The function that a jaxpr was traced from, of what is taken in place of the whole arrays."""
+        name = self.signature.axis_name
+        gather_of = parts_of(name) if self.apart else summing(name, self.sent_as, self.before(is_ratio))
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 
@@ -75,8 +84,7 @@ class Shards(NamedTuple):
             operands: list[Any] = []
             mine = zip(jax.tree.leaves(taken), self.leaves, self.axes, self.names, strict=True)
             for x, own, axis, name in mine:
-                value, gather_of = (x, self.summing) if self.parts is None else ((own, x), self.parts)
-                operands.append(x if axis < 0 else Sharded(value, axis, gather_of(name)))
+                operands.append(x if axis < 0 else Sharded((own, x) if self.apart else x, axis, gather_of(name)))
             out = run_in_pieces(jaxpr, [*operands, *jax.tree.leaves(rest)], MOST_AT_ONCE)
             return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

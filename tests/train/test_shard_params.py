@@ -754,6 +754,32 @@ def test_linen_calls_take_variables_that_are_cut():
     close(*found)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("form", ["vector", "mean", "ratio"])
+@pytest.mark.parametrize("size", [64, 61])
+@pytest.mark.parametrize("one", [20000, 2e-4])
+def test_16_bit_gradients_of_any_mean_in_range_are_in_range(one, size, form, dtype):
+    """Rows of 20000: their mean is a float16, the sum of four of them is not. Of small ones no share may be lost."""
+    # Where a loss is a sum, a replica's eight rows are added before jdp sees them.
+    x = np.full((size, 8), min(one, 5000) if form == "ratio" else one, dtype)
+
+    def each(w, x):
+        return x @ w
+
+    loss_fn = {
+        "vector": each,
+        "mean": lambda w, x: jnp.mean(each(w, x), dtype=np.float32),
+        "ratio": lambda w, x: jdp.Mean(jnp.sum(each(w, x), dtype=np.float32), x.shape[0]),
+    }[form]
+    mesh = Mesh(jax.devices()[:8], "data")
+    w = jax.device_put(np.zeros(8, dtype), NamedSharding(mesh, PartitionSpec("data")))
+    grad = wrapper(8).grad(loss_fn)(w, x)
+    assert grad.dtype == dtype
+    assert_cut(grad, 8)
+    np.testing.assert_allclose(np.float64(grad), np.float64(x[0]), rtol=2**-7)
+
+
 def test_replicate_makes_them_whole(same):
     whole = jdp.replicate(cut_params())
     assert_cut(whole, 8, cut=False)
