@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._processes.agree import same_program
-from .devices import spans_processes
+from .._processes.agree import difference, same_program
+from .._processes.exchange import exchange_of
+from .._processes.watch import limits
+from .devices import processes_of, spans_processes
 from .layout import Tree, is_key, replicated
 from .programs import dispatch
 
@@ -47,6 +51,31 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     extremes, own = dispatch(program, mesh, copies)
     return Check(mesh, paths, extremes, own)
+
+
+def compare_processes(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> None:
+    """A `ValueError` where a leaf that each process has whole is not the same in all of them, before it is cut up.
+
+    Each device is to have its part of one value; of several, nobody would see it. Leaves that are cut already are left
+    out. Every process has to call it, and raises the same error.
+    """
+    if not spans_processes(mesh):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    mine = {
+        root + jax.tree_util.keystr(path): fingerprint([x]).tobytes().hex()  # one at a time: it is whole on a device
+        for path, x in leaves
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    }
+    exchange = exchange_of(processes_of(mesh))
+    all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len({*exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
+        found = difference(exchange.tell(f"{verb} (what differs)", mine, limits.step))
+        raise ValueError(
+            f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
+            f"{found or 'in another order'}; each device has its part of one value. Make them of one seed on all "
+            f"processes, or let process 0 send its own (jax.experimental.multihost_utils.broadcast_one_to_all)."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
 from .devices import Devices, are_described, mesh_of, own_mesh, spans_processes
+from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
 from .layout import Tree, cut_along, replicated
@@ -98,19 +99,24 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
 def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
     """The tree, with each leaf cut over the devices that can be, and the others whole; what is there already stays."""
 
-    def place(index: int, x: Any) -> Any:
+    def checked(index: int, x: Any) -> Any:
         if isinstance(x, Tracer) and concrete(x) is None:
             return x  # there is nothing to put anywhere yet
         if cut_axis_of(x, mesh) is None:
             x = own_copies(x, replicated(mesh))
             _check(x, mesh, verb, tree, index, root)
-        x = x if hasattr(x, "ndim") else jnp.asarray(x)
+        return x if hasattr(x, "ndim") else jnp.asarray(x)
+
+    def place(x: Any) -> Any:
         target = cut_along(mesh, shard_axis(x, mesh.size))
         return x if isinstance(x, Tracer) or getattr(x, "sharding", None) == target else put(x, target)
 
     refuse_too_large(tree, mesh, verb, root)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([place(i, x) for i, x in enumerate(leaves)])
+    tree = treedef.unflatten([checked(i, x) for i, x in enumerate(leaves)])
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        compare_processes(tree, mesh, verb, root)
+    return jax.tree.map(place, tree)
 
 
 def all_lie(leaves: list[Any], where: Sharding) -> bool:

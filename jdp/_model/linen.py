@@ -11,6 +11,7 @@ from flax import linen
 from flax.core.scope import in_filter
 from jax.sharding import Mesh
 
+from .._core.fingerprint import compare_processes
 from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
 from .._core.layout import Tree, cut_along, is_key, replicated
@@ -179,6 +180,7 @@ def init_in_shards(
     arrays = [leaves[i] for i in at]
     shapes = jax.eval_shape(make, *arrays)
     refuse_too_large(shapes, mesh, "init", "variables")
+    compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
     params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
     where = {name: params if name == "params" else replicated(mesh) for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)

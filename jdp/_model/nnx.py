@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
+from .._core.devices import spans_processes
 from .._core.inputs import USUAL, no_further
 from .._core.layout import Tree, cut_along, is_key
 from .._core.outputs import Reduce
@@ -19,6 +21,7 @@ from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
 from .._jax.private import CAPTURES
+from .._processes.agree import same_program
 from .linen import mark_sown, mark_state
 from .sync_batch_norm import sync_nodes
 
@@ -102,7 +105,10 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
         return jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size) if is_param else None), variable)
 
     target = nnx.map_state(where, state)
-    return nnx.merge(graph, jax.jit(lambda: nnx.split(module())[1], out_shardings=target)())
+    make = jax.jit(lambda: nnx.split(module())[1], out_shardings=target)
+    if spans_processes(mesh):  # a seed of its own would be part of each one's program
+        make = same_program(functools.update_wrapper(make, module), mesh.devices.flat, ())
+    return nnx.merge(graph, make())
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:

@@ -197,8 +197,7 @@ def differentiate(
     if loss.sync and len({*chunks}) > 1:
         function = _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
     if shards:
-        _, (forms, *_) = shapes
-        function, diff = shards.function(jaxpr, shapes, forms.is_ratio), shards.taken()
+        function, diff = shards.function(jaxpr, shapes, shapes[1][0].is_ratio), shards.taken()
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and not forms.is_ratio:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)

@@ -28,6 +28,7 @@ from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
 from .calls import remember, run_known
 from .prefetch import prefetch
+from .torch_names import INSTEAD
 
 M = TypeVar("M")
 
@@ -426,9 +427,9 @@ class DataParallel(nnx.Module, Generic[M]):
 
         def __getattr__(self, name: str) -> Any:
             """What is not there: of torch's names, what to call instead."""
-            if name not in _INSTEAD or "_config" not in vars(self):
+            if name not in INSTEAD or "_config" not in vars(self):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            rule, others, of_nnx = _INSTEAD[name]
+            rule, others, of_nnx = INSTEAD[name]
             raise AttributeError(
                 f"jdp.DataParallel: .{name} is torch's; {rule}. {of_nnx if self._config.kind == 'nnx' else others}."
             )
@@ -442,44 +443,6 @@ class DataParallel(nnx.Module, Generic[M]):
 
 _STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather
 _NAMES = {step.__name__ for step in _STEPS}
-
-_MOVE = (
-    "arrays lie on devices, and the wrapper's are fixed when it is made",
-    "Choose devices=... at construction, and put parameters there with jdp.replicate(params, devices)",
-    "Choose devices=... at construction, which puts the model's state there",
-)
-_CAST = (
-    "arrays have a dtype, and a wrapper has none",
-    "Call jax.tree.map(lambda x: x.astype(dtype), params), or give the module a dtype",
-    "Call nnx.update(dp.module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(dp.module, nnx.Param))), or give "
-    "the layers a dtype",
-)
-_LEAVES = (
-    "parameters are the leaves of a tree",
-    "Call jax.tree.leaves(params), or jax.tree_util.tree_leaves_with_path(params) for their names",
-    "Call nnx.state(dp.module, nnx.Param), or nnx.to_flat_state of it for their names",
-)
-_INSTEAD = {
-    **dict.fromkeys(["to", "cuda", "cpu"], _MOVE),
-    **dict.fromkeys(["half", "float", "double", "bfloat16"], _CAST),
-    **dict.fromkeys(["parameters", "named_parameters"], _LEAVES),
-    "state_dict": (
-        "the state is a tree of arrays, the bare model's own",
-        "Save the variables (jdp.Checkpointer), or flax.serialization.to_state_dict(variables)",
-        "Save nnx.state(dp.module) (jdp.Checkpointer)",
-    ),
-    "load_state_dict": (
-        "the state is a tree of arrays, the bare model's own",
-        "Pass the variables to dp.apply, after flax.serialization.from_state_dict(variables, saved)",
-        "Call nnx.update(dp.module, state)",
-    ),
-    "zero_grad": (
-        "a gradient is what a function returns, and nothing adds up",
-        *["Call dp.value_and_grad(loss_fn)"] * 2,
-    ),
-    "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
-}
-"""Of torch's names: what is so in JAX, and what to do, for Linen and functions, and for NNX."""
 
 
 def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:

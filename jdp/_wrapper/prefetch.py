@@ -141,6 +141,7 @@ def _copy(x: np.ndarray) -> np.ndarray:
 
 _ALIGNED = 64  # bytes
 
+
 def _is_array(x: Any) -> bool:
     return isinstance(x, ARRAYS) or _is_tensor(x)
 

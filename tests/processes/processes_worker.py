@@ -210,6 +210,31 @@ def case_shard_params():
     return found
 
 
+def case_other_shards():
+    """Values that are not the same in both processes, where each device would keep a part of either."""
+    dp, said = jdp.DataParallel(MLP), {}
+    mine = {"params": jax.tree.map(np.array, variables()["params"])}
+    mine["params"]["layers_0"]["kernel"][0, 0] += P
+    step = dp.train_step(mse, optax.adam(1e-2), shard_params=True)
+    plain = {"w": np.full((4, 4), float(P), np.float32)}
+    ways = {
+        "values": lambda: step.init(mine),
+        "key": lambda: dp.init(jax.random.key(P), X[:1], shard_params=True),
+        "seed": lambda: jdp.DataParallel(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(P)), shard_params=True),
+        "model": lambda: jdp.DataParallel(nnx.Linear(4, 4, rngs=nnx.Rngs(P)), shard_params=True),
+        "shapes": lambda: step.init({"params": plain if P else {"w": plain["w"][:2]}}),
+        "not at all": lambda: dp.init(jax.random.key(3), X[: 1 + P], shard_params=True),
+    }
+    for name, way in ways.items():
+        try:
+            way()
+            said[name] = "nothing"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    made = dp.init(jax.random.key(3), X[:1], shard_params=True)
+    return said, jdp.replicate(made["params"])
+
+
 def both(a, b):
     return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
 

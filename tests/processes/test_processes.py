@@ -296,6 +296,18 @@ def test_shard_params(found):
     equal(found[0]["plain"], found[1]["plain"])  # to the last bit
 
 
+def test_other_shards(found):
+    """Processes that would cut up different parameters are told so, all of them in the same words."""
+    for said, made in found:
+        assert "['params']['layers_0']['kernel']" in said["values"] and "(2 more" not in said["values"]
+        assert "rngs" in said["key"]
+        assert "DesyncError" in said["seed"] and "DesyncError" not in said["model"]
+        assert all(said[name].startswith("ValueError: jdp.") for name in ("values", "key", "model", "shapes"))
+        assert said["not at all"] == "nothing"  # each may show its own rows to the model
+        close(made, MLP.init(jax.random.key(3), X[:1])["params"])
+    assert found[0][0] == found[1][0]
+
+
 @pytest.mark.full
 def test_train_rows(found):
     error = (MLP.apply(variables(), X) - Y) ** 2

@@ -1,0 +1,41 @@
+"""Names of torch's that a wrapper lacks, and what to call instead."""
+
+from __future__ import annotations
+
+_MOVE = (
+    "arrays lie on devices, and the wrapper's are fixed when it is made",
+    "Choose devices=... at construction, and put parameters there with jdp.replicate(params, devices)",
+    "Choose devices=... at construction, which puts the model's state there",
+)
+_CAST = (
+    "arrays have a dtype, and a wrapper has none",
+    "Call jax.tree.map(lambda x: x.astype(dtype), params), or give the module a dtype",
+    "Call nnx.update(dp.module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(dp.module, nnx.Param))), or give "
+    "the layers a dtype",
+)
+_LEAVES = (
+    "parameters are the leaves of a tree",
+    "Call jax.tree.leaves(params), or jax.tree_util.tree_leaves_with_path(params) for their names",
+    "Call nnx.state(dp.module, nnx.Param), or nnx.to_flat_state of it for their names",
+)
+INSTEAD = {
+    **dict.fromkeys(["to", "cuda", "cpu"], _MOVE),
+    **dict.fromkeys(["half", "float", "double", "bfloat16"], _CAST),
+    **dict.fromkeys(["parameters", "named_parameters"], _LEAVES),
+    "state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Save the variables (jdp.Checkpointer), or flax.serialization.to_state_dict(variables)",
+        "Save nnx.state(dp.module) (jdp.Checkpointer)",
+    ),
+    "load_state_dict": (
+        "the state is a tree of arrays, the bare model's own",
+        "Pass the variables to dp.apply, after flax.serialization.from_state_dict(variables, saved)",
+        "Call nnx.update(dp.module, state)",
+    ),
+    "zero_grad": (
+        "a gradient is what a function returns, and nothing adds up",
+        *["Call dp.value_and_grad(loss_fn)"] * 2,
+    ),
+    "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
+}
+"""For each what is so in JAX, and what to do: with Linen and functions, and with NNX."""
