@@ -1059,6 +1059,19 @@ def test_a_model_without_loops_is_gathered_and_scattered_once_in_each_pass(monke
     assert sum(size for kind, size in everywhere if kind == "reduce-scatter") == sum(x.size for x in cut) // 8
 
 
+@pytest.mark.parametrize("size", [32, 16])
+def test_microbatches_gather_what_they_use(size):
+    """In their loop: what is gathered before it, for all of them, lies whole on each device all the time."""
+    step = step_of(8, TRANSFORMATIONS["adam"], shard_params=True, accumulate_steps=2)
+    found = program(step, step.init({"params": PARAMS}), batch(size))
+    inside = [entry for loop in found.in_loops() for entry in loop]
+    everywhere = found.collectives()
+    cut = sum(x.size for x in jax.tree.leaves(PARAMS) if divides(x, 8))
+    gathered = sum(size for kind, size in inside if kind == "all-gather")
+    assert gathered == sum(size for kind, size in everywhere if kind == "all-gather") >= cut
+    assert counts(inside, "reduce-scatter", 0) == 0 < counts(everywhere, "reduce-scatter", 0)
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("accumulate", [2, 1])
 def test_gradients_travel_in_the_dtype_that_is_asked_for(accumulate):
