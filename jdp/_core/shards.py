@@ -32,10 +32,13 @@ Never = Collection[tuple[tuple[int, ...], int]]
 def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
     """The axis that a parameter is cut along over n devices; None where it stays whole.
 
-    The first that n divides; the leading one only where no other does, for a scan may run over it.
+    The first that n divides: what is gathered then lies one part after the other. Of three axes and more the leading
+    one only where no other does, for a scan may run over it.
     """
     axes = [axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in never]
-    return None if n == 1 or not axes else next((axis for axis in axes if axis), 0)
+    if n == 1 or not axes:
+        return None
+    return axes[0] if len(x.shape) < 3 else next((axis for axis in axes if axis), 0)
 
 
 def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
