@@ -1182,12 +1182,17 @@ def test_a_transformer_takes_a_fraction_of_the_memory(scanned):
 
 
 def test_a_scan_is_never_over_the_axis_that_is_cut():
-    """Stacks of as many layers as devices: cut along another axis; and along their own only where no other divides."""
+    """Stacks of as many layers as devices, of which the first batch tells; a stack of matrices even before it."""
     stacks = {"w": normal(8, 8, 8), "b": normal(8, 16), "few": normal(8, 3), "deep": normal(16, 3, 8)}
-    step = wrapper(8).train_step(
-        lambda v, b: sum(jnp.sum(x) for x in v["params"].values()), optax.adam(0.1), shard_params=True
-    )
-    assert axes(step.init({"params": stacks}).params) == {"w": 1, "b": 1, "few": 0, "deep": 2}
+
+    def loss(variables, batch):
+        layers = [variables["params"][name] for name in ("w", "b", "few")]
+        return jax.lax.scan(lambda c, p: (c + sum(map(jnp.sum, p)), None), 0.0, layers)[0]
+
+    step = wrapper(8).train_step(loss, optax.sgd(0.1), shard_params=True)
+    state = step.init({"params": stacks})
+    assert axes(state.params) == {"w": 1, "b": 0, "few": 0, "deep": 2}
+    assert axes(step(state, batch(8))[0].params) == {"w": 1, "b": 1, "few": None, "deep": 2}
 
 
 @pytest.mark.full
