@@ -836,7 +836,7 @@ def test_nnx_models_are_cut_in_place(n, accumulate, sync):
             assert_cut(trained, n, cut=shard)
         assert step.parameter_bytes() == bytes_of(trained[0], n if shard else 1)
         assert step.optimizer_bytes() == bytes_of(trained[1], n if shard else 1)
-        # By the running statistics: those of a chunk of two rows make a difference of one bit a thousand times as large.
+        # By the running statistics: those of two rows make one bit a difference of 1e-3.
         dp.eval()
         found.append((*trained, nnx.as_pure(nnx.state(dp.module, nnx.BatchStat)), dp(X[:13])))
     close(*found, 1e-5, 1e-5)
