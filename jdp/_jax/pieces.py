@@ -1,8 +1,9 @@
 """Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
 
-A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it, and nothing
-else: the backward pass gathers the piece again, and computes nothing twice. What a scan runs over is gathered in its
-body, an iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it: the backward
+pass gathers the piece again. Of what it has computed, products, convolutions, random numbers and the like are kept, and
+what is made of them element by element is made again. What a scan runs over is gathered in its body, an iteration at a
+time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
 """
 
 from __future__ import annotations
@@ -173,16 +174,31 @@ _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 _SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
 
 
-def _keeps(piece: _Piece) -> Callable[..., bool]:
-    """What is kept for the backward pass: all but what the piece gathers, and what another view of that may be.
+# What is made element by element, or reduced from such. To make it again, in what reads it, is less work than to keep
+# it in memory: of a scan that would be each iteration's, on CPUs a fourth of the step (benchmarks/shard.py).
+_CHEAP = set(
+    """
+    abs add add_any and argmax argmin broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
+    cosh div eq erf erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min
+    mul ne neg not or pad pow reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape rev
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    squeeze stop_gradient sub tan tanh transpose xor
+    """.split()
+)
 
-    Of a value only the shape is known: an activation of as many elements as a parameter is made again, too.
+
+def _keeps(piece: _Piece) -> Callable[..., bool]:
+    """What is kept for the backward pass: not what the piece gathers, what another view of that may be, or is `_CHEAP`.
+
+    Of a value only the shape is known: an activation of as many elements as a parameter is made again, too. What is
+    printed, or given to a callback, is kept: JAX would print it once more when it is made again.
     """
     sizes = {view.source.aval.size for view in piece.gathered.values()}
+    cheap = () if any(eqn.effects for eqn in piece.eqns) else _CHEAP
 
     def keeps(primitive: Any, *avals: Any, **_: Any) -> bool:
         is_view = primitive.name in _SEEN and avals[0].size in sizes
-        return primitive.name != "all_gather" and not is_view
+        return not is_view and primitive.name != "all_gather" and primitive.name not in cheap
 
     return keeps
 

@@ -138,8 +138,8 @@ def test_a_program_without_parameters_runs_as_it_is():
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_nothing_is_computed_twice_but_what_is_gathered():
-    """In the backward pass: as many products and tanh as without pieces."""
+def test_products_are_not_computed_twice_and_what_is_element_by_element_is():
+    """In the backward pass: as many products as without pieces, and each tanh once more at most."""
 
     def count(jaxpr, name):
         found = 0
@@ -153,8 +153,8 @@ def test_nothing_is_computed_twice_but_what_is_gathered():
     plain = jax.make_jaxpr(jax.grad(loss))(W, H)
     for most in (0, 200, 1 << 20):
         pieces = jax.make_jaxpr(jax.grad(functools.partial(in_pieces, loss, most=most, gather=Gathers())))(W, H)
-        for name in ("dot_general", "tanh"):
-            assert count(pieces, name) == count(plain, name), (most, name)
+        assert count(pieces, "dot_general") == count(plain, "dot_general"), most
+        assert count(plain, "tanh") <= count(pieces, "tanh") <= 2 * count(plain, "tanh"), most
 
 
 def test_what_scans_run_over_is_found():
