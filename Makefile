@@ -70,6 +70,7 @@ bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-wr
 	$(VENV)/bin/python benchmarks/gpu.py
 	-$(VENV)/bin/python -m pip install --quiet --editable ".[plan-gpu,plan-tpu]"
 	$(VENV)/bin/python benchmarks/overlap.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/shard.py --compiled --write
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) $(VENV)-ray build dist .pytest_cache .ruff_cache .hypothesis .jax_cache
