@@ -329,7 +329,7 @@ def write_timed(rows: list[list[str]], seconds: float) -> None:
 def write_compiled(rows: list[list[str]]) -> None:
     model = Model("scanned", **FOR_CHIPS)
     _results.write(
-        "shard-compiled",
+        "shard_compiled",
         "shard_params against fully sharded steps by hand, compiled for 8 H100 that are not here",
         f"{_results.versions()}. A Transformer of {model.layers} blocks, width {model.width}, {model.rows} rows of "
         f"{model.length} tokens a device, bfloat16, Adam. Bytes and numbers of collectives are those of a step; the "
