@@ -1,0 +1,86 @@
+"""How Sphinx makes the site of the files beside this one: `make docs`. A new page needs a file here and nothing else."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import errors  # noqa: E402
+
+project = "jdp"
+author = copyright = "the jdp authors"
+version = release = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]  # of a block that only begins as a language does
+
+html_theme = "furo"  # which asks no other host for anything: fonts and scripts are the reader's and the site's own
+html_title = f"jdp {release}"
+html_copy_source = html_show_sourcelink = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+
+default_role = "literal"  # `x` in a docstring is code
+add_module_names = False
+maximum_signature_line_length = 88
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"show-inheritance": False}
+
+# Pages whose text stands elsewhere: `docs/parity.md` says so to who reads it there, and the site shows the text itself.
+ELSEWHERE = {
+    "parity": "PARITY.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+    "benchmarks": "benchmarks/RESULTS.md",
+}
+
+
+def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
+    """The text of a page as the site has it: what stands elsewhere, and links to it."""
+    if docname == "errors":
+        source[0] = errors.page()
+    if docname in ELSEWHERE:
+        path = HERE.parent / ELSEWHERE[docname]
+        source[0] = as_page(path.read_text(encoding="utf-8"), path.parent)
+        if docname == "benchmarks":  # several pages in one: each is a section here
+            source[0] = "# Benchmarks\n\n" + re.sub("^# ", "## ", source[0], flags=re.MULTILINE)
+    source[0] = linked(source[0])
+
+
+def as_page(text: str, folder: Path) -> str:
+    """The text of a file in `folder`, with its links as they are from docs/."""
+    up = "../" * len(folder.relative_to(HERE.parent).parts)
+    base = folder.relative_to(HERE.parent).as_posix().strip(".")
+
+    def link(found: re.Match[str]) -> str:
+        target = found[1]
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        path = f"{base}/{target}".lstrip("/") if not up or not target.startswith("../") else target[len(up) :]
+        return f"]({path.removeprefix('docs/') if path.startswith('docs/') else '../' + path})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+
+
+def linked(text: str) -> str:
+    """Links to what stands elsewhere lead to its page here."""
+    for page, path in ELSEWHERE.items():
+        text = text.replace(f"](../{path}", f"]({page}.md")
+    return text
+
+
+def plural(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """`jax.Device`s: reStructuredText wants a mark between the code and the letter."""
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?=\w)", r"`\1`\\ ", line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", text_of)
+    app.connect("autodoc-process-docstring", plural)
