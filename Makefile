@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright docs wheel bench clean
+.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright draw docs wheel release bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,8 +44,9 @@ test-ray:  ## train by Ray Train, kill a worker, take a node away; in an environ
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 
-lint: ruff pyright  ## check style (ruff), types (pyright), and that docs/architecture.md is up to date
+lint: ruff pyright  ## check style (ruff), types (pyright), and that the drawings of docs/ are up to date
 	$(VENV)/bin/python docs/architecture.py --check
+	$(VENV)/bin/python docs/pictures.py --check
 
 ruff: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check
@@ -53,11 +54,26 @@ ruff: $(VENV)/.installed-dev
 pyright: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python jdp
 
-docs: $(VENV)/bin/python  ## draw docs/architecture.md from the code
+draw: $(VENV)/bin/python  ## draw docs/architecture.md from the code, and the pictures of the pages
 	$(VENV)/bin/python docs/architecture.py
+	$(VENV)/bin/python docs/pictures.py
+
+docs: draw $(VENV)/.installed-docs  ## build the site into build/site
+	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/site
+	@echo "The site is in build/site: open build/site/index.html."
 
 wheel: $(VENV)/bin/python  ## build the wheel into dist/
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+
+release: $(VENV)/.installed-release  ## build what would be published into dist/, check it, and stop
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist
+	$(VENV)/bin/python -m twine check --strict dist/*
+	.ci/wheel $(PYTHON) dist/*.whl
+	@awk '/^## /{ in_it = /Unreleased/ } in_it && /^\* /{ n++ } END { if (n) print "CHANGELOG.md has " n " entries under [Unreleased]: give them a version and a date, and pyproject.toml that version." }' CHANGELOG.md
+	@test -z "$$(git status --porcelain)" || echo "There are changes that are not committed."
+	@echo "Built and checked, in dist/:" dist/*
+	@echo "Nothing was published: that is done by hand."
 
 bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-written programs
 	$(VENV)/bin/python benchmarks/overhead.py --write $(ARGS)

@@ -219,7 +219,7 @@ def page(parts: dict[str, Part]) -> str:
     lines = [
         "# Architecture",
         "",
-        "`make docs` draws this page from the code, so do not edit it; `make lint` checks that it is up to date.",
+        "`make draw` draws this page from the code, so do not edit it; `make lint` checks that it is up to date.",
         "",
         "![The packages of jdp, and who imports whom](architecture.svg)",
         "",
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None, here: Path = Path(__file__).parent)
     parts = read(here.parent / "jdp")
     for path, text in ((here / "architecture.md", page(parts)), (here / "architecture.svg", picture(parts))):
         if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
-            sys.exit(f"{path.parent.name}/{path.name} is not what the code says. Run: make docs")
+            sys.exit(f"{path.parent.name}/{path.name} is not what the code says. Run: make draw")
         if not check:
             path.write_text(text, encoding="utf-8")
 

@@ -4,6 +4,7 @@ the page *Errors by their text* of the site, which is made when the site is buil
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -67,11 +68,12 @@ class Texts:
             if isinstance(node, ast.ImportFrom) and node.level == 1 and any(x.name == "VERB" for x in node.names):
                 self.known["VERB"] = Texts(path.with_name(f"{node.module}.py")).known["VERB"]
         assigned = [x for x in ast.walk(self.tree) if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name)]
+        times = Counter(node.targets[0].id for node in assigned)
         for node in assigned:
-            if isinstance(node.value, ast.JoinedStr) or (
-                isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-            ):
-                self.known[node.targets[0].id] = node.value
+            name, value = node.targets[0].id, node.value
+            is_text = isinstance(value, ast.JoinedStr) or isinstance(getattr(value, "value", None), str)
+            if is_text and times[name] == 1:
+                self.known[name] = value
 
     def of(self, node: ast.expr, first: bool = True) -> str | None:
         """The text of an expression, None where it is none."""
@@ -114,7 +116,8 @@ def _raised(tree: ast.Module) -> dict[int, str]:
 def messages(package: Path = ROOT / "jdp") -> list[Message]:
     """Every message, once, in the order of its verb."""
     found = dict.fromkeys(x for path in sorted(package.rglob("*.py")) for x in _of_file(path, package))
-    return sorted(found, key=lambda message: (message.verb.startswith("<"), message.verb.lower(), message.text))
+    begun = {x for x in found for y in found if y.text != x.text and y.text.startswith(x.text)}  # and goes on elsewhere
+    return sorted(found.keys() - begun, key=lambda message: (message.verb.startswith("<"), message.verb.lower(), message.text))
 
 
 def _of_file(path: Path, package: Path) -> Iterator[Message]:

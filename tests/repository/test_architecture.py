@@ -122,7 +122,7 @@ def test_a_circle_is_named(architecture, tmp_path):
 @pytest.mark.parametrize("stale", ["architecture.md", "architecture.svg"])
 def test_check_fails_until_the_page_is_drawn_and_when_the_code_has_changed(architecture, tmp_path, stale):
     docs = made(tmp_path, TREE)
-    with pytest.raises(SystemExit, match="architecture.md is not what the code says. Run: make docs"):
+    with pytest.raises(SystemExit, match="architecture.md is not what the code says. Run: make draw"):
         architecture.main(["--check"], docs)
     assert not list(docs.iterdir())
     architecture.main([], docs)

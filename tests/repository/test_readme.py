@@ -1,11 +1,15 @@
-"""Every code block of the README runs, and its commands exist."""
+"""Every program of the README and of the pages in docs/ runs and prints what they say, and their commands exist."""
 
+import contextlib
+import io
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,56 +17,117 @@ from jdp._launch.options import parse
 from jdp._plan import cli
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SKETCH = "python sketch"  # not run: it needs what the tests do not have, and its page says so
+
+
+class Program(NamedTuple):
+    page: str
+    line: int
+    code: str
+    prints: str | None
+    """The text block right below it; None where there is none."""
+
+
+def blocks(path):
+    """Each block: its language, its text, and where it begins."""
+    text = path.read_text(encoding="utf-8")
+    return [(found[1].strip(), found[2], found.start(), found.end(), text) for found in BLOCK.finditer(text)]
+
+
+def programs(path):
+    found = blocks(path)
+    for (language, code, start, end, text), after in zip(found, [*found, None][1:], strict=True):
+        if language == "python":
+            shown = after is not None and after[0] == "text" and not text[end : after[2]].strip()
+            yield Program(path.name, text[:start].count("\n") + 2, code, after[1] if shown else None)
+
+
+PROGRAMS = [program for path in PAGES for program in programs(path)]
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for path in PAGES
+    for language, code, *_ in blocks(path)
+    if language == "sh"
+    for line in code.splitlines()
+]
+by_place = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.line}")
 
 
 def test_blocks_are_of_known_languages():
-    assert {language for language, _ in BLOCKS} == {"sh", "python"}
-    assert len(PYTHON) >= 4
+    for path in PAGES:
+        kinds = {"sh", "python", "text", SKETCH, "{toctree}", "{eval-rst}"}
+        assert {language for language, *_ in blocks(path)} <= kinds, path
+    assert len(PROGRAMS) >= 20
+    assert any(program.page == "README.md" and program.prints for program in PROGRAMS)
 
 
 @pytest.mark.budget(20)
 @pytest.mark.one_case
-@pytest.mark.parametrize("code", [c for c in PYTHON if "virtual_cpu_devices" not in c])
-def test_python_block_runs(code, tmp_path, monkeypatch):
-    if re.search(r"^import .*\btorch\b", code, re.MULTILINE):
+@by_place
+def test_a_program_runs_and_prints_what_is_shown(program, tmp_path, monkeypatch):
+    if re.search(r"^import .*\btorch\b", program.code, re.MULTILINE):
         pytest.importorskip("torch")
-    monkeypatch.chdir(tmp_path)  # one makes checkpoints
-    names = {}
-    exec(compile(code, "README.md", "exec"), names)  # on the 8 devices of these tests
-    if "logits" in names:
-        assert names["logits"].shape == (50, 10)
-        assert names["grads"]["params"].keys() == names["variables"]["params"].keys()
-    if "loss" in names and "step" in names:
-        assert float(names["loss"]) > 0
+    monkeypatch.chdir(tmp_path)  # some make checkpoints
+    if "virtual_cpu_devices" in program.code:
+        printed = in_fresh_process(program.code, tmp_path)
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as out:  # on the 8 devices of these tests
+            exec(compile(program.code, f"{program.page}:{program.line}", "exec"), {"__name__": "__main__"})
+        printed = out.getvalue()
+    if program.prints is not None:
+        assert printed == program.prints
 
 
-@pytest.mark.parametrize("code", [c for c in PYTHON if "virtual_cpu_devices" in c])
-def test_block_that_starts_jax_runs_in_a_fresh_process(code):
-    code += "\nimport jax\nassert len(jax.devices('cpu')) == 8\nprint('eight')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout.strip()) == (0, "eight"), done.stderr
+def in_fresh_process(code, folder):
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-COMMANDS = [shlex.split(line, comments=True) for lang, code in BLOCKS if lang == "sh" for line in code.splitlines()]
+def test_the_readme_is_short_and_its_program_too():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+    (whole,) = [program for program in PROGRAMS if program.page == "README.md" and program.prints]
+    assert len(whole.code.splitlines()) <= 25
 
 
 def test_commands_are_of_known_programs():
-    assert {command[0] for command in COMMANDS} == {"make", "jdp", "srun", "mpirun", "torchrun"}
+    known = {"make", "jdp", "srun", "sbatch", "mpirun", "torchrun", "pip", "python", ".venv/bin/pre-commit"}
+    assert {command[0] for command in COMMANDS if command} <= known
+
+
+def test_nothing_is_installed_that_is_not_published():
+    for command in COMMANDS:
+        if command[:2] == ["pip", "install"]:
+            assert all(re.match(r"\.($|\[|/)", what) for what in command[2:]), command
+    for path in PAGES:
+        assert not re.search(r"pip install \"?jax-data-parallel", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 def test_make_commands_are_targets_of_the_makefile():
-    for command in (c for c in COMMANDS if c[0] == "make"):
-        done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = [command[1] for command in COMMANDS if command and command[0] == "make"]
+    named += [name for path in PAGES for name in re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))]
+    assert {"mnist", "test"} <= set(named) <= set(targets)
+
+
+def test_files_that_are_named_are_there():
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:examples|jdp|tests|benchmarks|docs)/[\w./]+)`", text):
+            assert (ROOT / name).exists(), f"{path.name} names {name}"
+        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", text):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
 def test_jdp_commands_are_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    commands = [command[1:] for command in COMMANDS if command[0] == "jdp"]
+    commands = [command[1:] for command in COMMANDS if command and command[0] == "jdp"]
     for command, *args in commands:
         assert command in ("launch", "doctor", "plan")
         if command == "launch":
@@ -73,3 +138,22 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
             cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_figures_of_the_readme_are_those_of_the_last_race():
+    rows = [cells(line) for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    measured = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").partition("<!-- peers -->")[2]
+    tables = [[cells(x) for x in t.splitlines() if x[0] == "|"] for t in measured.split("\n\n") if t.startswith("|")]
+    times, lines = tables[0], next(table for table in tables if table[0][1].startswith("lines"))
+    assert rows[0][3:] == ["MLP, 2 devices", "CNN, 2 devices", "Transformer, 8 devices"]
+    at = [times[0].index(name.removesuffix(" devices")) for name in rows[0][3:]]
+    for name, written, uneven, *figures in rows[2:]:
+        of_race = next(row for row in times if row[0] == name)
+        of_text = next(row for row in lines if row[0] == name)
+        assert figures == [of_race[i].partition(" ")[0] for i in at], name
+        assert written.split()[0] == of_text[1] and uneven == of_text[3].partition(":")[0], name
+    assert len(rows) > 7

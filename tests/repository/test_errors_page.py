@@ -1,0 +1,87 @@
+"""docs/errors.py: the page has every message of the package, also those that it has not been told of."""
+
+import importlib.util
+import pathlib
+import re
+
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def errors():
+    spec = importlib.util.spec_from_file_location("docs_errors", ROOT / "docs" / "errors.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_line_of_the_code_that_begins_a_message_is_on_the_page(errors):
+    page, missing, seen = " ".join(errors.page().replace("\\", "").split()), [], 0
+    for path in sorted((ROOT / "jdp").rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            begins = re.search(r"""(?<![\w`])f?["']jdp(?:\.[\w.{}]+)?: (.*?)["'][,)]?$""", line)
+            if begins is None:
+                continue
+            # What stands there for everybody, between what is filled in; quotes and braces are part of what is.
+            pieces = re.split(r"\{[^}]*\}+|; |\. ", begins[1])
+            pieces = [piece for piece in pieces if len(piece.strip(" .;")) > 10 and not re.search(r"[\"'{}]", piece)]
+            seen += 1
+            missing += [f"{path.name}:{number} {piece}" for piece in pieces if piece.strip(" .;") not in page]
+    assert seen > 150
+    assert not missing
+
+
+def patterns(errors):
+    return [re.sub(r"\\?<[\w .]+\\?>|…", ".*?", re.escape(message.text)) for message in errors.messages()]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jdp.scatter((np.ones((10, 2)), np.ones((8, 2)))),
+        lambda: jdp.chunk_sizes(-1, 4),
+        lambda: jdp.DataParallel(lambda w, x: x, devices=[]),
+        lambda: jdp.DataParallel(lambda w, x: x).train_step("loss", optax.sgd(0.1)),
+        lambda: jdp.DataParallel(lambda w, x: x).train_step(lambda v, b: 0.0, "adam").init({"params": np.ones(2)}),
+        lambda: jdp.DataParallel(lambda w, x: x).prefetch(np.ones((4, 2))),
+        lambda: jdp.explain(3),
+        lambda: jdp.topology("h1000"),
+    ],
+)
+def test_a_message_that_is_raised_is_on_the_page(errors, call):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    text = " ".join(str(raised.value).split())
+    assert [pattern for pattern in patterns(errors) if re.fullmatch(pattern, text, re.DOTALL)], text
+
+
+def test_a_message_has_its_cause_and_its_cure(errors):
+    told = {message.parts[0]: message.parts[1:] for message in errors.messages()}
+    rule, way = told["jdp.chunk_sizes: size <size> over n=<n>"]
+    assert rule == "size is at least 0 and n at least 1" and way == "Pass such numbers."
+    both = [message for message in errors.messages() if all(message.parts)]
+    assert len(both) > 0.75 * len(told)
+
+
+def test_messages_are_found_in_code_of_every_form(errors, tmp_path):
+    (tmp_path / "jdp").mkdir()
+    (tmp_path / "jdp" / "a.py").write_text(
+        '"""jdp.none: a docstring; it is none. Skip it."""\n'
+        'VERB = "cut"\n'
+        "def f(x, n):\n"
+        '    raise ValueError(f"jdp.{VERB}: x is {x!r}, {n} row{\'s\' * (n != 1)}; it is one. " "Pass one.")\n'
+        "def g(name):\n"
+        '    fact = f"jdp.cut: {name} is odd"\n'
+        '    return f"{fact}; none is. Pass even ones."\n'
+    )
+    found = {message.text: message.kind for message in errors.messages(tmp_path / "jdp")}
+    assert found == {
+        "jdp.cut: x is <x>, <n> row(s); it is one. Pass one.": "ValueError",
+        "jdp.cut: <name> is odd; none is. Pass even ones.": "",
+    }
