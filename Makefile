@@ -59,7 +59,7 @@ draw: $(VENV)/bin/python  ## draw docs/architecture.md from the code, and the pi
 	$(VENV)/bin/python docs/pictures.py
 
 docs: draw $(VENV)/.installed-docs  ## build the site into build/site
-	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/site
+	$(VENV)/bin/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going docs build/site
 	@echo "The site is in build/site: open build/site/index.html."
 
 wheel: $(VENV)/bin/python  ## build the wheel into dist/

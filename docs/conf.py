@@ -1,11 +1,13 @@
-"""How Sphinx makes the site of the files beside this one: `make docs`. A new page needs a file here and nothing else."""
+"""How Sphinx makes the site of the files beside this one: `make docs`. A new page needs a file here, no more."""
 
 import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.util.inspect import signature, stringify_signature
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -22,6 +24,7 @@ suppress_warnings = ["misc.highlighting_failure"]  # of a block that only begins
 
 html_theme = "furo"  # which asks no other host for anything: fonts and scripts are the reader's and the site's own
 html_title = f"jdp {release}"
+smartquotes_action = "D"  # -- is a dash; quotation marks stay as they are typed
 html_copy_source = html_show_sourcelink = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
@@ -85,6 +88,16 @@ def plural(_app: Sphinx, _what: str, _name: str, _object: object, _options: obje
     lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?=\w)", r"`\1`\\ ", line) for line in lines]
 
 
+def of_init(
+    _app: Sphinx, what: str, _name: str, found: Any, _options: object, given: str | None, returns: str | None
+) -> Any:
+    """A class takes what its own `__init__` takes; a metaclass says `*args, **kwargs`."""
+    if what != "class" or "__init__" not in vars(found):
+        return given, returns
+    return stringify_signature(signature(found.__init__, bound_method=True), show_return_annotation=False), None
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", of_init)
     app.connect("source-read", text_of)
     app.connect("autodoc-process-docstring", plural)

@@ -1,5 +1,6 @@
-"""Collects every message of jdp from its code: `jdp.<verb>: <fact>; <rule>. <what to do>`. `python docs/errors.py` prints
-the page *Errors by their text* of the site, which is made when the site is built.
+"""Collects every message of jdp from its code: `jdp.<verb>: <fact>; <rule>. <what to do>`.
+
+`python docs/errors.py` prints the page *Errors by their text* of the site, which is made when the site is built.
 """
 
 import ast
@@ -21,11 +22,11 @@ Each message of jdp has one form:
 jdp.<verb>: <what was found>; <the rule that it breaks>. <what to do>
 ```
 
-`<verb>` is the function or the method that was called: `train_step` for `dp.train_step`. Search this page for some words
-of the message that stand there for everybody; your names and numbers stand in the place of `<...>` and `…` here. The
-build of this site has collected all {count} messages from the code of jdp.
+`<verb>` is the function or the method that was called: `train_step` for `dp.train_step`. To find your message here, search
+this page for a few of its words. Leave out what is your own: names and numbers are `<...>` or `…` here. The page has all
+{count} messages that are in the code of jdp.
 
-A message without `jdp.` in front comes from JAX, Flax, Optax or your own model. Where jdp knows more about such an error
+A message without `jdp` in front comes from JAX, Flax, Optax or your own model. If jdp knows more about such an error,
 it adds a note below it, such as *Caught KeyError in replica 0*.
 """
 
@@ -34,7 +35,7 @@ class Message(NamedTuple):
     text: str
     """With `<name>` or `…` in the place of what is known only when it is raised."""
     kind: str
-    """The exception: `"ValueError"`; `"warning"`, or `""` where the message is made in one place and raised in another."""
+    """The exception; `"warning"`, `"printed"`, or `""` where the message is made in one place and raised in another."""
     file: str
 
     @property
@@ -117,7 +118,10 @@ def messages(package: Path = ROOT / "jdp") -> list[Message]:
     """Every message, once, in the order of its verb."""
     found = dict.fromkeys(x for path in sorted(package.rglob("*.py")) for x in _of_file(path, package))
     begun = {x for x in found for y in found if y.text != x.text and y.text.startswith(x.text)}  # and goes on elsewhere
-    return sorted(found.keys() - begun, key=lambda message: (message.verb.startswith("<"), message.verb.lower(), message.text))
+    return sorted(
+        found.keys() - begun,
+        key=lambda message: (not message.verb, message.verb.startswith("<"), message.verb.lower(), message.text),
+    )
 
 
 def _of_file(path: Path, package: Path) -> Iterator[Message]:
@@ -159,12 +163,12 @@ def page() -> str:
 def _title(verb: str) -> str:
     if verb.startswith("<"):
         return "Messages of several verbs"
-    return f"jdp.{verb}" if verb else "Lines that begin with jdp:"
+    return f"jdp.{verb}" if verb else "Messages without a verb"
 
 
 def _prose(text: str) -> str:
-    """A text that Markdown leaves as it is."""
-    return re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", text)
+    """A text that Markdown leaves as it is; options of a command are code, where two hyphens are no dash."""
+    return re.sub(r"(?<!\S)(--[\w-]+)", r"`\1`", re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", text))
 
 
 if __name__ == "__main__":

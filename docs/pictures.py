@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and of the pages, as SVG beside this file.
 
-    python docs/pictures.py            # writes them
-    python docs/pictures.py --check    # writes nothing; exit status 1 where one is not what this file draws
+python docs/pictures.py            # writes them
+python docs/pictures.py --check    # writes nothing; exit status 1 where one is not what this file draws
 """
 
 import argparse
@@ -12,7 +12,8 @@ from xml.sax.saxutils import escape
 # Colours that can be read on a white page and on a black one, as in architecture.py; one for each device.
 STYLE = """text { font: 13px sans-serif; fill: #1b2a41; text-anchor: middle }
 .out { fill: #7d8796 } .bold { font-weight: bold } .end { text-anchor: end } .left { text-anchor: start }
-rect { stroke: #5b7db1; fill: #e4ecf7 } .d0 { fill: #cfe0f7 } .d1 { fill: #d3ecd5 } .d2 { fill: #f7e6c4 } .d3 { fill: #f3d2d6 }
+rect { stroke: #5b7db1; fill: #e4ecf7 }
+.d0 { fill: #cfe0f7 } .d1 { fill: #d3ecd5 } .d2 { fill: #f7e6c4 } .d3 { fill: #f3d2d6 }
 .none { fill: none; stroke-dasharray: 4 3 } .dark { fill: #9db7dd }
 path { fill: none; stroke: #858c98; stroke-width: 1.5 } #head path { fill: #858c98; stroke: none }"""
 COLOURS = ("d0", "d1", "d2", "d3")
@@ -45,7 +46,9 @@ def svg(width: int, height: int, title: str, parts: list[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
     marker = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     marker += '<path d="M0,0 L8,4 L0,8 z"/></marker>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", marker, *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", marker, *parts, "</svg>"]) + "\n"
+    )
 
 
 def chunks() -> str:
@@ -58,7 +61,10 @@ def chunks() -> str:
         y, height = 36 + i * 52, 44
         for j in range(size):
             for x in (20, 580):
-                parts += [box(x, top + j * row, 80, row - 2, COLOURS[i]), text(x + 40, top + j * row + 14, str(first + j))]
+                parts += [
+                    box(x, top + j * row, 80, row - 2, COLOURS[i]),
+                    text(x + 40, top + j * row + 14, str(first + j)),
+                ]
         parts += [box(220, y, 240, height, "", 6), text(276, y + 19, f"device {i}", "bold")]
         parts += [text(276, y + 36, f"{size} row{'s' * (size != 1)}")]
         parts += [box(340 + 36 * j, y + 13, 30, row - 2, COLOURS[i]) for j in range(size)]
@@ -102,7 +108,9 @@ def uneven() -> str:
     for y, size in ((62, 3), (146, 1)):
         parts += [box(250, y - 22, 160, 44, "", 6), text(330, y - 3, f"body for {size} row{'s' * (size != 1)}", "bold")]
         parts.append(text(330, y + 14, f"x[:{size}], then the model"))
-    return svg(660, 205, "Uneven chunks in one program: padded to the largest, cut to their true size in a switch", parts)
+    return svg(
+        660, 205, "Uneven chunks in one program: padded to the largest, cut to their true size in a switch", parts
+    )
 
 
 def memory() -> str:

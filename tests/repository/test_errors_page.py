@@ -22,7 +22,7 @@ def errors():
 
 
 def test_every_line_of_the_code_that_begins_a_message_is_on_the_page(errors):
-    page, missing, seen = " ".join(errors.page().replace("\\", "").split()), [], 0
+    page, missing, seen = " ".join(re.sub(r"[\\`]", "", errors.page()).split()), [], 0
     for path in sorted((ROOT / "jdp").rglob("*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             begins = re.search(r"""(?<![\w`])f?["']jdp(?:\.[\w.{}]+)?: (.*?)["'][,)]?$""", line)

@@ -1,6 +1,7 @@
 """Every program of the README and of the pages in docs/ runs and prints what they say, and their commands exist."""
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+import jdp
 from jdp._launch.options import parse
 from jdp._plan import cli
 
@@ -138,6 +140,15 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
             cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands
+
+
+def test_each_option_of_a_training_step_is_explained_on_a_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    options = [
+        p.name for p in inspect.signature(jdp.DataParallel.train_step).parameters.values() if p.kind == p.KEYWORD_ONLY
+    ]
+    assert "accumulate_steps" in options
+    assert not [name for name in options if f"### {name}\n" not in text and f"`{name}=" not in text]
 
 
 def cells(line):
