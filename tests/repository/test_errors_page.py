@@ -37,8 +37,14 @@ def test_every_line_of_the_code_that_begins_a_message_is_on_the_page(errors):
     assert not missing
 
 
-def patterns(errors):
-    return [re.sub(r"\\?<[\w .]+\\?>|…", ".*?", re.escape(message.text)) for message in errors.messages()]
+@pytest.fixture(scope="module")
+def messages(errors):
+    return errors.messages()
+
+
+def is_a(text, message):
+    """Whether a text is that of a message, with something in the place of `<name>` and `…`."""
+    return re.fullmatch(re.sub(r"\\?<[\w .]+\\?>|…", ".*?", re.escape(message.text)), text, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +60,18 @@ def patterns(errors):
         lambda: jdp.topology("h1000"),
     ],
 )
-def test_a_message_that_is_raised_is_on_the_page(errors, call):
+def test_a_message_that_is_raised_is_on_the_page(messages, call):
     with pytest.raises((ValueError, TypeError)) as raised:
         call()
     text = " ".join(str(raised.value).split())
-    assert [pattern for pattern in patterns(errors) if re.fullmatch(pattern, text, re.DOTALL)], text
+    assert [message for message in messages if is_a(text, message)], text
 
 
-def test_a_message_has_its_cause_and_its_cure(errors):
-    told = {message.parts[0]: message.parts[1:] for message in errors.messages()}
+def test_a_message_has_its_cause_and_its_cure(messages):
+    told = {message.parts[0]: message.parts[1:] for message in messages}
     rule, way = told["jdp.chunk_sizes: size <size> over n=<n>"]
     assert rule == "size is at least 0 and n at least 1" and way == "Pass such numbers."
-    both = [message for message in errors.messages() if all(message.parts)]
+    both = [message for message in messages if all(message.parts)]
     assert len(both) > 0.75 * len(told)
 
 

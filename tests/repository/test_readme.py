@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import jdp
 from jdp._launch.options import parse
@@ -140,6 +143,19 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
             cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
     assert len(commands) > 4 and ["doctor"] in commands
+
+
+@pytest.mark.budget(20)
+def test_the_six_lines_beside_those_of_torch_run():
+    (block,) = [code for _, code, *_ in blocks(README) if code.startswith("torch ")]
+    width = block.index("jdp\n")
+    right = "\n".join(line[width:] for line in block.splitlines()[1:])
+    rows = np.ones((10, 3), np.float32), np.zeros((10, 2), np.float32)
+    names = {"nnx": nnx, "jdp": jdp, "optax": optax, "loader": [rows]}
+    names["Net"] = lambda rngs: nnx.Linear(3, 2, rngs=rngs)
+    names["loss_fn"] = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
+    exec(compile(right, "README.md", "exec"), names)
+    assert float(names["metrics"]["loss"]) > 0
 
 
 def test_each_option_of_a_training_step_is_explained_on_a_page():
