@@ -239,7 +239,8 @@ class Followed:
         self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
         if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
             # The limit may be `rows` or less. Without rows there is nothing to end; but not each model can do without.
-            self._see(0, self._fewer) or self._see(1, self._fewer)
+            if not self._see(0, self._fewer):
+                self._see(1, self._fewer)
 
     def _see(self, rows: int, seen: Shapes) -> bool:
         """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
