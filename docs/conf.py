@@ -55,9 +55,10 @@ def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = errors.page()
     if docname in ELSEWHERE:
         path = HERE.parent / ELSEWHERE[docname]
-        source[0] = as_page(path.read_text(encoding="utf-8"), path.parent)
+        text = as_page(path.read_text(encoding="utf-8"), path.parent)
         if docname == "benchmarks":  # several pages in one: each is a section here
-            source[0] = "# Benchmarks\n\n" + re.sub("^# ", "## ", source[0], flags=re.MULTILINE)
+            text = source[0].partition("The site shows")[0] + re.sub("^# ", "## ", text, flags=re.MULTILINE)
+        source[0] = text
     source[0] = linked(source[0])
 
 
