@@ -20,7 +20,7 @@ def pictures():
     return module
 
 
-@pytest.mark.parametrize("rows, n", [(10, 4), (5, 4), (9, 4), (0, 3), (1, 1), (7, 8)])
+@pytest.mark.parametrize("rows, n", [(10, 4), (8, 4), (5, 4), (9, 4), (0, 3), (1, 1), (7, 8)])
 def test_the_rule_of_the_pictures_is_that_of_jdp(pictures, rows, n):
     assert [size for size in pictures.chunk_sizes(rows, n) if size] == [
         size for size in jdp.chunk_sizes(rows, n) if size
