@@ -22,9 +22,9 @@ Each message of jdp has one form:
 jdp.<verb>: <what was found>; <the rule that it breaks>. <what to do>
 ```
 
-`<verb>` is the function or the method that was called: `train_step` for `dp.train_step`. To find your message here,
-search this page for a few of its words. Leave out what is your own: names and numbers are `<...>` or `…` here. The page
-has all {count} messages that are in the code of jdp.
+`<verb>` is the function or the method that was called: `train_step` for `dp.train_step`. To find your message, search
+this page for a few of its words. Names and numbers of your own are `<...>` or `…` here, so leave them out. (The search
+of the site takes the whole message, too.) The page has all {count} messages that are in the code of jdp.
 
 A message without `jdp` in front comes from JAX, Flax, Optax or your own model. If jdp knows more about such an error,
 it adds a note below it, such as *Caught KeyError in replica 0*.

@@ -190,10 +190,15 @@ def test_no_page_is_wider_than_a_telephone_or_fails_in_the_console(pages, tmp_pa
     assert not console
 
 
+BOTH_SIZES = (
+    "jdp.scatter: inputs[0] has 10 rows (axis 0), inputs[1] has 8 (axis 0); all arrays that are cut must agree."
+)
+
+
 @in_browser
 @pytest.mark.parametrize(
     "words, found",
-    [("train_step", "api.html#jdp.DataParallel.train_step"), ("donated to an earlier step", "errors.html")],
+    [("train_step", "api.html#jdp.DataParallel.train_step"), (BOTH_SIZES, "errors.html")],
 )
 def test_search_finds(pages, tmp_path, words, found):
     with served() as (address, missing):
