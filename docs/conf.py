@@ -12,6 +12,7 @@ from sphinx.util.inspect import signature, stringify_signature
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import errors  # noqa: E402
+import notebooks  # noqa: E402
 
 project = "jdp"
 author = copyright = "the jdp authors"
@@ -53,6 +54,9 @@ def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("\n*\n", "\n" + "".join(f"{name}\n" for name in others))
     if docname == "errors":
         source[0] = errors.page()
+    if docname == "notebooks":
+        texts = [notebooks.markdown(notebooks.read(path)) for path in sorted(notebooks.FOLDER.glob("*.ipynb"))]
+        source[0] = source[0].partition("The site shows")[0] + "\n".join(texts)
     if docname in ELSEWHERE:
         path = HERE.parent / ELSEWHERE[docname]
         text = as_page(path.read_text(encoding="utf-8"), path.parent)
