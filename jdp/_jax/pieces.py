@@ -2,8 +2,9 @@
 
 A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it: the backward
 pass gathers the piece again. Of what it has computed, products with parameters, convolutions, random numbers and the
-like are kept; what is made of them element by element, and products of rows with each other, are made again. What a scan runs over is gathered in its body, an iteration at a
-time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+like are kept; what is made of them element by element, and products of rows with each other, are made again. What a
+scan runs over is gathered in its body, an iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP"
+(2023).
 """
 
 from __future__ import annotations
