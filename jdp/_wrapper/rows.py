@@ -23,7 +23,7 @@ VERB = "batches"
 
 
 def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
-    """What sort of data this is; a `TypeError` for what has no rows with numbers."""
+    """What sort of data this is; a `TypeError` for what has no rows to index."""
     if is_scattered(data):
         raise TypeError(f"jdp.{VERB}: data is a jdp.Scattered of {len(data)} chunks; it is cut. Pass the arrays.")
     is_tree = isinstance(data, dict | tuple) or not isinstance(data, list) and not jax.tree_util.all_leaves([data])
@@ -32,9 +32,9 @@ def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
     is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not is_indexed or isinstance(data, str | bytes | Mapping | type):
         raise TypeError(
-            f"jdp.{VERB}: data is a {type(data).__name__}, which has no rows that have a number; it is a tree of "
-            f"arrays, or has len and takes an index. Pass a loader or an iterable to dp.prefetch; register a dataclass "
-            f"of arrays by jax.tree_util.register_dataclass."
+            f"jdp.{VERB}: data is a {type(data).__name__}, which cannot be asked for row 7; it is a tree of arrays, or "
+            f"has len and takes an index. Pass a loader or an iterable to dp.prefetch, and register a dataclass of "
+            f"arrays (jax.tree_util.register_dataclass)."
         )
     return Rows(config, data)
 
@@ -48,9 +48,12 @@ class Columns:
         how = Cutting(own_mesh(config.mesh), config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
         self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
-        self.count = sum(self._layout.sizes) if self._layout.is_cut else 0
-        if not self.count:
-            raise ValueError(_no_rows(data))
+        if not self._layout.is_cut:
+            raise ValueError(
+                f"jdp.{VERB}: data is a {type(data).__name__} in which no array has rows; an epoch has one at least. "
+                f"Pass arrays with rows, or a list of rows."
+            )
+        self.count = _counted(data, sum(self._layout.sizes))
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
         """What a batch of these rows is read in."""
@@ -86,11 +89,9 @@ class Rows:
     """Data that is indexed. A batch has a part for each row, and is stacked of them leaf by leaf."""
 
     def __init__(self, config: Config, data: Any) -> None:
-        self._config, self._data, self.count = config, data, len(data)
+        self._config, self._data, self.count = config, data, _counted(data, len(data))
         self._like: list[Row] = []  # none before one was read
         self._lock = threading.Lock()
-        if not self.count:
-            raise ValueError(_no_rows(data))
 
     def parts(self, rows: np.ndarray) -> Sequence[int]:
         """What a batch of these rows is read in."""
@@ -186,8 +187,9 @@ def _text(kind: tuple[np.dtype, tuple[int, ...]]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _no_rows(data: Any) -> str:
-    return (
-        f"jdp.{VERB}: data is a {type(data).__name__} with 0 rows; an epoch has one at least. Pass arrays with rows, "
-        f"or a list of rows."
-    )
+def _counted(data: Any, rows: int) -> int:
+    if not rows:
+        raise ValueError(
+            f"jdp.{VERB}: data is a {type(data).__name__} with 0 rows; an epoch has one at least. Pass data with rows."
+        )
+    return rows
