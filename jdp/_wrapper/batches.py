@@ -139,6 +139,7 @@ class Batches:
         workers: int,
     ) -> None:
         self._config, self._data = config, data
+        self._cutting = Cutting(config.mesh, config.dim, VERB, "batch")
         self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
         self.start = self.taken = start
         self.per_epoch = data.count // batch_size if drop_last else -(-data.count // batch_size)
@@ -157,16 +158,16 @@ class Batches:
         return max(0, self._epochs * self.per_epoch - self.start)
 
     def __iter__(self) -> Iterator[Tree]:
-        config, mesh = self._config, self._config.mesh
+        config = self._config
         self.taken = self.start
         threads = Threads(self._workers)
         # A thread that runs on while Python ends may crash it, and one that Python waits for may never end.
         atexit.register(threads.stop, 1.0)
         try:
             read = self._read(threads)
-            if spans_processes(mesh):
+            if spans_processes(config.mesh):
                 here = (None if batch is None else self._prepared(batch, sizes) for batch, sizes in read)
-                scattered = together(here, self._prepared, mesh, self._size, VERB)
+                scattered = together(here, self._prepared, self._cutting, self._size)
             else:
                 scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
@@ -212,9 +213,8 @@ class Batches:
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
         """A batch, and what the other processes are told of it."""
-        config = self._config
-        axes = axes_of_batch(config, batch, None)
-        found = prepare(batch, Cutting(config.mesh, config.dim, VERB, "batch", axes=axes, sizes=sizes))
+        axes = axes_of_batch(self._config, batch, None)
+        found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
         assert found.outline is not None
         return found._replace(outline=(*found.outline, (f"dp.{VERB}", self._plan)))
 

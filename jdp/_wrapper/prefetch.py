@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
 from .._core.devices import own_mesh, spans_processes
@@ -73,14 +72,15 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     if not spans_processes(config.mesh):
         return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
 
+    how = Cutting(config.mesh, config.dim, "prefetch", "batch")
+
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
             raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
         inputs, nodes = take_objects(config, batch, "prefetch")
-        how = Cutting(config.mesh, config.dim, "prefetch", "batch", axes=axes_of_batch(config, batch, own))
-        return prepare(inputs, how)._replace(nodes=nodes)
+        return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, own)))._replace(nodes=nodes)
 
-    return together(map(begin, source), begin, config.mesh, size)
+    return together(map(begin, source), begin, how, size)
 
 
 def _refuse_one_batch(batches: Any) -> None:
@@ -195,11 +195,7 @@ def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -
 
 
 def together(
-    batches: Iterator[Prepared | None],
-    prepare: Callable[[Tree], Prepared],
-    mesh: Mesh,
-    size: int,
-    verb: str = "prefetch",
+    batches: Iterator[Prepared | None], prepare: Callable[[Tree], Prepared], how: Cutting, size: int
 ) -> Iterator[Tree]:
     """Scatters the batches of all processes until all have run out, with no rows of those that have.
 
@@ -207,6 +203,7 @@ def together(
     `size` batches before they need it.
     """
     last: Prepared | None = None
+    mesh, verb = how.mesh, how.verb
     told: collections.deque[tuple[Prepared | None, list[Any], Pending, Exception | None]] = collections.deque()
     failed: Exception | None = None
     while True:

@@ -48,10 +48,10 @@ def chunks(batch, n):
 
 
 CASES = {
-    "columns": reference(10, 3, 3),
-    "rows": reference(10, 3, 3),
-    "named": reference(10, drop_last=True),
-    "start": reference(10, 3, 3)[4:],
+    "columns": reference(11, 3, 3),
+    "rows": reference(11, 3, 3),
+    "named": reference(11, drop_last=True),
+    "start": reference(11, 3, 3)[4:],
     "tiny": reference(2, 1),
     "one row of columns": reference(1)[COUNT - 2 :],
 }
@@ -88,10 +88,11 @@ def test_other_arguments_on_one_process_are_an_error_on_all(job):
 
 
 def test_what_the_data_raises_on_one_process_ends_all_with_the_index(job):
-    """In the first epoch's last batch, of 3 rows, its last: it is on the last device that has any."""
+    """The last row of the second batch, which the last process has."""
     n, found = job
-    batch = CASES["rows"][2]
+    batch = CASES["rows"][1]
     (culprit,) = [p for p in range(n) if batch[-1] in chunks(batch, n)[p]]
+    assert culprit == n - 1
     for p in range(n):
         text = found[p]["bad"]
         assert f"jdp.batches: data[{batch[-1]}] raised it." in text
