@@ -99,6 +99,8 @@ ADVICE = {
     "named_parameters": ("tree_leaves_with_path", "nnx.to_flat_state"),
     "device_ids": ("dp.devices", "dp.devices"),
     "zero_grad": ("dp.value_and_grad", "dp.value_and_grad"),
+    "no_sync": ("accumulate_steps", "accumulate_steps"),
+    "join": ("dp.prefetch", "dp.prefetch"),
     "half": ("jax.tree.map", "nnx.update"),
     "float": ("jax.tree.map", "nnx.update"),
 }
@@ -178,6 +180,15 @@ def test_parameters_that_are_cut_already(refused, devices):
     # What it says, done.
     params = jdp.replicate(jax.device_get({"w": cut}), range(4))
     assert wrap(lambda p, x: x @ p["w"])(params, np.ones((8, 4))).shape == (8, 2)
+
+
+def test_parameters_that_look_stacked_for_pmap(refused):
+    """As long as there are devices, and cut along that axis: stacked copies, or the parts of one parameter."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    cut = jax.device_put(np.ones((4, 2), np.float32), NamedSharding(mesh, P("fsdp")))
+    match = r"looks replicated for jax.pmap.* x\[0\].*parts of one parameter, jdp.replicate\(jax.device_get\(params\)"
+    with refused(RuntimeError, "DataParallel", match=match):
+        wrap(lambda p, x: x @ p["w"])({"w": cut}, np.ones((8, 4)))
 
 
 def test_parameters_on_another_device(refused, devices):

@@ -172,7 +172,8 @@ def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: l
         return (
             f"jdp.{verb}: {path} has shape {x.shape} and is cut over {n} devices along its first axis: it looks "
             f"replicated for jax.pmap, one copy stacked for each device; jdp takes plain parameters. Pass "
-            f"jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate)."
+            f"jax.tree.map(lambda x: x[0], params) (flax.jax_utils.unreplicate); or, where these are no copies but the "
+            f"parts of one parameter, jdp.replicate(jax.device_get(params), devices)."
         )
     fact = (
         f"jdp.{verb}: {path}: module must have its parameters and buffers on device {primary} (device_ids[0]) but "

@@ -30,7 +30,7 @@ from .inputs import (
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, cut_along, given_sizes, pad
 from .programs import SIZES, Recent, capturing
-from .scattered import Scattered, leaf_by_leaf, on_mesh, placed
+from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
 
 def scatter(
@@ -315,6 +315,7 @@ def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scatter
 def _padded(x: Any, leaf: Leaf, n: int) -> Any:
     if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # what came scattered is padded
         return x
+    x = in_host_memory(x)
     return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
 
 

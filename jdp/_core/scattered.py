@@ -130,10 +130,22 @@ def placed(s: Scattered) -> Scattered:
         else:
             away.append(i)
     if away:
-        moved = put_all([arrays[i] for i in away], [s._layout.shardings[i] for i in away])
+        moved = put_all([in_host_memory(arrays[i]) for i in away], [s._layout.shardings[i] for i in away])
         for i, x in zip(away, moved, strict=True):
             arrays[i] = x
     return s if all(map(operator.is_, arrays, s._arrays)) else Scattered(arrays, s._layout)
+
+
+def in_host_memory(x: Any) -> Any:
+    """An array of a CPU device as numpy's, in the same memory; anything else as it is.
+
+    Of a jax array `device_put` compiles the slices that it takes, a program for each shape, which JAX never drops.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or is_key(x) or x.weak_type:
+        return x
+    (device, *more) = x.sharding.device_set
+    as_it_is = more or device.platform != "cpu" or x.dtype != jax.dtypes.canonicalize_dtype(x.dtype)
+    return x if as_it_is else np.asarray(x)
 
 
 def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:

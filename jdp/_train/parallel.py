@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import make_mesh, own_mesh
 from .._core.gather import join
-from .._core.inputs import STACKED, axes_of, classify, name_of, no_further
+from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
@@ -348,9 +348,20 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
         whole = _with_objects({**donated, **held.others})
         args = [whole.get(p, x) for p, x in enumerate(args)]
         if held.graph is None:
-            return step_fn(*args, **kwargs), None
+            return _only_arrays(step_fn(*args, **kwargs)), None
         nodes = own_nodes(held.graph, [enter(held, signature.axis_name).variables])
         args, kwargs = put_nodes((args, kwargs), nodes)
-        return step_fn(*args, **kwargs), nnx.state(nodes)
+        return _only_arrays(step_fn(*args, **kwargs)), nnx.state(nodes)
 
     return run
+
+
+def _only_arrays(out: Any) -> Any:
+    """What a step returned; a `TypeError` for what no device can hold."""
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        if not is_array(x) and not isinstance(x, bool | int | float | complex):
+            raise TypeError(
+                f"jdp.{VERB}: output{jax.tree_util.keystr(path)} is a {type(x).__name__}; the results of a step are "
+                f"arrays and numbers, for they come from all replicas. Return jnp.asarray(x), or leave it out."
+            )
+    return out

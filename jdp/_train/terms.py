@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -138,9 +139,10 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
             if loss.ndim == 1 and rows in (None, loss.shape[0]):
                 return loss.mean()
         what = f"{loss.dtype}{list(loss.shape)} for {rows} rows"
+    pair = ", or pass has_aux=True for (loss, aux)" if verb == "value_and_grad" and isinstance(loss, tuple) else ""
     raise TypeError(
         f"jdp.{verb}: the loss is {what}; it is a real scalar (the mean over the rows), a vector with one entry per "
-        f"row, or jdp.Mean(total, count) of two scalars. Return one of these three."
+        f"row, or jdp.Mean(total, count) of two scalars. Return one of these three{pair}."
     )
 
 
@@ -235,13 +237,16 @@ class Followed:
         # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
         # well, but seldom all rows of the batch or `_MANY`.
         self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
-        if rows > 1 and any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
-            self._see(1, self._fewer)  # the limit may be less than `rows`, but it is no less than one
+        if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
+            # The limit may be `rows` or less. Without rows there is nothing to end; but not each model can do without.
+            if not self._see(0, self._fewer):
+                self._see(1, self._fewer)
 
     def _see(self, rows: int, seen: Shapes) -> bool:
         """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
         try:
-            found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
+            with warnings.catch_warnings(action="ignore"):  # of the user's own about no rows, say
+                found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
         except Exception as error:  # a model for one number of rows alone
             text = (str(error).splitlines() or [""])[0][:200]
             self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
@@ -266,12 +271,11 @@ class Followed:
             if not any(size and size % rows == 0 for size in shape):
                 return None  # no axis can be made of rows
             return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
-        apart, seen = self._apart(index), self.seen
-        if not apart:  # a pair of rows, which follows, would be none for one row
-            apart, seen = self._apart(index, self._fewer), self._fewer
-        for others, shapes in seen:
+        apart = self._apart(index)
+        ended = set() if apart else self._apart(index, self._fewer)  # a pair of rows is none for one row, and follows
+        for others, shapes in self._fewer if ended else self.seen:
             other = shapes[index]
-            if len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+            if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
                 return f"{list(other)} for {others} rows, which is not in proportion along one axis"
         return apart.pop() if apart else None
 

@@ -36,6 +36,14 @@ INSTEAD = {
         "a gradient is what a function returns, and nothing adds up",
         *["Call dp.value_and_grad(loss_fn)"] * 2,
     ),
+    "no_sync": (
+        "gradients are summed once a step, after all microbatches",
+        *["Call dp.train_step(..., accumulate_steps=n)"] * 2,
+    ),
+    "join": (
+        "chunks and the batches of processes may differ in size",
+        *["Loop over dp.prefetch(loader), which goes on until all processes have run out"] * 2,
+    ),
     "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
 }
 """For each what is so in JAX, and what to do: with Linen and functions, and with NNX."""

@@ -135,6 +135,20 @@ def test_a_module_that_somebody_has_is_compiled_once(compilations):
     assert compilations() == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_scattering_jax_arrays_compiles_nothing(compilations, dtype):
+    """JAX keeps a program for the slices of each shape, for ever: on CPU devices they are taken by numpy."""
+    batches = [jax.device_put(np.arange(2.0 * rows).reshape(rows, 2).astype(jnp.dtype(dtype))) for rows in range(1, 9)]
+    compilations()
+    found = [jdp.scatter({"x": x}, devices=range(3)) for x in batches]
+    assert compilations() == 0
+    for x, s in zip(batches, found, strict=True):
+        parts = [np.asarray(s[i]["x"]) for i in range(len(s))]
+        np.testing.assert_array_equal(np.concatenate(parts), np.asarray(x))
+        x.delete()  # what was scattered does not depend on it
+        np.testing.assert_array_equal(np.asarray(s[0]["x"]), parts[0])
+
+
 DOORS = ["apply", "value_and_grad", "train_step", "parallel"]
 SCRIPT = """
 import jdp; jdp.virtual_cpu_devices(2)

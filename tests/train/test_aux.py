@@ -2,6 +2,7 @@
 chance decide nothing."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -79,6 +80,41 @@ def test_what_stands_beside_the_loss_is_that_of_one_device(leaves, n, rows, step
         _, got = step(step.init({"params": W}), batch)
         got_loss = got.pop("loss")
     close((got_loss, got), (loss, plain(want)))
+
+
+# What ends at a number of rows, or is padded to one: `k` is often the rows of a chunk or of a microbatch.
+ENDS = {
+    "first": lambda k, w, x: (w * x)[:k],
+    "first of pairs": lambda k, w, x: (w * x).reshape(-1, 2)[:k],
+    "last": lambda k, w, x: (w * x)[-k:],
+    "at most": lambda k, w, x: jnp.zeros((min(k, len(x)),)),
+    "at least": lambda k, w, x: jnp.zeros((max(k, len(x)),)).at[: len(x)].set(w * x[:, 0]),
+    "every": lambda k, w, x: (w * x)[::k],
+    "more": lambda k, w, x: jnp.concatenate([jnp.ones((k, 4)), w * x]),
+}
+
+
+@examples(100)
+@given(
+    kind=st.sampled_from(sorted(ENDS)),
+    k=st.integers(1, 9),
+    n=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.integers(1, 16),
+    steps=st.integers(1, 2),
+)
+def test_what_ends_is_that_of_one_device_or_refused(kind, k, n, rows, steps):
+    x = np.random.RandomState(rows).randn(rows, 4).astype(np.float32)
+
+    def measured(w, x):
+        return jnp.mean(w * x), ENDS[kind](k, w, x)
+
+    # On one replica and in one microbatch it is what the function returned.
+    try:
+        (_, got), _ = wrapper(n).value_and_grad(measured, has_aux=True, accumulate_steps=steps)(W, x)
+    except TypeError as error:
+        assert re.search(r"aux is .* rows.*Return jdp\.Mean", str(error))
+        return
+    close(got, measured(W, x)[1])
 
 
 # --- the cases that this came from ---
@@ -209,7 +245,9 @@ def of_the_first(count):
 
 
 UNKNOWN = [
-    (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and \[1, 2\] for 1 rows"),
+    (of_the_first(1), r"\['a'\] is float32\[1, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
+    (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
+    (of_the_first(4), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
     (of_the_first(6), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[6, 2\] for 8 rows"),
     (of_the_first(64), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[64, 2\] for 132 rows"),
     (square, r"\['a'\] is float32\[4, 4\] for 4 rows, and \[8, 8\] for 8 rows"),

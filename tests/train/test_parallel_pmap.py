@@ -309,3 +309,9 @@ def test_ordered_effects_are_refused_at_every_door(rows, refused):
 def test_one_device_keeps_the_order(capfd):
     one = jdp.DataParallel(lambda w, x: (jax.debug.print("{}", x.sum(), ordered=True), x)[1], devices=[0])
     np.testing.assert_array_equal(one(W, X), X)
+
+
+@pytest.mark.parametrize("out, what", [("text", "str"), ({1, 2}, "set"), (np.array("text"), "ndarray")])
+def test_results_that_no_device_holds_are_named(refused, out, what):
+    with refused(TypeError, "parallel", match=rf"output\[1\]\['a'\] is a {what}; .* Return jnp.asarray\(x\)"):
+        DP.parallel(lambda w, x: (w, {"a": out}))(W, X)

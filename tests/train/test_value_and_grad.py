@@ -1038,7 +1038,7 @@ LOSSES = {
     "complex": (lambda e, n: e.sum() * 1j, r"complex64\[\] for 5 rows; it is a " + THREE),
     "a string": (lambda e, n: "loss", "the loss is str; it is a " + THREE),
     "None": (lambda e, n: None, "the loss is NoneType; it is a " + THREE),
-    "a pair": (lambda e, n: (e.mean(), e), "the loss is tuple; it is a " + THREE),
+    "a pair": (lambda e, n: (e.mean(), e), "the loss is tuple; it is a " + THREE + ".*, or pass has_aux=True"),
     "a vector of totals": (lambda e, n: jdp.Mean(e, n), r"jdp\.Mean of float32\[5\] and int32\[\]; it is a " + THREE),
     "counts": (lambda e, n: jdp.Mean(e.sum(), e), r"jdp\.Mean of float32\[\] and float32\[5\]; it is a " + THREE),
     "hits": (lambda e, n: jdp.Mean(jnp.sum(e > 0), n), r"jdp\.Mean of int32\[\] and int32\[\]; it is a " + THREE),
