@@ -451,3 +451,34 @@ def test_a_row_that_is_never_read_holds_no_exit_up(how):
         worker.kill()
     assert worker.returncode == {"its end": 0, "Ctrl-C": -signal.SIGINT, "sys.exit": 7}[how], errors
     assert ("KeyboardInterrupt" in errors) == (how == "Ctrl-C")
+
+
+# ---- the page about it
+
+
+PROGRAM, BAR = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "batches.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_program_of_the_page_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jdp.distributed, "initialize", lambda: None)
+    save, rows = jdp.Checkpointer.save, []
+
+    def stop(self, number, state, data):
+        assert number == data
+        rows.append(number)
+        if len(rows) == 30:
+            raise KeyboardInterrupt
+        return save(self, number, state, data)
+
+    monkeypatch.setattr(jdp.Checkpointer, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        exec(compile(PROGRAM, "batches.md", "exec"), {})
+    first = capsys.readouterr().out
+    names = {}
+    exec(compile(PROGRAM, "batches.md", "exec"), names)
+    assert rows == [*range(1, 31), *range(21, 81)]  # a checkpoint every 20
+    assert [line.split(":")[0] for line in first.splitlines()] == ["epoch 1"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"epoch {k}" for k in range(2, 6)]
+    assert int(names["state"].step) == 80
+    exec(compile(BAR, "batches.md", "exec"), names)
