@@ -281,7 +281,7 @@ def without_rows(outline: Outline, verb: str) -> Tree:
         if isinstance(part, str):
             raise DesyncError(
                 f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others are of type "
-                f"{part}; it cannot make an empty one of that type. Yield one batch of no rows there, or use dicts."
+                f"{part}; it cannot make an empty one of that type. Use dicts, or yield one batch of no rows there."
             )
         ((kind, children),) = part.items()
         if kind == "dict":

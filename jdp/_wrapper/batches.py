@@ -166,8 +166,8 @@ class Batches:
         try:
             read = self._read(threads)
             if spans_processes(config.mesh):
-                here = (None if batch is None else self._prepared(batch, sizes) for batch, sizes in read)
-                scattered = together(here, self._prepared, self._cutting, self._size)
+                own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
+                scattered = together(own, self._prepared, self._cutting, self._size)
             else:
                 scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
@@ -182,14 +182,13 @@ class Batches:
     def _read(self, threads: Threads) -> Iterator[tuple[Tree, Sequence[int]]]:
         """This process's rows of each batch (None if it has none), and how many each of its replicas has of them."""
         own = map(self._own, self._rows())
-        reading: collections.deque[tuple[Reading, Sequence[int]]] = collections.deque()
+        reading: collections.deque[Reading] = collections.deque()
         while True:
             for rows, sizes in itertools.islice(own, 1 + max(1, self._size) - len(reading)):
-                reading.append((Reading(self._data, rows, threads), sizes))
+                reading.append(Reading(self._data, rows, sizes, threads))
             if not reading:
                 return
-            batch, sizes = reading.popleft()
-            yield batch.result(), sizes
+            yield reading.popleft().result()
 
     def _rows(self) -> Iterator[np.ndarray]:
         """The rows of each batch, of all processes."""
@@ -228,8 +227,8 @@ def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
 class Reading:
     """A batch that is being read, part by part, by whichever thread comes; the last one makes the batch of them."""
 
-    def __init__(self, data: Columns | Rows, rows: np.ndarray, threads: Threads) -> None:
-        self._data = data
+    def __init__(self, data: Columns | Rows, rows: np.ndarray, sizes: Sequence[int], threads: Threads) -> None:
+        self._data, self._sizes = data, sizes
         self._parts: Sequence[Any] = data.parts(rows)
         self._values: list[Any] = [None] * len(self._parts)
         self._left, self._lock = len(self._parts), threading.Lock()
@@ -239,9 +238,9 @@ class Reading:
         for i in range(len(self._parts)):
             threads.do(self._read, i)
 
-    def result(self) -> Tree:
-        """The batch, once it is there; of several parts that failed the first one's exception."""
-        return self._batch.result()
+    def result(self) -> tuple[Tree, Sequence[int]]:
+        """The batch, once it is there, and its sizes; of several parts that failed the first one's exception."""
+        return self._batch.result(), self._sizes
 
     def _read(self, i: int) -> None:
         try:
