@@ -38,6 +38,9 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     out, with batches of no rows for those that have. The processes tell each other of a batch `size` batches ahead,
     so that no step waits for it.
 
+    Data that can be indexed goes to `dp.batches`: each process reads its own rows, each row comes once, and a run goes
+    on after a restart.
+
     Args:
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
             tensors).
