@@ -316,7 +316,7 @@ MUTANTS = (
         "hashlib.sha256(repr(outline).encode())",
         "hashlib.sha256(repr(outline[:1]).encode())",
         "processes whose batches have other shapes or dtypes are taken for alike",
-        ("processes/test_faults_processes.py::test_other_shapes",),
+        ("processes/test_processes.py::test_refused",),
     ),
     Mutant(
         "job-of-one",
