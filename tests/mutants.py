@@ -260,6 +260,14 @@ MUTANTS = (
         "a batch that waits changes when the loader uses its buffer again",
         ("wrapper/test_prefetch.py::test_a_loader_may_use_its_buffer_again",),
     ),
+    Mutant(
+        "same-order-in-each-epoch",
+        "jdp/_wrapper/batches.py",
+        "PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)",
+        "PCG64(np.random.SeedSequence(seed))).permutation(count)",
+        "the rows come in the same order in each epoch",
+        ("wrapper/test_batches.py::test_every_row_once_an_epoch_in_the_order_of_numpy",),
+    ),
     # ------------------------------------------------------------------------------------------------------ model
     Mutant(
         "state-of-the-primary",
