@@ -13,7 +13,6 @@ all test rows, and a picture of the learning curve and of the digits that the mo
 
 import argparse
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from _mnist_data import MNIST, add_arguments, from_arguments
+from _mnist_data import add_arguments, from_arguments
 from _picture import picture
 from _run import Bar, machine, parse, parser, positive, rate, sha256, shares
 
@@ -58,15 +57,6 @@ class ResNet(nn.Module):
         for i in range(self.blocks):  # twice the channels and half the height and width from each to the next
             x = Block(self.width * 2**i, stride=2 if i else 1)(x, train)
         return nn.Dense(10)(x.mean(axis=(1, 2)))
-
-
-def batches(data: MNIST, size: int, seed: int, numbers: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The batches of these numbers, each a function of the seed and its number: a run can begin at any of them."""
-    rows = len(data.train_labels)
-    for number in numbers:
-        epoch, place = divmod(number, -(-rows // size))
-        order = np.random.default_rng((seed, epoch)).permutation(rows)[place * size : (place + 1) * size]
-        yield data.train_images[order], data.train_labels[order]
 
 
 def arguments() -> argparse.Namespace:
@@ -138,22 +128,23 @@ def main() -> None:
         print(f"going on  after step {done} of {steps}, from {args.checkpoint_dir}")
 
     with Bar(steps, "images", losses[:done]) as bar:
-        todo = range(done, steps)
-        for number, batch in zip(todo, dp.prefetch(batches(data, args.batch_size, args.seed, todo)), strict=True):
+        train = data.train_images, data.train_labels
+        batches = dp.batches(train, args.batch_size, seed=args.seed, epochs=args.epochs, start=done)
+        for number, batch in enumerate(batches, done + 1):
             state, metrics = step(state, batch)
             bar.step(metrics["loss"], sum(batch[0].sizes))
-            epoch, rest = divmod(number + 1, per_epoch)
+            epoch, rest = divmod(number, per_epoch)
             if not rest:
                 bar.pause()
                 accuracies[epoch - 1] = accuracy = np.mean(predict(state) == data.test_labels)
                 loss = np.mean(bar.losses[-per_epoch:])
                 bar.print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {bar.rate()}")
-            if manager and ((number + 1) % args.save_every == 0 or number + 1 == steps):
+            if manager and (number % args.save_every == 0 or number == steps):
                 bar.pause()
-                losses[: number + 1] = bar.losses
+                losses[:number] = bar.losses
                 run = ocp.args.StandardSave({"state": state, "losses": losses, "accuracies": accuracies})
                 # Copies the state, then writes while the next steps run.
-                manager.save(number + 1, args=ocp.args.Composite(run=run, settings=ocp.args.JsonSave(settings)))
+                manager.save(number, args=ocp.args.Composite(run=run, settings=ocp.args.JsonSave(settings)))
     if manager:
         manager.close()  # waits for the last one
 

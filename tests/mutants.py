@@ -260,6 +260,14 @@ MUTANTS = (
         "a batch that waits changes when the loader uses its buffer again",
         ("wrapper/test_prefetch.py::test_a_loader_may_use_its_buffer_again",),
     ),
+    Mutant(
+        "same-order-in-each-epoch",
+        "jdp/_wrapper/batches.py",
+        "PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)",
+        "PCG64(np.random.SeedSequence(seed))).permutation(count)",
+        "the rows come in the same order in each epoch",
+        ("wrapper/test_batches.py::test_every_row_once_an_epoch_in_the_order_of_numpy",),
+    ),
     # ------------------------------------------------------------------------------------------------------ model
     Mutant(
         "state-of-the-primary",
@@ -308,7 +316,7 @@ MUTANTS = (
         "hashlib.sha256(repr(outline).encode())",
         "hashlib.sha256(repr(outline[:1]).encode())",
         "processes whose batches have other shapes or dtypes are taken for alike",
-        ("processes/test_faults_processes.py::test_other_shapes",),
+        ("processes/test_processes.py::test_refused",),
     ),
     Mutant(
         "job-of-one",

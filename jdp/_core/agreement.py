@@ -99,7 +99,7 @@ def finish(pending: Pending) -> Agreed:
     batches = {p: tuple(words[replicas_of(mesh, p)[0], 2:4].tolist()) for p in processes_of(mesh)}
     if _FAILED in batches.values():
         failure = pending.failure
-        texts = call.tell("" if failure is None else f"{type(failure).__name__}: {failure}"[:500], seconds)
+        texts = call.tell("" if failure is None else _text_of(failure), seconds)
         process = next(p for p, batch in batches.items() if batch == _FAILED)
         raise DesyncError(
             f"jdp.{call.what}: process {process} has no batch, but an error ({texts[process]}); all processes make the "
@@ -120,6 +120,12 @@ def finish(pending: Pending) -> Agreed:
         if batches[here] == _NEVER_A_BATCH:
             outline = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
     return Agreed(sizes, not having, outline)
+
+
+def _text_of(failure: Exception) -> str:
+    """What the others are told of a failure, with jdp's own notes: which row it was."""
+    notes = [note for note in getattr(failure, "__notes__", ()) if note.startswith("jdp.")]
+    return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])
 
 
 def _read(pending: Pending) -> np.ndarray:
@@ -275,7 +281,7 @@ def without_rows(outline: Outline, verb: str) -> Tree:
         if isinstance(part, str):
             raise DesyncError(
                 f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others are of type "
-                f"{part}; it cannot make an empty one of that type. Yield one batch of no rows there, or use dicts."
+                f"{part}; it cannot make an empty one of that type. Use dicts, or yield one batch of no rows there."
             )
         ((kind, children),) = part.items()
         if kind == "dict":

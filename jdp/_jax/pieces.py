@@ -1,9 +1,10 @@
 """Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
 
 A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it: the backward
-pass gathers the piece again. Of what it has computed, products, convolutions, random numbers and the like are kept, and
-what is made of them element by element is made again. What a scan runs over is gathered in its body, an iteration at a
-time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+pass gathers the piece again. Of what it has computed, products with parameters, convolutions, random numbers and the
+like are kept; what is made of them element by element, and products of rows with each other, are made again. What a
+scan runs over is gathered in its body, an iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP"
+(2023).
 """
 
 from __future__ import annotations
@@ -188,7 +189,8 @@ _CHEAP = set(
 
 
 def _keeps(piece: _Piece) -> Callable[..., bool]:
-    """What is kept for the backward pass: not what the piece gathers, what another view of that may be, or is `_CHEAP`.
+    """What is kept for the backward pass: not what the piece gathers, what another view of that may be, a product of
+    rows with each other, or what is `_CHEAP`.
 
     Of a value only the shape is known: an activation of as many elements as a parameter is made again, too. What is
     printed, or given to a callback, is kept: JAX would print it once more when it is made again.
@@ -196,9 +198,12 @@ def _keeps(piece: _Piece) -> Callable[..., bool]:
     sizes = {view.source.aval.size for view in piece.gathered.values()}
     cheap = () if any(eqn.effects for eqn in piece.eqns) else _CHEAP
 
-    def keeps(primitive: Any, *avals: Any, **_: Any) -> bool:
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         is_view = primitive.name in _SEEN and avals[0].size in sizes
-        return not is_view and primitive.name != "all_gather" and primitive.name not in cheap
+        # A product of each row with itself, as attention's scores are, is as large as it is quickly made.
+        is_batched = primitive.name == "dot_general" and bool(params["dimension_numbers"][1][0])
+        of_rows = is_batched and not any(x.size in sizes for x in avals)
+        return not is_view and not of_rows and primitive.name != "all_gather" and primitive.name not in cheap
 
     return keeps
 

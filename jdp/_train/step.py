@@ -96,7 +96,8 @@ def train_step(
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
             the memory of one; fewer where a chunk has fewer rows.
         shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
-            tells what could be cut.
+            tells what could be cut. The new parameters are gathered at the end of the step, where little is left to
+            compute meanwhile; `shard_params` with `gather_once` gathers them while the next forward pass runs.
         shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
             Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
             32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with

@@ -3,6 +3,8 @@
     data_parallel.py  the class, whose body is its table of contents; begin at `apply`
     calls.py          a call like one that ran before goes straight to its program
     prefetch.py       the next batches are scattered while the current one is worked on
+    batches.py        data that can be indexed, in batches: every row once an epoch
+    rows.py           such data: a tree of arrays, or rows that are stacked
     torch_names.py    names of torch's that it lacks, and what to call instead
     functional.py     `jdp.data_parallel`, the class in one call
 

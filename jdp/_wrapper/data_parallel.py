@@ -26,6 +26,7 @@ from .._model.nnx import Held
 from .._train.parallel import parallel
 from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
+from .batches import batches
 from .calls import remember, run_known
 from .prefetch import prefetch
 from .torch_names import INSTEAD
@@ -266,6 +267,7 @@ class DataParallel(nnx.Module, Generic[M]):
     train_step = train_step
     parallel = parallel
     prefetch = prefetch
+    batches = batches
 
     def check_replicas(self, tree: Tree = None) -> None:
         """Compares the replicas of a tree bit for bit, in the devices: each leaf is one value.

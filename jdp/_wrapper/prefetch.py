@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
 from .._core.devices import own_mesh, spans_processes
@@ -37,6 +37,9 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
     out, with batches of no rows for those that have. The processes tell each other of a batch `size` batches ahead,
     so that no step waits for it.
+
+    Data that can be indexed goes to `dp.batches`: each process reads its own rows, each row comes once, and a run goes
+    on after a restart.
 
     Args:
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
@@ -70,16 +73,17 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
 
     source = map(host, batches)
     if not spans_processes(config.mesh):
-        return _ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
+        return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
+
+    how = Cutting(config.mesh, config.dim, "prefetch", "batch")
 
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
             raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
         inputs, nodes = take_objects(config, batch, "prefetch")
-        how = Cutting(config.mesh, config.dim, "prefetch", "batch", axes=axes_of_batch(config, batch, own))
-        return prepare(inputs, how)._replace(nodes=nodes)
+        return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, own)))._replace(nodes=nodes)
 
-    return _together(source, begin, config.mesh, size)
+    return together(map(begin, source), begin, how, size)
 
 
 def _refuse_one_batch(batches: Any) -> None:
@@ -120,9 +124,9 @@ def _on_host(batches: Any) -> Callable[[Any], Any]:
     def convert(x: Any) -> Any:
         if isinstance(x, np.ndarray):
             return _copy(x)
-        if not _is_tensor(x):
+        if not is_tensor(x):
             return x
-        array = _numpy(x)
+        array = numpy_of(x, "prefetch")
         return array if fresh or x.device.type != "cpu" else _copy(array)
 
     return convert
@@ -132,32 +136,38 @@ def _copy(x: np.ndarray) -> np.ndarray:
     """A copy that begins where XLA wants it to, so that a CPU device takes it as it is."""
     if x.dtype.hasobject:
         return x.copy()
-    memory = np.empty(x.nbytes + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy = aligned(x.shape, x.dtype)
     copy[...] = x
     return copy
+
+
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """New memory for an array of numbers, that begins where XLA wants it to."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 _ALIGNED = 64  # bytes
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, ARRAYS) or _is_tensor(x)
+    return isinstance(x, ARRAYS) or is_tensor(x)
 
 
-def _is_tensor(x: Any) -> bool:
+def is_tensor(x: Any) -> bool:
     torch = sys.modules.get("torch")  # who has a tensor has imported it
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def _numpy(tensor: Any) -> np.ndarray:
+def numpy_of(tensor: Any, verb: str) -> np.ndarray:
     """A torch tensor as a numpy array, in the same memory where that is the host's."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(
-            f"jdp.prefetch: a batch holds a torch tensor of shape {tuple(tensor.shape)} and layout {tensor.layout}; "
-            f"its buffers have no rows. Pass tensor.to_dense()."
+            f"jdp.{verb}: a torch tensor has shape {tuple(tensor.shape)} and layout {tensor.layout}; its buffers have "
+            f"no rows. Pass tensor.to_dense()."
         )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
@@ -167,44 +177,48 @@ def _numpy(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-def _ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
+def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
     """Yields `scatter(batch)` for each batch, in order, with `size` batches on the devices ahead."""
     # No thread: JAX's transfers are asynchronous already, so that a queue of started ones is all it
     # takes, and there is nothing to leak or to join when the consumer stops early.
     source = iter(batches)  # the caller's own, if it is an iterator: left open, to go on with
-    ahead: collections.deque[Tree] = collections.deque()
+    waiting: collections.deque[Tree] = collections.deque()
     failed: Exception | None = None
     while True:
         try:
             if failed is None:
-                ahead.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(ahead)))
+                waiting.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(waiting)))
         except Exception as error:  # it comes after the batches before it
             failed = error
-        if not ahead:
+        if not waiting:
             break
-        yield ahead.popleft()
+        yield waiting.popleft()
     if failed is not None:
         raise failed
 
 
-def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh: Mesh, size: int) -> Iterator[Tree]:
+def together(
+    batches: Iterator[Prepared | None], prepare: Callable[[Tree], Prepared], how: Cutting, size: int
+) -> Iterator[Tree]:
     """Scatters the batches of all processes until all have run out, with no rows of those that have.
 
-    They tell each other of a batch, and put it on their devices, `size` batches before they need it.
+    None is a batch of which this process has no rows. They tell each other of a batch, and put it on their devices,
+    `size` batches before they need it.
     """
     last: Prepared | None = None
+    mesh, verb = how.mesh, how.verb
     told: collections.deque[tuple[Prepared | None, list[Any], Pending, Exception | None]] = collections.deque()
     failed: Exception | None = None
     while True:
         while len(told) <= size:  # also after a failure, for the others still do
             batch = None  # this process has run out
             try:
-                batch = None if failed is not None else next(map(prepare, batches), None)
+                batch = None if failed is not None else next(batches, None)
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.rows
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
-            pending = begin(mesh, "prefetch", rows, outline, failed, never)
+            pending = begin(mesh, verb, rows, outline, failed, never)
             told.append((batch, [] if batch is None else put_early(batch), pending, failed))
         batch, arrays, pending, mine = told.popleft()
         try:
@@ -216,7 +230,7 @@ def _together(batches: Iterator[Tree], prepare: Callable[[Tree], Prepared], mesh
         if agreed.is_over:
             return
         if batch is None:
-            batch = prepare(without_rows(agreed.outline, "prefetch")) if last is None else _without_rows(last)
+            batch = prepare(without_rows(agreed.outline, verb)) if last is None else _without_rows(last)
             arrays = batch.arrays
         last = batch
         s = filled(arrays, layout_of_all(batch.layout, mesh, agreed.sizes))

@@ -484,6 +484,43 @@ def run(dp, begin, step):
     note("end", state=hexes(nnx.state(state) if isinstance(state, tuple) else state))
 
 
+class Rows:
+    """What `case_every_row` trains on: 50 rows, of which one is no number; their features, and which they are."""
+
+    count, bad, size, epochs, seed = 50, 17, 8, 3, 7
+    x = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        x = np.full(4, np.nan, np.float32) if i == self.bad else self.x[i]
+        return {"x": x, "y": np.sin(self.x[i].sum(keepdims=True)), "row": i}
+
+
+def case_every_row():
+    """Goes on from the last checkpoint, and logs its own rows; FOLDER/run.json has which run it is, who is killed when.
+
+    The step that meets the bad row is skipped: the optimizer's steps are not the batches that were taken.
+    """
+    plan = json.loads((folder() / "run.json").read_text())
+    dp = jdp.DataParallel(linear)
+    step = dp.train_step(lambda v, b: (mse(v, b), {"rows": b["row"]}), optax.sgd(0.1), skip_nonfinite=True)
+    with jdp.Checkpointer(folder() / "run", every=2) as checkpointer:
+        state, taken = checkpointer.restore(step.init(variables()))
+        note("from", run=plan["run"], taken=taken or 0)
+        batches = dp.batches(Rows(), Rows.size, seed=Rows.seed, epochs=Rows.epochs, start=taken or 0)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            rows = np.asarray(metrics["rows"]).tolist()
+            note("rows", run=plan["run"], taken=batches.taken, rows=rows, skipped=bool(metrics["skipped"]))
+            if plan["kill"] == [HERE, batches.taken]:
+                note("fault", run=plan["run"])
+                kill_myself()
+            checkpointer.save(batches.taken, state, data=batches.taken)
+    note("end", taken=batches.taken, step=int(state.step), params=[x.tolist() for x in jax.tree.leaves(state.params)])
+
+
 def before_it_starts():
     """What goes wrong before the processes know each other."""
     case = sys.argv[2]

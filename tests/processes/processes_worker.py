@@ -565,6 +565,8 @@ def case_refused():
             )
         ),
         "rows": text_of(lambda: dp.value_and_grad(mse)(v, {"x": X[:0], "y": Y[:0]})),
+        "features": text_of(lambda: jdp.scatter({"x": X[MINE, : 4 + P]})),
+        "dtypes": text_of(lambda: jdp.scatter({"x": X[MINE].astype(np.float32 if P else np.int32)})),
     }
 
 

@@ -714,3 +714,56 @@ def test_restart_is_exact(start, row, tmp_path, case, count):
         lost = f"steps {first['k']} to {k} are made again, to the last bit"
         said = bad.said().splitlines()[1 + attempt]
         row(f"kill -9 of rank {rank} at step {k}, {case}", bad, seconds, lost, said=said)
+
+
+# ---- every row once
+
+
+def undisturbed():
+    """The rows of each batch, and the parameters in the end, of one device by plain numpy and optax."""
+    rows, tx, v = worker.Rows(), optax.sgd(0.1), worker.variables()
+    orders = [np.random.default_rng([rows.seed, epoch]).permutation(rows.count) for epoch in range(rows.epochs)]
+    batches = [order[k : k + rows.size].tolist() for order in orders for k in range(0, rows.count, rows.size)]
+    params, state = v["params"], tx.init(v["params"])
+    for batch in batches:
+        if rows.bad not in batch:
+            x = rows.x[batch]
+            data = {"x": x, "y": np.sin(x.sum(-1, keepdims=True))}
+            grads = jax.grad(lambda p, data=data: worker.mse({"params": p}, data))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    return batches, params
+
+
+def test_every_row_once_with_other_numbers_of_processes(start, row, tmp_path):
+    """1, 4, 2 and 3 processes, each killed in the middle of an epoch: as if there had been one run."""
+    batches, params = undisturbed()
+    runs = [(1, [0, 5]), (4, [2, 10]), (2, [1, 17]), (3, None)]  # how many, and who is killed after which batch
+    folder = tmp_path / "job"
+    for number, (count, kill) in enumerate(runs):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_text(json.dumps({"run": number, "kill": kill}))
+        job = start("every_row", folder=folder, options=["-n", str(count)])
+        if kill:
+            job.wait("fault", run=number)
+            job.ended(STUCK, since=job.wait("fault", run=number)["time"])
+        else:
+            job.wait("end", count=count)
+            assert job.processes["launcher"].wait(timeout=START) == 0, str(job)
+    began = [job.wait("from", run=number)["taken"] for number in range(len(runs))]
+    assert began[0] == 0 and all(0 < at < kill[1] for at, (_, kill) in zip(began[1:], runs, strict=False))
+    trained = []
+    for number, (count, _) in enumerate(runs):
+        until = [*began, len(batches)][number + 1]  # what came after the last checkpoint is cut
+        for taken in range(began[number] + 1, until + 1):
+            notes = sorted(job.notes("rows", run=number, taken=taken), key=lambda note: note["rank"])
+            assert [note["rank"] for note in notes] == list(range(count))
+            trained.append(sum((note["rows"] for note in notes), []))
+            assert {note["skipped"] for note in notes} == {worker.Rows.bad in trained[-1]}
+    assert trained == batches
+    for end in job.notes("end"):
+        assert end["taken"] == len(batches) == 21 and end["step"] == 18
+        for found, expected in zip(end["params"], jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+    lost = f"batches {began[1] + 1} to 5, {began[2] + 1} to 10 and {began[3] + 1} to 17 are trained on again"
+    row("kill -9 in mid-epoch, 1 -> 4 -> 2 -> 3 processes", job, 0.0, lost, said="no row twice, none left out")

@@ -566,6 +566,11 @@ def test_refused(found):
         assert f"process {process} has none among them" in result["scatter"]
         assert "runs a collective" in result["uneven_collectives"] and "(5, 4, 3, 2)" in result["uneven_collectives"]
         assert "the batch has 0 rows" in result["rows"]
+        differ = "DesyncError: jdp.scatter: the processes' batches differ: inputs['x']: "
+        one, other = "process 0 has float32[*, 4]", "process 1 has float32[*, 5]"
+        assert result["features"].startswith(differ) and f"{one}; {other}" in result["features"], result["features"]
+        one, other = "process 0 has int32[*, 5]", "process 1 has float32[*, 5]"
+        assert result["dtypes"].startswith(differ) and f"{one}; {other}" in result["dtypes"], result["dtypes"]
 
 
 @pytest.mark.full

@@ -35,7 +35,7 @@ NAMES = [
     "virtual_cpu_devices",
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
-METHODS += ["value_and_grad", "grad", "train_step", "parallel", "check_replicas"]
+METHODS += ["value_and_grad", "grad", "train_step", "parallel", "check_replicas", "batches"]
 PUBLIC_MODULES = {"distributed.py": ["DesyncError", "initialize"], "__main__.py": ["main"]}
 
 

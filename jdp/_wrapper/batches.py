@@ -1,0 +1,297 @@
+"""batches cuts data that can be indexed into batches: every row once an epoch, on any number of devices."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import itertools
+import operator
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from .._core.devices import own_replicas, spans_processes
+from .._core.layout import Tree, chunk_sizes
+from .._core.scatter import Cutting, Prepared, prepare
+from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of
+from .prefetch import ahead, together
+from .rows import VERB, Columns, Rows, columns_or_rows
+
+
+def batches(
+    dp: Wrapper,
+    data: Any,
+    batch_size: int,
+    *,
+    seed: int | None = None,
+    start: int = 0,
+    epochs: int | None = 1,
+    drop_last: bool = False,
+    size: int = 2,
+    workers: int = 1,
+) -> Batches:
+    """The batches of data that can be indexed: every row once an epoch, whatever the devices and the processes are.
+
+    It yields what `dp.prefetch` yields: the containers of the data, or of a row, with a `jdp.Scattered` for each
+    array, `size` batches ahead. Of several processes each passes the same arguments, and reads only the rows of its
+    own chunks (`jdp.chunk_sizes` of the whole batch); it learns the shapes of a batch without such from the others.
+
+    Without a seed the rows come in the order of the data. With one, those of epoch 0, 1, ... come in the order
+    `np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)`, and nothing else
+    has a part in it. (A later numpy may draw another permutation: keep its version in a run that is to go on.)
+
+    To go on after a restart, save `batches.taken` and pass it as `start`. It counts the batches that the loop has
+    taken, over all epochs; `state.step` does not count those that `skip_nonfinite` has skipped. No row is read again
+    to get there, and the number of processes may be another; `batch_size` and `drop_last` must stay.
+
+        with jdp.Checkpointer("run", every=100) as checkpointer:
+            state, taken = checkpointer.restore(step.init(variables))
+            batches = dp.batches(data, 256, seed=0, epochs=10, start=taken or 0)
+            for batch in batches:
+                state, metrics = step(state, batch)
+                checkpointer.save(batches.taken, state, data=batches.taken)
+
+    Args:
+        data: a tree of arrays (one array, or a dict, tuple, NamedTuple or registered dataclass of numpy or jax arrays
+            or torch tensors), which is cut along its rows as a batch is, by the `in_axes` and `dim` of the wrapper. Or
+            rows: a list, a map-style `Dataset` of torch, one of Hugging Face's `datasets`, or whatever has `len` and
+            takes an index. A row is a number, array or tensor, or a tree of them; a list of numbers in it is an array.
+            All rows have one shape and dtype, and are stacked leaf by leaf.
+        batch_size: rows in a batch, over all devices of all processes.
+        seed: shuffles the rows, anew in each epoch; None keeps their order.
+        start: how many batches were taken already, in all epochs. From the end on there are none.
+        epochs: how often each row comes; None never ends.
+        drop_last: leaves out the last batch of each epoch where it has fewer rows.
+        size: how many batches are on the devices ahead of the one in use; as many again, or one, are read ahead.
+        workers: threads that read rows; with several the data is indexed by several at once. They end with the loop.
+
+    Returns:
+        What can be iterated over, each time from `start` on, and has a length: the batches from there to the end.
+        `taken` is `start` and the batches that the loop has taken, `per_epoch` the batches of an epoch.
+
+    Raises:
+        ValueError: the data has no rows, or arrays with different numbers of rows; a number is out of its range;
+            `drop_last`, and an epoch has no batch. In its turn, a row unlike the first one; it is named.
+        TypeError: `data` can't be indexed, or has no length; a row holds something else.
+        DesyncError: the processes passed different arguments, or one of them has failed. What `data` raises ends all
+            processes; a note has the row's index.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x, y: w * x + y, devices=[0])
+        >>> data = np.arange(5.0), np.ones(5)
+        >>> batches = dp.batches(data, 2, epochs=2, start=1)
+        >>> len(batches), [dp(2.0, x, y).tolist() for x, y in batches]
+        (5, [[5.0, 7.0], [9.0], [1.0, 3.0], [5.0, 7.0], [9.0]])
+        >>> batches.taken, batches.per_epoch
+        (6, 3)
+
+    Source: `DataLoader` and `DistributedSampler` in torch/utils/data, which pads the last batch with rows seen before.
+    """
+    return Batches(
+        dp._config,
+        columns_or_rows(dp._config, data),
+        batch_size=_number("batch_size", batch_size, 1, "the rows of a batch"),
+        seed=None if seed is None else _number("seed", seed, 0, "None, or the number that the order follows from"),
+        start=_number("start", start, 0, "how many batches were taken already"),
+        epochs=None if epochs is None else _number("epochs", epochs, 0, "None, or how often each row comes"),
+        drop_last=bool(drop_last),
+        size=_number("size", size, 0, "how many batches wait ahead"),
+        workers=_number("workers", workers, 1, "how many threads read rows"),
+    )
+
+
+def _number(name: str, value: Any, least: int, what: str) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise ValueError(f"jdp.{VERB}: {name} is {value!r}; it is {what}. Pass an int, {least} or more.")
+    return number
+
+
+class Batches:
+    """What `dp.batches` gives.
+
+    Attributes:
+        per_epoch: the batches of an epoch.
+        start: the batches that were taken before.
+        taken: `start`, and the batches that the loop which took one last has taken: the `start` to go on with.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Columns | Rows,
+        *,
+        batch_size: int,
+        seed: int | None,
+        start: int,
+        epochs: int | None,
+        drop_last: bool,
+        size: int,
+        workers: int,
+    ) -> None:
+        self._config, self._data = config, data
+        self._cutting = Cutting(config.mesh, config.dim, VERB, "batch")
+        self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
+        self.start = self.taken = start
+        self.per_epoch = data.count // batch_size if drop_last else -(-data.count // batch_size)
+        if not self.per_epoch:
+            raise ValueError(
+                f"jdp.{VERB}: data has {data.count} rows, fewer than batch_size, {batch_size}, and drop_last leaves "
+                f"them out; an epoch has a batch at least. Pass drop_last=False, or a smaller batch_size."
+            )
+        # What all processes must have alike, for the order to be one.
+        self._plan = f"{data.count} rows, {batch_size=}, {seed=}, {start=}, {epochs=}, {drop_last=}"
+
+    def __len__(self) -> int:
+        """How many batches there are from `start` on."""
+        if self._epochs is None:
+            raise TypeError(f"jdp.{VERB}: epochs is None, and it never ends; it has no length. Pass epochs.")
+        return max(0, self._epochs * self.per_epoch - self.start)
+
+    def __iter__(self) -> Iterator[Tree]:
+        config = self._config
+        self.taken = self.start
+        threads = Threads(self._workers)
+        # A thread that runs on while Python ends may crash it, and one that Python waits for may never end.
+        atexit.register(threads.stop, 1.0)
+        try:
+            read = self._read(threads)
+            if spans_processes(config.mesh):
+                own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
+                scattered = together(own, self._prepared, self._cutting, self._size)
+            else:
+                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
+            yield from map(self._took, itertools.count(self.start + 1), scattered)
+        finally:
+            atexit.unregister(threads.stop)
+            threads.stop()
+
+    def _took(self, number: int, batch: Tree) -> Tree:
+        self.taken = number
+        return batch
+
+    def _read(self, threads: Threads) -> Iterator[tuple[Tree, Sequence[int]]]:
+        """This process's rows of each batch (None if it has none), and how many each of its replicas has of them."""
+        own = map(self._own, self._rows())
+        reading: collections.deque[Reading] = collections.deque()
+        while True:
+            for rows, sizes in itertools.islice(own, 1 + max(1, self._size) - len(reading)):
+                reading.append(Reading(self._data, rows, sizes, threads))
+            if not reading:
+                return
+            yield reading.popleft().result()
+
+    def _rows(self) -> Iterator[np.ndarray]:
+        """The rows of each batch, of all processes."""
+        epoch, order = None, np.arange(self._data.count)
+        numbers = itertools.count(self.start)
+        for number in numbers if self._epochs is None else itertools.islice(numbers, len(self)):
+            if self._seed is not None and epoch != number // self.per_epoch:
+                epoch = number // self.per_epoch
+                order = order_of(self._data.count, self._seed, epoch)
+            first = number % self.per_epoch * self._batch_size
+            yield order[first : first + self._batch_size]
+
+    def _own(self, rows: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
+        """Those of a batch's rows that are this process's own, and how many each of its replicas has of them."""
+        mesh = self._config.mesh
+        if not spans_processes(mesh):
+            return rows, ()
+        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size)))  # and an empty one
+        own = [chunks[min(i, len(chunks) - 1)] for i in own_replicas(mesh)]
+        return np.concatenate(own), [len(chunk) for chunk in own]
+
+    def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
+        """A batch, and what the other processes are told of it."""
+        axes = axes_of_batch(self._config, batch, None)
+        found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
+        assert found.outline is not None
+        return found._replace(outline=(*found.outline, (f"dp.{VERB}", self._plan)))
+
+
+def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of so many rows in an epoch."""
+    # PCG64 by name: numpy's default may become another.
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)
+
+
+class Reading:
+    """A batch that is being read, part by part, by whichever thread comes; the last one makes the batch of them."""
+
+    def __init__(self, data: Columns | Rows, rows: np.ndarray, sizes: Sequence[int], threads: Threads) -> None:
+        self._data, self._sizes = data, sizes
+        self._parts: Sequence[Any] = data.parts(rows)
+        self._values: list[Any] = [None] * len(self._parts)
+        self._left, self._lock = len(self._parts), threading.Lock()
+        self._batch: Future[Tree] = Future()
+        if not self._parts:
+            self._batch.set_result(None)
+        for i in range(len(self._parts)):
+            threads.do(self._read, i)
+
+    def result(self) -> tuple[Tree, Sequence[int]]:
+        """The batch, once it is there, and its sizes; of several parts that failed the first one's exception."""
+        return self._batch.result(), self._sizes
+
+    def _read(self, i: int) -> None:
+        try:
+            value = self._data.read(self._parts[i])
+        except BaseException as error:
+            value = Failed(error)
+        with self._lock:
+            self._values[i], self._left = value, self._left - 1
+            if self._left:
+                return
+        try:
+            for value in self._values:
+                if isinstance(value, Failed):
+                    raise value.error
+            self._batch.set_result(self._data.join(self._values))
+        except BaseException as error:
+            self._batch.set_exception(error)
+
+
+class Failed:
+    """What stands for a part that raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Threads:
+    """Threads that do what they are told in the order in which they are told, until they are stopped."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[int], None], int] | None] = queue.SimpleQueue()
+        self._stopped = False
+        # Daemons: else Python waits at its end for one that stands still.
+        self._all = [threading.Thread(target=self._work, name=f"jdp.{VERB}", daemon=True) for _ in range(count)]
+        for thread in self._all:
+            thread.start()
+
+    def do(self, task: Callable[[int], None], i: int) -> None:
+        self._tasks.put((task, i))
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """Lets them end after what each is doing now, and waits for that so long."""
+        self._stopped = True
+        for _ in self._all:
+            self._tasks.put(None)
+        end = time.monotonic() + seconds
+        for thread in self._all if seconds else ():
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._stopped:
+            do, i = task
+            do(i)
+            del task, do  # or the rows would stay until the next ones come

@@ -1,0 +1,195 @@
+"""Data that can be indexed: a tree of arrays that are cut along their rows, or rows that are stacked."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.devices import own_mesh
+from .._core.inputs import ARRAYS, axes_of, classify, normal_axis
+from .._core.layout import Cut, Tree, is_key
+from .._core.scatter import Cutting, flat, prepare
+from .._core.scattered import is_scattered
+from .._model.config import Config, axes_of_batch
+from .prefetch import aligned, is_tensor, numpy_of
+
+VERB = "batches"
+
+
+def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
+    """What sort of data this is; a `TypeError` for what has no rows to index."""
+    if is_scattered(data):
+        raise TypeError(f"jdp.{VERB}: data is a jdp.Scattered of {len(data)} chunks; it is cut. Pass the arrays.")
+    is_tree = isinstance(data, dict | tuple) or not isinstance(data, list) and not jax.tree_util.all_leaves([data])
+    if is_tree or isinstance(data, ARRAYS) or is_tensor(data):
+        return Columns(config, data)
+    is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not is_indexed or isinstance(data, str | bytes | Mapping | type):
+        raise TypeError(
+            f"jdp.{VERB}: data is a {type(data).__name__}, which cannot be asked for row 7; it is a tree of arrays, or "
+            f"has len and takes an index. Pass a loader or an iterable to dp.prefetch, and register a dataclass of "
+            f"arrays (jax.tree_util.register_dataclass)."
+        )
+    return Rows(config, data)
+
+
+class Columns:
+    """Data that is a tree of arrays. A batch is one part, cut out of each of them."""
+
+    def __init__(self, config: Config, data: Tree) -> None:
+        leaves, treedef = flat(data, VERB, "data")
+        leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
+        how = Cutting(own_mesh(config.mesh), config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
+        arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
+        self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
+        if not self._layout.is_cut:
+            raise ValueError(
+                f"jdp.{VERB}: data is a {type(data).__name__} in which no array has rows; an epoch has one at least. "
+                f"Pass arrays with rows, or a list of rows."
+            )
+        self.count = _counted(data, sum(self._layout.sizes))
+
+    def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
+        """What a batch of these rows is read in."""
+        return [rows]
+
+    def read(self, rows: np.ndarray) -> Tree:
+        """These rows of all arrays, and what is whole."""
+        found = zip(self._arrays, self._layout.arrays, strict=True)
+        return self._layout.fill([_taken(x, rows, leaf.axis) if isinstance(leaf, Cut) else x for x, leaf in found])
+
+    def join(self, parts: Sequence[Tree]) -> Tree:
+        """The batch of its parts."""
+        (batch,) = parts
+        return batch
+
+
+def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
+    if isinstance(x, jax.Array):  # of keys
+        return jnp.take(x, rows, axis)
+    out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
+    return np.take(x, rows, axis, out, mode="clip")  # in any other mode numpy fills a buffer first
+
+
+class Row(NamedTuple):
+    """What the rows are like, as the one that was read first is."""
+
+    number: int
+    treedef: Any
+    kinds: list[tuple[np.dtype, tuple[int, ...]]]
+
+
+class Rows:
+    """Data that is indexed. A batch has a part for each row, and is stacked of them leaf by leaf."""
+
+    def __init__(self, config: Config, data: Any) -> None:
+        self._config, self._data, self.count = config, data, _counted(data, len(data))
+        self._like: list[Row] = []  # none before one was read
+        self._lock = threading.Lock()
+
+    def parts(self, rows: np.ndarray) -> Sequence[int]:
+        """What a batch of these rows is read in."""
+        return rows.tolist()
+
+    def read(self, number: int) -> list[np.ndarray]:
+        """The leaves of a row, which is like the others."""
+        try:
+            row = self._data[number]
+        except StopIteration as error:  # which would end the loop
+            raise RuntimeError(f"jdp.{VERB}: data[{number}] raised StopIteration; it has a row. Return it.") from error
+        except BaseException as error:
+            error.add_note(f"jdp.{VERB}: data[{number}] raised it.")
+            raise
+        leaves, treedef = jax.tree.flatten(row, is_leaf=_is_array_of_numbers)
+        name = functools.partial(_name, row, number)
+        arrays = [_array(x, functools.partial(name, k)) for k, x in enumerate(leaves)]
+        if not arrays:
+            raise TypeError(f"jdp.{VERB}: data[{number}] is {row!r:.80}; a row holds numbers or arrays. Return them.")
+        kinds = [(x.dtype, x.shape) for x in arrays]
+        with self._lock:
+            if not self._like:
+                self._like.append(Row(number, treedef, kinds))
+        first = self._like[0]
+        if treedef != first.treedef:
+            raise ValueError(
+                f"jdp.{VERB}: data[{number}] is a {treedef}, data[{first.number}] is a {first.treedef}; all rows have "
+                f"the same parts. Make them so."
+            )
+        for k, (kind, other) in enumerate(zip(kinds, first.kinds, strict=True)):
+            if kind != other:
+                raise ValueError(
+                    f"jdp.{VERB}: {name(k)} is {_text(kind)}, in data[{first.number}] it is {_text(other)}; all rows "
+                    f"have one shape and dtype. Pad or convert it (arrays that are columns go in a tuple or a dict, "
+                    f"not in a list)."
+                )
+        return arrays
+
+    def join(self, parts: Sequence[list[np.ndarray]]) -> Tree:
+        """The batch of its rows."""
+        config, treedef = self._config, self._like[0].treedef
+        row = treedef.unflatten(parts[0])
+        axes = axes_of_batch(config, row, None)
+        axes = [config.dim] * len(parts[0]) if axes is None else axes_of(axes, row, VERB)
+        leaves = zip(*parts, strict=True)
+        return treedef.unflatten([_stacked(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+
+
+def _name(row: Any, number: int, k: int) -> str:
+    paths = jax.tree_util.tree_leaves_with_path(row, is_leaf=_is_array_of_numbers)
+    return f"data[{number}]{jax.tree_util.keystr(paths[k][0])}"
+
+
+def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
+    shape = arrays[0].shape
+    if axis is None:
+        raise ValueError(
+            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; what is whole on every replica is in "
+            f"no row. Pass it to the call, beside the batch."
+        )
+    axis = normal_axis(axis, len(shape) + 1, VERB, lambda: "a batch")
+    return np.stack(arrays, axis, aligned((*shape[:axis], len(arrays), *shape[axis:]), arrays[0].dtype))
+
+
+def _is_array_of_numbers(x: Any) -> bool:
+    """Whether a part of a row is a list of numbers, as in Hugging Face's datasets: that is an array."""
+    return isinstance(x, list) and all(isinstance(y, bool | int | float) or _is_array_of_numbers(y) for y in x)
+
+
+def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
+    """A part of a row, as an array of numpy's."""
+    if isinstance(x, bool | int | float | complex | list):
+        try:
+            x = np.asarray(x)
+        except ValueError as error:
+            raise ValueError(
+                f"jdp.{VERB}: {name()} is a list with lists of different lengths ({error}); it is to be an array. Pad "
+                f"them."
+            ) from None
+    elif is_tensor(x):
+        x = numpy_of(x, VERB)
+    is_array, x = classify(x, VERB, name)
+    if not is_array or is_key(x):
+        what = x.dtype if is_array else type(x).__name__
+        raise TypeError(
+            f"jdp.{VERB}: {name()} is a {what}; a row holds numbers, arrays and tensors. Convert it, or leave it out."
+        )
+    return np.asarray(x)
+
+
+def _text(kind: tuple[np.dtype, tuple[int, ...]]) -> str:
+    dtype, shape = kind
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _counted(data: Any, rows: int) -> int:
+    if not rows:
+        raise ValueError(
+            f"jdp.{VERB}: data is a {type(data).__name__} with 0 rows; an epoch has one at least. Pass data with rows."
+        )
+    return rows
