@@ -88,9 +88,12 @@ def linked(text: str) -> str:
     return text
 
 
-def plural(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
-    """`jax.Device`s: reStructuredText wants a mark between the code and the letter."""
-    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?=\w)", r"`\1`\\ ", line) for line in lines]
+def as_markup(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Docstrings are written to be read as they are; reStructuredText wants two marks more."""
+    text = "\n".join(lines)
+    text = re.sub(r"(?<!`)`([^`\n]+)`(?=\w)", r"`\1`\\ ", text)  # `jax.Device`s
+    code = r"(^[^\s:*.>][^\n]*\n)\n(?=    [^\s>])"  # an indented program below a paragraph
+    lines[:] = re.sub(code, r"\1\n.. code-block:: python\n\n", text, flags=re.MULTILINE).split("\n")
 
 
 def of_init(
@@ -105,4 +108,4 @@ def of_init(
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", of_init)
     app.connect("source-read", text_of)
-    app.connect("autodoc-process-docstring", plural)
+    app.connect("autodoc-process-docstring", as_markup)

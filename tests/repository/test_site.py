@@ -17,6 +17,7 @@ import threading
 import urllib.parse
 
 import pytest
+from flax import nnx
 
 import jdp
 
@@ -97,7 +98,8 @@ def test_a_reader_asks_no_other_host_for_anything(pages):
 def test_the_api_has_every_public_name(pages):
     ids = pages["api.html"].ids
     assert {f"jdp.{name}" for name in jdp.__all__ if name not in ("__version__", "distributed")} <= ids
-    methods = ("train_step", "value_and_grad", "grad", "parallel", "prefetch", "apply", "init")
+    methods = [name for name in dir(jdp.DataParallel) if name[0] != "_" and name not in dir(nnx.Module)]
+    assert {"train_step", "apply", "init", "devices"} <= set(methods)
     assert {f"jdp.DataParallel.{name}" for name in methods} <= ids
     assert {"jdp.distributed.initialize", "jdp.distributed.DesyncError"} <= ids
 
