@@ -50,7 +50,8 @@ ELSEWHERE = {
 def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
     """The text of a page as the site has it: what stands elsewhere, and links to it."""
     if docname == "index":  # a page that no list of it has stands in the place of the star
-        others = sorted({path.stem for path in HERE.glob("*.md")} - {"index"} - set(re.findall(r"^(?:.*<)?(\w+)>?$", source[0], re.MULTILINE)))
+        named = {"index", *re.findall(r"^(?:.*<)?(\w+)>?$", source[0], re.MULTILINE)}
+        others = sorted({path.stem for path in HERE.glob("*.md")} - named)
         source[0] = source[0].replace("\n*\n", "\n" + "".join(f"{name}\n" for name in others))
     if docname == "errors":
         source[0] = errors.page()
