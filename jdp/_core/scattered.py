@@ -54,6 +54,25 @@ class Scattered(Sequence[Tree]):
     def __deepcopy__(self, memo: Any) -> Scattered:
         return self
 
+    def _used_as_array(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"jdp.Scattered: {_NO_ARRAY}")
+
+    def __eq__(self, other: object) -> bool:
+        if self is not other and isinstance(other, jax.Array | np.ndarray | np.generic | int | float | Scattered):
+            self._used_as_array()  # Python would say False
+        return self is other or NotImplemented
+
+    __hash__ = object.__hash__
+    __array__ = _used_as_array
+    __array_ufunc__ = None  # so that numpy's operators ask these, too
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _used_as_array
+
+    def __getattr__(self, name: str) -> Any:
+        what = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices; see its class. Use these."
+        raise AttributeError(f"jdp.Scattered: {name!r} is no attribute: {what}", name=name, obj=self)
+
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
         return self._arrays, self._layout
 
@@ -101,6 +120,13 @@ class Scattered(Sequence[Tree]):
         arrays = map(outline_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
+
+
+_OF_ARRAYS = {*"shape ndim dtype size T astype reshape ravel sum mean max min argmax argmin tolist item".split()}
+_NO_ARRAY = (
+    "it is used as an array; it is a sequence with one tree for each replica, on its device. Pass it to a call of jdp "
+    "as it is, or take jdp.gather(x), the rows of the batch."
+)
 
 
 def children(s: Scattered) -> tuple[Scattered, ...]:

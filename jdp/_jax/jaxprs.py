@@ -289,13 +289,33 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[An
 
 
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
-    """The variables that output `new` adds to input `old` of a closed jaxpr; None where it is no such sum."""
+    """What output `new` adds to input `old` of a closed jaxpr without calls, or else makes the choice to keep that.
+
+    None where the input goes into something else, which makes another value of it, as an average with a momentum does.
+    """
     jaxpr = _opened(jaxpr)
-    before, after = jaxpr.invars[old], jaxpr.outvars[new]
-    made = next((eqn for eqn in jaxpr.eqns if any(v is after for v in eqn.outvars)), None)
-    if made is None or made.primitive.name != "add" or not any(v is before for v in made.invars):
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def uncast(v: Any) -> Any:
+        while not is_literal(v) and v in made and made[v].primitive.name in _CASTS:
+            v = made[v].invars[0]
+        return v
+
+    before, eqn = jaxpr.invars[old], made.get(uncast(jaxpr.outvars[new]))
+    if eqn is None or not any(uncast(v) is before for v in eqn.invars):
         return None
-    return [v for v in made.invars if v is not before]
+    first, *others = eqn.invars
+    if eqn.primitive.name == "select_n":  # which of them is the choice
+        return [first]
+    if eqn.primitive.name in _ADDS_TO_FIRST:
+        is_descent = eqn.primitive.name == "sub" and jnp.issubdtype(first.aval.dtype, jnp.inexact)
+        return others if uncast(first) is before and not is_descent else None
+    return [v for v in eqn.invars if uncast(v) is not before] if eqn.primitive.name in _ADDS else None
+
+
+_CASTS = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
+_ADDS = {"add", "add_any", "max", "min", "or", "and", "xor"}
+_ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min", "dynamic_update_slice"}
 
 
 def is_exchanged(value: Value) -> bool:

@@ -39,7 +39,7 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
     """
     if not any(isinstance(x, Sharded) for x in operands):
         return jax.extend.core.jaxpr_as_fun(jaxpr)(*operands)
-    jaxpr = _without_calls(jaxpr)
+    jaxpr = without_calls(jaxpr)
     env = env_of(jaxpr, operands)
     sharded = {v: x for v, x in env.items() if isinstance(x, Sharded)}
     results = [v for v in jaxpr.jaxpr.outvars if not is_literal(v)]
@@ -59,7 +59,7 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
 _JITS = {"jit", "pjit", "closed_call", "core_call"}
 
 
-def _without_calls(jaxpr: Any) -> Any:
+def without_calls(jaxpr: Any) -> Any:
     """The closed jaxpr, with the bodies of what is jitted in place of the calls."""
 
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
@@ -298,7 +298,7 @@ def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
 
     def look(jaxpr: Any, operands: Sequence[tuple[int, tuple[int, ...]] | None]) -> None:
         """`operands`: which one each is, or a part of, and the axes of that which it has."""
-        inner = _without_calls(jaxpr).jaxpr
+        inner = without_calls(jaxpr).jaxpr
         known = {v: x for v, x in zip(inner.invars, operands, strict=False) if x}
         for eqn in inner.eqns:
             mine = [None if is_literal(v) else known.get(v) for v in eqn.invars]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from .._core.devices import spans_processes
 from .._core.inputs import USUAL, no_further
 from .._core.layout import Tree, cut_along, is_key
-from .._core.outputs import Reduce
+from .._core.outputs import Marked, Reduce
 from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
@@ -173,8 +173,21 @@ def mark_updates(
         else:
             own = path[1:] or path  # below the number of the module or argument
             name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
-            updates.append((path, mark_state(after, {} if old is None else old, name, reduce, axis, key)))
+            marked = mark_state(after, {} if old is None else old, name, reduce, axis, key)
+            if isinstance(after, nnx.metrics.MetricState):
+                marked = jax.tree.map(functools.partial(_of_all_rows, name), marked)
+            updates.append((path, marked))
     return nnx.from_flat_state(updates)
+
+
+def _of_all_rows(name: str, marked: Marked) -> Marked:
+    """A leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
+    return dataclasses.replace(
+        marked,
+        alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, and each replica has updated it with its own "
+        f"rows; one replica's would be kept. Update it outside, with what the call gives (metric.update(...) of the "
+        f"outputs, or of the step's metrics), or return jdp.Mean(total, count) or jdp.Sum(total) among the metrics.",
+    )
 
 
 def enter(held: Held, axis_name: str) -> Held:

@@ -14,6 +14,7 @@ from .._core.inputs import STACKED, axes_of, entries
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import Value, added, is_exchanged, varying
+from .._jax.pieces import without_calls
 from .._model.nnx import mark_updates
 
 VERB = "parallel"
@@ -162,10 +163,12 @@ def refuse_one_replicas_rows(
         )
     if reduce == "mean":
         apart = [k for k in apart if not jnp.issubdtype(k.new.value.dtype, jnp.inexact)]
+    jaxpr = without_calls(jaxpr) if apart else jaxpr
     if total := next((k for k in apart if _is_sum(jaxpr, k, axis_name)), None):
         raise ValueError(
             f"jdp.{VERB}: {total.name} differs between {n} replicas after the step, which adds to it; such a sum "
-            f"would be that of one replica's rows alone. Pass what is added through jax.lax.psum(x, {axis_name!r})."
+            f"would be that of one replica's rows alone. Pass what is added through jax.lax.psum(x, {axis_name!r}) "
+            f"(a maximum through jax.lax.pmax)."
         )
     if apart and not any(is_exchanged(k.new.known) for k in changed):
         raise ValueError(

@@ -167,3 +167,36 @@ def test_copies_are_equal(same, s):
 def test_block_until_ready_and_repr(s):
     assert jax.block_until_ready(s).sizes == s.sizes
     assert "Scattered" in repr(s) and "(2, 2, 1)" in repr(s)
+
+
+AS_AN_ARRAY = {
+    "jax ==": lambda s: jnp.arange(5) == s,
+    "numpy ==": lambda s: np.arange(5) == s,
+    "== numpy": lambda s: s == np.arange(5),
+    "!=": lambda s: s != 3,
+    "two": lambda s: s == jdp.scatter(np.arange(5), s.devices),
+    "numpy *": lambda s: np.float32(2) * s,
+    "jax -": lambda s: jnp.arange(5) - s,
+    "/": lambda s: s / 255.0,
+    "<": lambda s: np.arange(5) < s,
+    "np.asarray": np.asarray,
+    "jnp.asarray": jnp.asarray,
+    "np.mean": np.mean,
+    "one_hot": lambda s: jax.nn.one_hot(s, 3),
+}
+
+
+@pytest.mark.parametrize("what", AS_AN_ARRAY)
+@pytest.mark.parametrize("count", [3, 5])
+def test_it_is_no_array(refused, devices, what, count):
+    """`labels == s` was False, and so an accuracy 0; `np.asarray(s)` stacked chunks of one size."""
+    s = jdp.scatter(np.arange(count), devices[:3])
+    with refused(TypeError, "Scattered", r"used as an array; .*jdp\.gather\(x\)"):
+        AS_AN_ARRAY[what](s)
+
+
+def test_what_is_asked_of_an_array(refused, s):
+    with refused(AttributeError, "Scattered", r"'shape' is no attribute: it is used as an array.*jdp\.gather\(x\)"):
+        s.shape  # noqa: B018
+    assert not hasattr(s, "dtype") and not hasattr(s, "something_else")
+    assert s == s and s is not None and s != "text" and s in [None, s] and len({s, s}) == 1

@@ -981,3 +981,34 @@ def test_a_variable_among_the_arguments_is_updated():
     dp(NUMBERS, counter)
     dp(NUMBERS, counter)
     assert counter[...] == 2
+
+
+@pytest.mark.parametrize("kind", ["average", "welford"])
+@pytest.mark.parametrize("reduce_state", ["primary", "mean"])
+def test_a_metric_that_each_replica_updates_is_refused(refused, kind, reduce_state):
+    """It would have counted the first chunk's rows alone."""
+
+    class Measured(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            self.seen = {"average": nnx.metrics.Average, "welford": nnx.metrics.Welford}[kind]()
+
+        def __call__(self, x):
+            y = self.linear(x)
+            self.seen.update(values=y)
+            return y
+
+    match = r"state seen\.\w+ is an nnx\.metrics\.Metric's, .*Update it outside.*jdp\.Sum"
+    for call in (
+        lambda: wrap(Measured(), 4, reduce_state=reduce_state)(ROWS[:13]),
+        lambda: wrap(Measured(), 4, reduce_state=reduce_state).train_step(lambda m, x: m(x).mean(), optax.sgd(0.1))(ROWS),
+    ):
+        with refused(ValueError, "DataParallel", match):
+            call()
+    # One replica has all rows; and beside the call a metric sees them, too.
+    alone, model = wrap(Measured(), 1), Measured()
+    alone(ROWS), model(ROWS)
+    np.testing.assert_allclose(nnx.state(alone.module.seen)["count"][...], nnx.state(model.seen)["count"][...])
+    outside = nnx.metrics.Average()
+    outside.update(values=wrap(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 4)(ROWS[:13]))
+    assert outside.count[...] == 26

@@ -488,3 +488,41 @@ def test_what_a_step_sows_is_gathered_also_where_replicas_agree():
     DP.parallel(lambda model, x: model(x) or x)(model, X)
     np.testing.assert_array_equal(model.rows[0], X)
     np.testing.assert_allclose(model.mean[0], np.full(N, X.mean()), rtol=1e-5)
+
+
+SUMS = {
+    "an int": lambda s, x: s + jnp.sum(x > 0),
+    "counts": lambda s, x: s.at[jnp.int32(x[0, 0]) % 3].add(1),
+    "minus": lambda s, x: jnp.int32(s) - jnp.sum(x > 0),
+    "in a jit": lambda s, x: jax.jit(lambda s: s + jnp.sum(x > 0))(s),
+    "with casts": lambda s, x: (s.astype(jnp.float32) + x.sum()).astype(s.dtype),
+    "a choice": lambda s, x: jnp.where(x.sum() > 0, s + 1, s),
+    "a maximum": lambda s, x: jnp.maximum(s, jnp.max(x).astype(s.dtype)),
+}
+
+
+@pytest.mark.parametrize("start", [np.int32(0), jnp.array(0), np.zeros(3, np.int32), 0], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("what", SUMS)
+@pytest.mark.each_value
+def test_a_sum_of_one_replicas_rows_is_refused_however_it_is_written(refused, what, start):
+    start = np.zeros(3, np.int32) if what == "counts" else start
+
+    def step(s, x):
+        grads = jax.lax.pmean(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(s["w"]), "data")
+        return {"w": s["w"] - grads, "sum": SUMS[what](s["sum"], x)}, jnp.sum(x)
+
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(4))
+    x, w = np.ones((8, 3), np.float32), np.ones(3, np.float32)
+    with refused(ValueError, "parallel", r"args\[0\]\['sum'\] differs between 4 replicas .* adds to it; .*jax\.lax\.psum"):
+        dp.parallel(step)({"w": w, "sum": start}, x)
+
+
+@pytest.mark.parametrize("average", [lambda s, m: 0.9 * s + 0.1 * m, lambda s, m: s + 0.1 * (m - s)])
+def test_an_average_with_a_momentum_is_a_statistic(average):
+    def step(s, x):
+        grads = jax.lax.pmean(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(s["w"]), "data")
+        return {"w": s["w"] - grads, "mean": average(s["mean"], x.mean())}, jnp.sum(x)
+
+    x = np.float32([[1, 1, 1]] * 2 + [[3, 3, 3]] * 6)
+    state, _ = jdp.DataParallel(lambda w, x: x @ w, devices=range(4)).parallel(step)({"w": x[0], "mean": 0.0}, x)
+    np.testing.assert_allclose(state["mean"], 0.1, rtol=1e-6)
