@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "key-of-microbatch",
         "jdp/_train/gradients.py",
-        "jax.random.fold_in(x, signature.layout.mesh.size + number)",
+        "jax.random.fold_in(x, len(signature.layout.devices) + number)",
         "jax.random.fold_in(x, number)",
         "a microbatch of the primary draws what a replica draws",
         (
