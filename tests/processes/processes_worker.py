@@ -370,11 +370,13 @@ def case_replicas():
             state, more = step(state, batch)
             metrics.append(more)
         found[str(options)] = {"metrics": metrics, "params": state.params, "stats": state.state, "sizes": sizes}
+    taken = [(b.sizes, jdp.gather(b)) for b in dp.batches(X, 10)]
     own = next(iter(dp.prefetch([X[mine(14)]])))
     out = dp.apply(v, X[mine(10)], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"])
     wrong = text_of(lambda: dp.apply(v, X[:7], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"]))
     return {
         "steps": found,
+        "taken": taken,
         "out": out,
         "wrong": wrong,
         "chunks": {i: own[i] for i in range(len(own)) if own.devices[i].process_index == P},

@@ -244,7 +244,10 @@ def test_replicas(found):
         close(result["out"], (out[part(10, process)], stats))
         for i, chunk in result["chunks"].items():
             np.testing.assert_array_equal(chunk, X[2 * i : 2 * i + 2])
-        assert [*result["chunks"]] == [*range(4 * process, 4 * process + (4, 4)[process])]
+        assert [*result["chunks"]] == [*range(4 * process, 4 * process + 4)]
+        assert [sizes for sizes, _ in result["taken"]] == [(2, 2, 2, 2, 2, 0, 0, 0), (1, 1, 1, 1, 0, 0, 0, 0)]
+        for (_, rows), want in zip(result["taken"], ((X[:8], X[10:]), (X[8:10], X[:0]))[process], strict=True):
+            np.testing.assert_array_equal(rows, want)
         assert "processes 0, 1 pass 7, 7 of 14 rows; with replicas=8" in result["wrong"]
         assert f"Pass 8, 6 rows, here {(8, 6)[process]}." in result["wrong"]
         assert "each sees its own" in result["elsewhere"]
