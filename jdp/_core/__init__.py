@@ -5,13 +5,14 @@
     layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
     scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
     global_arrays.py   arrays over several processes, out of each one's parts, and apart again
-    agreement.py       the processes agree on a batch: what it is, how many rows each replica has
+    agreement.py       the processes agree on a batch: what it is, how many rows each device has
     scatter.py         cuts a batch
     replicate.py       puts parameters whole on every device
     shards.py          parameters that are cut over the devices: along which axis, and how a program makes them whole
     parallel_apply.py  runs the function on every replica, as one program
     programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
     uneven.py          within the program, where replicas have chunks of different sizes
+    turns.py           within the program, where a device has several replicas
     outputs.py         what a replica returns: along which axis each output is gathered, or how it is reduced
     gather.py          puts the chunks together
     reduce_add.py      sums over the replicas

@@ -1,4 +1,4 @@
-"""The processes agree on each batch: what it is without its rows, and how many rows each replica has."""
+"""The processes agree on each batch: what it is without its rows, and how many rows each device has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
 from .._processes.watch import limits
-from .devices import own_replicas, processes_of, replicas_of
+from .devices import own_places, places_of, processes_of
 from .inputs import name_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 
@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 class Agreed(NamedTuple):
     """What all processes know of a batch."""
 
-    sizes: tuple[int, ...]  # the rows of each replica
+    sizes: tuple[int, ...]  # the rows on each device
     is_over: bool  # nobody has a batch any more
     outline: Outline = ()  # the others' batch, where this process never had one
 
@@ -63,7 +63,7 @@ def begin(
     Args:
         mesh: the devices of all replicas.
         verb: the call, by its name in errors.
-        sizes: the rows of each replica of this process.
+        sizes: the rows on each device of this process.
         outline: what the batch is; None where this process has run out of data.
         failure: what came instead of a batch: the others are not to wait for one.
         never: this process never had a batch, and is to be told what the others' is.
@@ -73,7 +73,7 @@ def begin(
         group.start(verb)
     call = group.exchange.next_call(verb)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
-    rows = sizes or [0] * len(own_replicas(mesh))
+    rows = sizes or [0] * len(own_places(mesh))
     gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
@@ -96,7 +96,7 @@ def finish(pending: Pending) -> Agreed:
     if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
     mesh = pending.group.mesh
-    batches = {p: tuple(words[replicas_of(mesh, p)[0], 2:4].tolist()) for p in processes_of(mesh)}
+    batches = {p: tuple(words[places_of(mesh, p)[0], 2:4].tolist()) for p in processes_of(mesh)}
     if _FAILED in batches.values():
         failure = pending.failure
         texts = call.tell("" if failure is None else _text_of(failure), seconds)
@@ -129,7 +129,7 @@ def _text_of(failure: Exception) -> str:
 
 
 def _read(pending: Pending) -> np.ndarray:
-    """The words of all replicas, once they are there."""
+    """The words of all devices, once they are there."""
     call = pending.call
 
     def is_there(seconds: float) -> bool:
@@ -172,7 +172,7 @@ def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
 
 
 class _Group:
-    """The processes of a mesh, and the gather by which they tell each other some words of each replica."""
+    """The processes of a mesh, and the gather by which they tell each other some words of each device."""
 
     def __init__(self, mesh: Mesh) -> None:
         devices = [*mesh.devices.flat]
@@ -182,7 +182,7 @@ class _Group:
         # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited
         # for; on the same connections its bytes would come in the place of these, and end both processes.
         self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
-        self.places = np.argsort(self._order)  # of the mesh's replicas, in what was gathered
+        self.places = np.argsort(self._order)  # of the mesh's devices, in what was gathered
         self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
         cut, whole = PartitionSpec("replicas"), PartitionSpec()
         mapped = jax.shard_map(_gather, mesh=self._ordered, in_specs=(cut, whole), out_specs=whole, check_vma=False)
@@ -201,13 +201,13 @@ class _Group:
         self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
 
     def gather(self, own: tuple[_Words, ...]) -> Any:
-        """The words of all replicas (`places` says where), and after each the number of this gather."""
+        """The words of all devices (`places` says where), and after each the number of this gather."""
         self.last = self._program(self._placed(own), self.last)
         return self.last
 
     def _place(self, own: tuple[_Words, ...]) -> jax.Array:
         words = np.zeros((len(self._order), len(own[0])), np.uint32)
-        words[[*own_replicas(self.mesh)]] = own
+        words[[*own_places(self.mesh)]] = own
         return self._array(words[self._order], PartitionSpec("replicas"))
 
     def _array(self, host: np.ndarray, spec: PartitionSpec) -> jax.Array:
@@ -312,4 +312,4 @@ def _empty(what: str, verb: str) -> Any:
 def layout_of_all(own: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Layout:
     """The layout over all processes, of this one's and of the rows of each replica."""
     leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
-    return Layout(own.treedef, leaves, sizes, mesh, own.dim)
+    return Layout(own.treedef, leaves, sizes, mesh, own.dim, own.per_device)

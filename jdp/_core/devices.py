@@ -85,7 +85,8 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
         if first.setdefault(device, i) != i:
             raise ValueError(
                 f"jdp.{verb}: device {device} is given twice, at devices[{first[device]}] and "
-                f"devices[{i}]; every device holds one replica. Remove the duplicate."
+                f"devices[{i}]; a device is named once. Remove the duplicate (for several replicas on each there is "
+                f"jdp.DataParallel(..., replicas=8))."
             )
     platforms = sorted({d.platform for d in found})
     if len(platforms) > 1:
@@ -195,13 +196,13 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 @functools.cache
-def replicas_of(mesh: Mesh, process: int) -> tuple[int, ...]:
-    """The replicas on a process's devices."""
+def places_of(mesh: Mesh, process: int) -> tuple[int, ...]:
+    """Which of the mesh's devices are a process's."""
     return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
 
 
-def own_replicas(mesh: Mesh) -> tuple[int, ...]:
-    return replicas_of(mesh, jax.process_index())
+def own_places(mesh: Mesh) -> tuple[int, ...]:
+    return places_of(mesh, jax.process_index())
 
 
 @functools.cache
@@ -209,7 +210,7 @@ def own_mesh(mesh: Mesh) -> Mesh:
     """The mesh of this process's devices alone, in the order of the whole one."""
     if not spans_processes(mesh):
         return mesh
-    return make_mesh(tuple(mesh.devices.flat[i] for i in own_replicas(mesh)), mesh.axis_names[0])
+    return make_mesh(tuple(mesh.devices.flat[i] for i in own_places(mesh)), mesh.axis_names[0])
 
 
 def virtual_cpu_devices(n: int) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .devices import Device, DeviceLike, make_mesh, own_mesh, own_replicas, resolve_output, spans_processes
+from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, name_of, normal_axis
 from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
@@ -70,7 +70,7 @@ def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
         return join(s, device)
     if spans_processes(layout.mesh):
         refuse_traced(s._arrays, "gather")
-    own = own_replicas(layout.mesh)
+    own = layout.own
     used = [i for i in layout.used if i in own] or own[:1]
     home = layout.devices[own[0]] if device is None else device
     if any(concrete(x) is None for x in s._arrays):
@@ -101,7 +101,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
-    if layout.devices != (target,):  # else they are there
+    if {*layout.devices} != {target}:  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         arrays = put_all(arrays, [target] * len(arrays))
     return layout.fill(arrays if layout.is_even else _trimming(layout, False)(arrays))
@@ -206,13 +206,15 @@ def device_of(x: Any) -> Device | None:
     return min(value.sharding.device_set, key=lambda d: d.id)
 
 
-def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scattered:
-    """A list with one tree per device, as a `scatter` of one's own may return it in torch, as a `Scattered`."""
-    n = own_mesh(mesh).size
+def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str, replicas: int | None = None) -> Scattered:
+    """A list with one tree per replica, as a `scatter` of one's own may return it in torch, as a `Scattered`."""
+    how = Cutting(mesh, dim, "DataParallel", root, replicas=replicas)
+    n = own_mesh(mesh).size * how.per_device
     if not isinstance(trees, list | tuple) or not 0 < len(trees) <= n:
         raise TypeError(
-            f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are {n} devices. "
-            f"Return what jdp.scatter returns, or a list with one tree for each device used."
+            f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are "
+            f"{own_mesh(mesh).size} devices{f' with {how.per_device} replicas each' * (how.per_device > 1)}. Return "
+            f"what jdp.scatter returns, or a list with one tree for each replica used."
         )
     flat = [jax.tree.flatten(tree) for tree in trees]
     if any(treedef != flat[0][1] for _, treedef in flat):
@@ -230,7 +232,7 @@ def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str) -> Scat
     whole = [gather_list(list(c), None, dim) if is_cut else c[0] for c, is_cut in zip(columns, cut, strict=True)]
     sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
     tree = jax.tree.unflatten(flat[0][1], whole)
-    return split(tree, Cutting(mesh, dim, "DataParallel", root, sizes=sizes))
+    return split(tree, how._replace(sizes=sizes))
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:

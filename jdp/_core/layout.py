@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import Device, own_mesh, own_replicas, spans_processes
+from .devices import Device, own_mesh, spans_processes
 
 Tree = Any
 """Any pytree of arrays."""
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A leaf that is 0-d on each replica: one entry per device."""
+    """A leaf that is 0-d on each replica: one entry per replica."""
 
     axis: int = 0
 
@@ -93,11 +93,14 @@ class Layout:
     sizes: tuple[int, ...]
     mesh: Mesh
     dim: int
+    per_device: int
+    """The replicas on each device, which has consecutive ones: i is on device i // per_device."""
     arrays: tuple[Cut | Stack | Whole | Shard, ...]
     """The leaves that are arrays."""
     devices: tuple[Device, ...]
+    """That of each replica."""
     rows: tuple[int, ...]
-    """The rows on each device, idle ones included."""
+    """The rows of each replica, idle ones included."""
     is_cut: bool
     is_even: bool
     """Whether the arrays hold no padding, so that gathering them is nothing to do."""
@@ -109,13 +112,13 @@ class Layout:
     """The tree with the values that it is called with for its arrays, in order."""
 
     def __new__(cls, *key: Any) -> Layout:
-        """Of `(treedef, leaves, sizes, mesh, dim)`."""
+        """Of `(treedef, leaves, sizes, mesh, dim, per_device)`."""
         found = _layouts.get(key)
         if found is None:
             found = super().__new__(cls)
-            found.treedef, found.leaves, found.sizes, found.mesh, found.dim = key
+            found.treedef, found.leaves, found.sizes, found.mesh, found.dim, found.per_device = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
-            found.devices = tuple(found.mesh.devices.flat)
+            found.devices = tuple(d for d in found.mesh.devices.flat for _ in range(found.per_device))
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
             found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
@@ -136,7 +139,7 @@ class Layout:
         return found
 
     def __reduce__(self) -> Any:
-        return Layout, (self.treedef, self.leaves, self.sizes, self.mesh, self.dim)
+        return Layout, (self.treedef, self.leaves, self.sizes, self.mesh, self.dim, self.per_device)
 
     def __deepcopy__(self, memo: Any) -> Layout:
         return self
@@ -157,17 +160,29 @@ class Layout:
         """The layout of each array alone."""
         return tuple(self.of(_LEAF, [leaf]) for leaf in self.arrays)
 
+    @property
+    def by_device(self) -> tuple[int, ...]:
+        """The rows on each device."""
+        return tuple(np.reshape(self.rows, (-1, self.per_device)).sum(1).tolist())
+
+    @functools.cached_property
+    def own(self) -> tuple[int, ...]:
+        """The replicas on this process's devices; of devices that are only described, all."""
+        if not spans_processes(self.mesh):
+            return tuple(range(len(self.devices)))
+        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+
     @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
         if not spans_processes(self.mesh):
             return self
-        mesh, own = own_mesh(self.mesh), own_replicas(self.mesh)
+        mesh, own = own_mesh(self.mesh), self.own
         leaves = tuple(
             Cut(leaf.axis, tuple(leaf.sizes[i] for i in own), leaf.padded) if isinstance(leaf, Cut) else leaf
             for leaf in self.leaves
         )
-        return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim)
+        return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim, self.per_device)
 
     @functools.cached_property
     def children(self) -> tuple[Layout, ...]:
@@ -177,7 +192,7 @@ class Layout:
 
     def of(self, treedef: Any, leaves: Iterable[Leaf]) -> Layout:
         """The layout of another tree, with these chunks."""
-        return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim)
+        return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim, self.per_device)
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
@@ -188,7 +203,7 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
 
     Args:
         size: number of rows, 0 or more.
-        n: number of devices, 1 or more.
+        n: number of replicas, 1 or more.
 
     Returns:
         A tuple of at most `n` ints whose sum is `size`.
@@ -230,7 +245,7 @@ def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
 
 
 def pad(x: Any, leaf: Cut, n: int) -> Any:
-    """`x` with every chunk padded to the largest, for `n` devices."""
+    """`x` with every chunk padded to the largest, for `n` replicas."""
     pieces, start = [], 0
     for rows, blank in _padding_runs(leaf, n):
         pieces += [_rows(x, start, start + rows, leaf.axis), _blank(x, blank, leaf.axis)]

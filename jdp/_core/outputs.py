@@ -108,8 +108,16 @@ class Outputs:
     sizes: tuple[tuple[int, ...], ...] = ()
     """For each array the rows on every replica, when they are known; none where it is not cut."""
 
+    def is_mean(self, x: Any, rule: Marked) -> bool:
+        """Whether what is one for all is the mean over the replicas, weighted by their rows."""
+        has_rows = self.layout.is_cut and any(self.layout.rows)
+        return rule.reduce == "mean" and has_rows and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Inside the program: the replica's arrays, chunk axis first, and those that are one for all."""
+        """Inside the program: the device's arrays, chunk axis first, and those that are one for all.
+
+        They are its replica's, or those of its replicas put together; `index` is the device's.
+        """
         cut, whole = [], []
         for x, rule in zip(self._summed(), self.rules, strict=True):
             if rule.along is None:
@@ -143,8 +151,8 @@ class Outputs:
         if rule.reduce in ("same", "sum") or self.layout.mesh.size == 1:
             return x
         layout, (axis_name,) = self.layout, self.layout.mesh.axis_names
-        rows = np.array(layout.rows, float)
-        if rule.reduce == "mean" and layout.is_cut and rows.any() and jnp.issubdtype(x.dtype, jnp.inexact):
+        rows = np.array(layout.by_device, float)
+        if self.is_mean(x, rule):
             if (rows == rows[0]).all():
                 return jax.lax.pmean(x, axis_name)
             mine = jnp.asarray(rows / rows.sum(), jnp.finfo(x.dtype).dtype)[index]
@@ -153,7 +161,7 @@ class Outputs:
         if is_key(x):
             data = self._one_for_all(jax.random.key_data(x), rule, index)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        primary = layout.used[0] if layout.used else 0
+        primary = layout.used[0] // layout.per_device if layout.used else 0
         narrow = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 

@@ -18,6 +18,7 @@ from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
 from .shards import all_gathered
+from .turns import take_turns
 from .uneven import is_uneven, run_chunks
 
 
@@ -77,7 +78,8 @@ def _as_one(batch: Tree) -> Tree:
     if isinstance(batch, Scattered) or not holds_scattered(batch):
         return batch
     layout = next(x for x in jax.tree.leaves(batch, is_leaf=is_scattered) if is_scattered(x))._layout
-    return split(batch, Cutting(layout.mesh, layout.dim, "parallel_apply", "inputs"))
+    replicas = None if layout.per_device == 1 else len(layout.devices)
+    return split(batch, Cutting(layout.mesh, layout.dim, "parallel_apply", "inputs", replicas=replicas))
 
 
 Gather = Literal["as used", "at once", "in the call"]
@@ -95,7 +97,8 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
     """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
 
     `gather` is for parameters that are cut: each as it is used, all at once, or left to the call, which gets the
-    shards. Where chunks are uneven it is all at once, for replicas run other code then, and meet nowhere in it.
+    shards. Where chunks are uneven, or a device has several replicas, it is all at once, for replicas run other code
+    then, or at other times, and meet nowhere in it.
     """
     seen: Recent[Any, set[Any]] = Recent()
     body = _body_of(call_of, label)
@@ -109,10 +112,14 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
 
         def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
             index = jax.lax.axis_index(axis_name)
-            mine, operands = signature, list(signature.fold_keys(arrays, index))
-            if mine.holds_shards and (gather == "at once" or is_uneven(mine)):
+            mine, several = signature, signature.layout.per_device > 1
+            operands = list(arrays if several else signature.fold_keys(arrays, index))
+            if mine.holds_shards and (gather == "at once" or several or is_uneven(mine)):
                 mine, operands = all_gathered(mine, operands)
-            outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")
+            if several:
+                outputs = take_turns(functools.partial(body, mine), operands, mine, index)
+            else:
+                outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")
             found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
             return outputs.reduce(index)
 

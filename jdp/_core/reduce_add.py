@@ -99,7 +99,7 @@ def _sum(s: Scattered) -> list[Any]:
             rows = leaf.sizes[used[0]] if len(used) else 0
             x = jnp.moveaxis(jax.lax.slice_in_dim(x, 0, rows, axis=leaf.axis + 1), leaf.axis, 0)
         elif isinstance(leaf, Whole):
-            x = jnp.broadcast_to(x, (layout.mesh.size, *x.shape))
+            x = jnp.broadcast_to(x, (len(layout.devices), *x.shape))
         out.append(x[used].sum(0, dtype=x.dtype))
     return out
 

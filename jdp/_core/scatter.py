@@ -85,6 +85,13 @@ class Cutting(NamedTuple):
     # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
     layouts: Recent[Any, Layout] | None = None
     place: bool = True  # else numpy arrays stay on the host, for the program's call to move
+    # Their number where it is fixed: of several processes each passes then the rows that torch's rule for the batch of
+    # all gives to its replicas. None: one for each device, and of several processes each passes what it has.
+    replicas: int | None = None
+
+    @property
+    def per_device(self) -> int:
+        return 1 if self.replicas is None else self.replicas // self.mesh.size
 
 
 def split(inputs: Tree, how: Cutting) -> Scattered:
@@ -99,11 +106,12 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
     if batch.outline is not None:
         if capturing():
             rows = {process: iter(layout.rows) for process in processes_of(how.mesh)}
-            sizes = tuple(next(rows[d.process_index], 0) for d in how.mesh.devices.flat)
+            devices = [d for d in how.mesh.devices.flat for _ in range(how.per_device)]
+            sizes = tuple(next(rows[d.process_index], 0) for d in devices)
         else:
-            pending = begin(how.mesh, how.verb, layout.rows, batch.outline)
+            pending = begin(how.mesh, how.verb, layout.by_device, batch.outline)
             arrays = put_early(batch)
-            sizes = finish(pending).sizes
+            sizes = sizes_of_all(finish(pending).sizes, layout, how)
         layout = layout_of_all(layout, how.mesh, sizes)
     return filled(arrays, layout, how.place)
 
@@ -147,12 +155,38 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     sizes = _sizes(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
-    layout = Layout(treedef, given, sizes, mesh, how.dim)
+    layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
     if how.verb != "scatter":
         refuse_rows_of_numbers(inputs, sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)
+
+
+def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, ...]:
+    """The rows of each replica, of what all processes have said of each device; `own` is this one's layout.
+
+    Raises:
+        ValueError: the number of replicas is fixed, and a process has other rows than its replicas are to have.
+    """
+    if how.replicas is None:
+        return tuple(found)
+    if not own.is_cut:  # the first replica of each process runs
+        return tuple(x for rows in found for x in (rows, *[0] * (how.per_device - 1)))
+    sizes = chunk_sizes(sum(found), how.replicas)
+    sizes = (*sizes, *[0] * (how.replicas - len(sizes)))
+    of = np.array([d.process_index for d in how.mesh.devices.flat])
+    processes = processes_of(how.mesh)
+    passed = [int(np.array(found)[of == p].sum()) for p in processes]
+    meant = [int(np.array(sizes)[of.repeat(how.per_device) == p].sum()) for p in processes]
+    if passed != meant:
+        here = processes.index(jax.process_index())
+        raise ValueError(
+            f"jdp.{how.verb}: processes {', '.join(map(str, processes))} pass {', '.join(map(str, passed))} of "
+            f"{sum(found)} rows; with replicas={how.replicas} the batch of all is cut into chunks of {sizes}, and each "
+            f"process passes those of its replicas. Pass {', '.join(map(str, meant))} rows, here {meant[here]}."
+        )
+    return sizes
 
 
 def put_early(batch: Prepared) -> list[Any]:
@@ -210,7 +244,19 @@ def _on_mesh(s: Scattered, how: Cutting) -> Scattered:
             f"jdp.{how.verb}: an input is scattered over ({names_of(s.devices)}), the call runs on "
             f"({names_of([*how.mesh.devices.flat])}); one call runs on one set of devices. Scatter it over these."
         )
+    refuse_other_replicas(s, how)
     return s
+
+
+def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
+    """A `ValueError` for what is scattered over another number of replicas on the same devices."""
+    found, n = s._layout.per_device, how.mesh.size
+    if found != how.per_device:
+        raise ValueError(
+            f"jdp.{how.verb}: an input is scattered over {found * n} replicas on {n} devices, the call runs on "
+            f"{how.per_device * n}; one call has one number of replicas. Pass the array itself, or scatter it with "
+            f"dp.prefetch."
+        )
 
 
 def _look(
@@ -292,18 +338,19 @@ def _sizes(
         return sizes
     if came and spans_processes(mesh):
         return came[0].sizes
+    n = mesh.size * how.per_device
     if how.sizes is not None:
-        return given_sizes(how.sizes, rows, mesh.size)
+        return given_sizes(how.sizes, rows, n)
     if cut:
-        return chunk_sizes(rows, mesh.size)
-    return (1,) * (mesh.size if any(isinstance(spec, Stack) for spec in specs) else 1)
+        return chunk_sizes(rows, n)
+    return (1,) * (n if any(isinstance(spec, Stack) for spec in specs) else 1)
 
 
 def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
     """The arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
     own = layout.here
     if not own.is_even:
-        arrays = [_padded(x, leaf, own.mesh.size) for x, leaf in zip(arrays, own.arrays, strict=True)]
+        arrays = [_padded(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if spans_processes(layout.mesh):
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
-from .devices import Device, names_of, own_replicas, spans_processes
+from .devices import Device, names_of, spans_processes
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
 
 
@@ -87,7 +87,7 @@ class Scattered(Sequence[Tree]):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device of each chunk; the first is the primary device."""
+        """The device of each chunk, the primary device first; one with several replicas stands there as often."""
         return self._layout.devices[: len(self.sizes)]
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Scattered(Sequence[Tree]):
         sizes, devices = f"sizes={self.sizes}", names_of(self.devices)
         if len(self) > 8:
             sizes = f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows"
-            devices = f"{len(self)} devices"
+            devices = f"{len({*self.devices})} devices"
         arrays = map(outline_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
@@ -177,9 +177,10 @@ def in_host_memory(x: Any) -> Any:
 def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
     """`s` as it is, or with the mesh's name for its axis where it was scattered over the same devices."""
     layout = s._layout
-    if layout.mesh == mesh or layout.devices != tuple(mesh.devices.flat):
+    if layout.mesh == mesh or [*layout.mesh.devices.flat] != [*mesh.devices.flat]:
         return s
-    return placed(Scattered(s._arrays, Layout(layout.treedef, layout.leaves, layout.sizes, mesh, layout.dim)))
+    named = Layout(layout.treedef, layout.leaves, layout.sizes, mesh, layout.dim, layout.per_device)
+    return placed(Scattered(s._arrays, named))
 
 
 def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
@@ -230,11 +231,11 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
         device = layout.devices[i]
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
-            return of_replica(local, leaf, i)
+            return of_replica(turn_of(local, leaf, i % layout.per_device, layout.per_device), leaf, i)
         if spans_processes(layout.mesh):
             raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
-                f"{jax.process_index()}; each sees its own. Pass one of {list(own_replicas(layout.mesh))}."
+                f"{jax.process_index()}; each sees its own. Pass one of {list(layout.own)}."
             )
     if isinstance(leaf, Cut):
         x = jax.lax.slice_in_dim(x, i * leaf.padded, (i + 1) * leaf.padded, axis=leaf.axis)
@@ -248,6 +249,14 @@ def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
     if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:
         return jax.lax.slice_in_dim(local, 0, leaf.sizes[i], axis=leaf.axis)
     return local
+
+
+def turn_of(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
+    """Out of what lies on a device that has so many replicas, that of one, padding included."""
+    if count == 1 or not isinstance(leaf, Cut | Stack):
+        return local
+    size = local.shape[leaf.axis] // count
+    return jax.lax.slice_in_dim(local, turn * size, (turn + 1) * size, axis=leaf.axis)
 
 
 class Signature(NamedTuple):
@@ -310,9 +319,9 @@ def fold_key(x: Any, index: Any) -> Any:
 
 def _common_layout(layouts: Sequence[Layout]) -> Layout:
     """The layout whose chunks all agree on."""
-    first = next((x for x in layouts if x.is_cut), layouts[0])
+    first = next((x for x in layouts if x.is_cut), layouts[-1])  # before the inputs there are parameters that are cut
     for other in layouts:
-        if other.mesh != first.mesh or other.is_cut and other.sizes != first.sizes:
+        if other.mesh != first.mesh or other.is_cut and (other.sizes, other.devices) != (first.sizes, first.devices):
             raise ValueError(
                 f"jdp.parallel_apply: inputs have chunks {first.sizes} on {names_of(first.devices)}, others "
                 f"{other.sizes} on {names_of(other.devices)}; all are cut alike. Scatter them together."

@@ -53,7 +53,7 @@ def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
 
 def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
     """An array that is cut over the mesh along an axis, as an operand of the replicas' program."""
-    return Scattered((x,), Layout(_LEAF, (Shard(axis),), (1,), mesh, 0))
+    return Scattered((x,), Layout(_LEAF, (Shard(axis),), (1,), mesh, 0, 1))
 
 
 _LEAF = jax.tree.structure(0)

@@ -38,12 +38,12 @@ _settings: Any = jax.config
 
 def is_uneven(signature: Signature) -> bool:
     """Whether replicas have chunks of other sizes, or none."""
-    used, n = signature.layout.used, signature.layout.mesh.size
+    used, n = signature.layout.used, len(signature.layout.devices)
     return used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
 
 
 def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
-    """The replica's outputs, padded alike on all replicas.
+    """The outputs of the one replica on a device, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
     equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs. With `gather` the body
@@ -51,7 +51,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     """
     n = signature.layout.mesh.size
     if is_uneven(signature):
-        return _switch(body_of, operands, signature, index)
+        return run_body(trace_bodies(body_of, operands, signature), operands, signature, index)
     if gather and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
@@ -66,7 +66,7 @@ def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
-class _Body(NamedTuple):
+class Body(NamedTuple):
     """The user's function traced on one size of chunk."""
 
     replica: int
@@ -74,31 +74,37 @@ class _Body(NamedTuple):
     out: Outputs  # with shapes for its values
 
 
-def _trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> dict[tuple[int, ...], _Body]:
+Bodies = dict[tuple[int, ...], Body]
+"""By the sizes of the chunk."""
+
+
+def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:
     """One body for each size of chunk; the first replica of a size stands for all of that size."""
-    layout = signature.layout
+    layout, n = signature.layout, len(signature.layout.devices)
+    # The axis has as many members as there are replicas. JAX takes the devices for them, which it knows of.
+    axis_env = [(signature.axis_name, n)] if layout.per_device > 1 else None
     # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
     first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
-        jaxpr, out = jax.make_jaxpr(body_of(replica), return_shape=True)(*operands)
-        if layout.mesh.size > 1:
-            _refuse_ordered(jaxpr, layout.mesh.size)
-        if layout.used:
+        jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*operands)
+        if n > 1:
+            _refuse_ordered(jaxpr, n)
+        if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, layout)
         if layout.devices[0].platform == "cpu":
             jaxpr = canonical(jaxpr)
-        bodies[sizes] = _Body(replica, jaxpr, out)
+        bodies[sizes] = Body(replica, jaxpr, out)
     lead, *others = bodies.values()
     for other in others:
         _must_agree(lead, other)
     return bodies
 
 
-def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
+def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
+    """The outputs of the replica with this index, by the body for its size of chunk."""
     layout = signature.layout
-    bodies = _trace_bodies(body_of, operands, signature)
     lead = next(iter(bodies.values()))
     rules = lead.out.rules
     outputs = [*zip(*[body.out.values for body in bodies.values()], strict=True)]
@@ -118,12 +124,12 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
         return lambda *operands: finish(run(*operands))
 
     order = list(bodies) if layout.used else []
-    which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(layout.mesh.size)]
+    which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(len(layout.devices))]
     branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
         values = _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
-    elif any(_collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
+    elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
         jaxprs = [bodies[s].jaxpr for s in order]
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
@@ -131,7 +137,7 @@ def _switch(body_of: BodyOf, operands: Sequence[Any], signature: Signature, inde
     return dataclasses.replace(lead.out, values=values, sizes=_rows(bodies, signature))
 
 
-def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[tuple[int, ...], ...]:
+def _rows(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
     """For each output the rows on each replica; none where it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
     replicas = range(len(layout.sizes))
@@ -143,7 +149,7 @@ def _rows(bodies: dict[tuple[int, ...], _Body], signature: Signature) -> tuple[t
 
 
 def _on_no_rows(
-    lead: _Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
+    lead: Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
 ) -> list[Any]:
     """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
     _refuse_collectives(lead.jaxpr.jaxpr, layout)
@@ -159,7 +165,7 @@ def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
     return tuple(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
-def _must_agree(lead: _Body, other: _Body) -> None:
+def _must_agree(lead: Body, other: Body) -> None:
     if (lead.out.treedef, lead.out.rules) != (other.out.treedef, other.out.rules):
         raise ValueError(
             f"jdp.parallel_apply: replica {lead.replica} returns {lead.out.treedef}, replica {other.replica} "
@@ -198,8 +204,8 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
     (axis_name,) = layout.mesh.axis_names
-    n = layout.mesh.size
-    for name in _collectives(jaxpr, axis_name):
+    n = len(layout.devices)
+    for name in collectives(jaxpr, axis_name):
         if not layout.is_cut:
             raise ValueError(
                 f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
@@ -208,9 +214,9 @@ def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
             )
         raise ValueError(
             f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
-            f"{layout.sizes} on {n} devices; replicas with unequal chunks run different code and would wait for each "
-            f"other for ever. Drop rows or pad the batch to a multiple of {n}, or leave the collectives to "
-            f"dp.train_step or dp.value_and_grad, which reduce by rows (sync_batch_norm=True there stands for the "
+            f"{layout.sizes} on {layout.mesh.size} devices; replicas with unequal chunks run different code and would "
+            f"wait for each other for ever. Drop rows or pad the batch to a multiple of {n}, or leave the collectives "
+            f"to dp.train_step or dp.value_and_grad, which reduce by rows (sync_batch_norm=True there stands for the "
             f"axis_name of a BatchNorm)."
         )
 
@@ -226,7 +232,7 @@ def _refuse_ordered(traced: Any, n: int) -> None:
         )
 
 
-def _collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
+def collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
     """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
     for eqn in equations(jaxpr):
         if axis_name in axes(eqn) and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:

@@ -89,7 +89,7 @@ def spread(s: Scattered, mesh: Mesh, rows: int | None = None) -> Scattered:
         return (sum(old),) if rows is None else (rows,) * mesh.size
 
     leaves = tuple(Cut(x.axis, sizes(x.sizes)) if isinstance(x, Cut) else x for x in layout.leaves)
-    to = Layout(layout.treedef, leaves, sizes(layout.sizes) if layout.is_cut else (1,), mesh, layout.dim)
+    to = Layout(layout.treedef, leaves, sizes(layout.sizes) if layout.is_cut else (1,), mesh, layout.dim, 1)
     arrays = []
     for x, leaf, where in zip(s._arrays, to.arrays, to.shardings, strict=True):
         shape = list(x.shape)
@@ -160,9 +160,9 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
 
 
 def _gradients(program: Program, params: Tree) -> Tree:
-    """The gradients as they are kept for the optimizer, or while those of several microbatches are added."""
+    """The gradients as they are kept for the optimizer, or while those of microbatches or replicas are added."""
     options, mesh = program.options, program.config.mesh
-    several = options.accumulate_steps > 1  # their sums are whole, and of 32 bits
+    several = options.accumulate_steps > 1 or program.config.per_device > 1  # their sums are whole, and of 32 bits
 
     def kept(x: Any) -> Any:
         axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None

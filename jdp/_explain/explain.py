@@ -82,7 +82,8 @@ def _compiled(call: Call, traced: Any) -> Any:
     try:
         return call.compile(traced)
     except jax.errors.JaxRuntimeError as error:
-        what = f"{call.label} with {max(call.batch[0].sizes)} rows on each {call.mesh.devices.flat[0].device_kind}"
+        rows, kind = max(_rows(call.batch[0])), call.mesh.devices.flat[0].device_kind
+        what = f"{call.label} with {rows} rows on each {kind}"
         advice = "the compiler for it says why. Change what it names."
         if "RESOURCE_EXHAUSTED" in str(error):
             advice = (
@@ -103,7 +104,7 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         device_kind=device.device_kind,
         devices=call.mesh.size,
         processes=len({d.process_index for d in call.mesh.devices.flat}),
-        rows=call.batch[0].sizes,
+        rows=_rows(call.batch[0]),
         work=_work(compiled, module),
         parameter_bytes=sizes["parameters"],
         gradient_bytes=sizes.get("gradients", 0),
@@ -153,6 +154,12 @@ def _work(compiled: Any, module: Module | None = None) -> Work:
     # The compiler for GPUs counts nothing where there is none.
     total = totals(module or parse(compiled.as_text()))
     return Work(total.flops, total.bytes, "estimated")
+
+
+def _rows(batch: Any) -> tuple[int, ...]:
+    """The rows on each device that has chunks."""
+    layout = batch._layout
+    return layout.by_device[: -(-len(layout.sizes) // layout.per_device)]
 
 
 def _bytes_on_each(tree: Tree) -> int:

@@ -150,6 +150,32 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
     return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
 
 
+class Hidden(Exception):
+    """What is looked for stands in a loop or in a branch."""
+
+
+def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
+    """The closed jaxpr, with `index` where it asks for its place on the axis; `Hidden` where a loop or branch does."""
+
+    def asks(eqn: Any) -> bool:
+        return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
+
+    if not any(map(asks, equations(jaxpr))):
+        return jaxpr
+    flat = inlined(jaxpr, asks, lambda eqn: Hidden(eqn.primitive.name))
+
+    def run(*operands: Any) -> list[Any]:
+        env = env_of(flat, operands)
+        for eqn in flat.jaxpr.eqns:
+            if asks(eqn):
+                env[eqn.outvars[0]] = index
+            else:
+                evaluate(eqn, env)
+        return [read(env, v) for v in flat.jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])
+
+
 class Segmented(NamedTuple):
     """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
 
@@ -207,6 +233,29 @@ def _inside(x: Any, rule: Rule) -> Any:
         new = type(x)(_inside(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
     return rewrite(x, rule) if hasattr(x, "eqns") else x
+
+
+_OF_ALL = {"psum", "pmax", "pmin"}
+
+
+def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callable[[str], Exception]) -> Any:
+    """The closed jaxpr, where each device is so many members of the axis, one after the other along the axis `inner`.
+
+    Raises `refuse(its name)` for a collective that does not go over both.
+    """
+
+    def rule(eqn: Any) -> Callable[..., Any] | None:
+        if axis_name not in axes(eqn):
+            return None
+        name = eqn.primitive.name
+        if name == "axis_index":
+            return lambda: jax.lax.axis_index(axis_name) * size + jax.lax.axis_index(inner)
+        if name not in _OF_ALL or eqn.params.get("axis_index_groups") is not None:
+            raise refuse(name if name not in _OF_ALL else f"{name} within groups")
+        wider = eqn.replace(params={**eqn.params, "axes": (*axes(eqn), inner)})
+        return lambda *values: bind(wider, values)
+
+    return rewrite(jaxpr, rule)
 
 
 def canonical(jaxpr: Any) -> Any:

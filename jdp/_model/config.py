@@ -55,6 +55,7 @@ class Config:
         reduce_state: Reduce,
         state_axes: Mapping[Any, int] | None,
         shard_params: bool = False,
+        replicas: int | None = None,
     ) -> None:
         verb = "DataParallel"
         check_dim(verb, dim)
@@ -82,6 +83,8 @@ class Config:
         self.state_axes = dict(state_axes or {})
         self.shard_params = bool(shard_params)
         self.mesh = make_mesh(self.devices, axis_name)
+        self.replicas = _checked(replicas, len(self.devices))
+        self.per_device = 1 if self.replicas is None else self.replicas // len(self.devices)
         self._forget()
         warn_imbalance(self.devices)
 
@@ -138,9 +141,10 @@ class Config:
         return kept(call, ("program", beside), program, self._programs)
 
     def on(self, mesh: Mesh) -> Config:
-        """The same arguments, on other devices."""
+        """The same arguments, on other devices, each with one replica."""
         other = object.__new__(Config)
-        vars(other).update(vars(self) | {"mesh": mesh, "devices": tuple(mesh.devices.flat)})
+        changed = {"mesh": mesh, "devices": tuple(mesh.devices.flat), "replicas": None, "per_device": 1}
+        vars(other).update(vars(self) | changed)
         other._forget()
         return other
 
@@ -151,8 +155,25 @@ class Config:
         named = (*self.devices, self.output_device)
         devices = [d if d is None or isinstance(d, str) else (d.platform, d.id) for d in named]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
-        rest = *rest, self.shard_params
+        rest = *rest, self.shard_params, self.replicas
         return _unpickled, (self.kind, devices, *rest)
+
+
+def _checked(replicas: Any, n: int) -> int | None:
+    """The number of replicas, where one is given: a multiple of the number of devices."""
+    if replicas is None:
+        return None
+    if isinstance(replicas, bool) or not isinstance(replicas, int):
+        raise TypeError(
+            f"jdp.DataParallel: replicas is {replicas!r}; it is the number of chunks of each batch. Pass an int, a "
+            f"multiple of the {n} devices, or None for one replica on each."
+        )
+    if replicas < 1 or replicas % n:
+        raise ValueError(
+            f"jdp.DataParallel: replicas is {replicas} and there are {n} devices; each device has as many replicas, "
+            f"one or more. Pass a multiple of {n}, or devices whose number divides {replicas}."
+        )
+    return replicas
 
 
 def _unpickled(kind: Kind, portable: list[Any], *rest: Any) -> Config:
@@ -249,7 +270,7 @@ def scatter_batch(
 
     Beside it the NNX objects of the batch by number, for which it has stand-ins.
     """
-    if type(batch) is Scattered and batch._layout.mesh == config.mesh:
+    if type(batch) is Scattered and (batch._layout.mesh, batch._layout.per_device) == (config.mesh, config.per_device):
         return batch, {}
     layouts = config.batch_layouts if own is None else own.layouts
     inputs, nodes = take_objects(config, batch, verb)
@@ -258,7 +279,7 @@ def scatter_batch(
             refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, own)
     how = Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False)
-    return split(inputs, how), nodes
+    return split(inputs, how._replace(replicas=config.replicas)), nodes
 
 
 def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int, Any]]:

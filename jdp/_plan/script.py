@@ -40,7 +40,7 @@ class Step:
     @property
     def rows(self) -> int:
         """Rows of the batch on the device that has most."""
-        return max(self.batch.sizes)
+        return max(self.batch._layout.by_device)
 
     @property
     def way(self) -> str:

@@ -85,7 +85,8 @@ def gradients(
                 if shards and cut_along != -1 and not shards.apart:
                     total = shards.undivided(grad, added.forms.is_ratio)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
-                if sent and steps > 1:  # microbatches are added in 32 bits, and a replica may have only one
+                # Microbatches, and the replicas of a device, are added in 32 bits; a replica may have only one.
+                if sent and (steps > 1 or signature.layout.per_device > 1):
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
                 axis = cut_along if cut_along != -1 else scatter and scatter(param)
                 return Marked(grad, None, "sum", over=over, wire=sent, dtype=dtype, scatter=axis)
@@ -146,7 +147,7 @@ def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any,
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)
         elif isinstance(leaf, Whole) and i >= signature.weights and is_key(x) and not x.ndim:
             # The replicas fold in 1 to n - 1: no microbatch of the primary draws what a replica draws.
-            x = jnp.where(number == 0, x, jax.random.fold_in(x, signature.layout.mesh.size + number))
+            x = jnp.where(number == 0, x, jax.random.fold_in(x, len(signature.layout.devices) + number))
         part.append(x)
     return part
 

@@ -80,7 +80,7 @@ def report(found: Scattered, params: Tree) -> list[Nonfinite]:
         holder = layout.devices[i].process_index
         start = starts.setdefault(holder, 0)
         starts[holder] += size
-        finite, by_row = (np.split(x, layout.mesh.size)[i] for x in flags)
+        finite, by_row = (np.split(x, len(layout.devices))[i] for x in flags)
         if size and not finite.all():
             bad = np.flatnonzero(~by_row[:size])
             rows = bad if len(bad) else np.arange(size)

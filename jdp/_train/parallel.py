@@ -131,7 +131,8 @@ def parallel(
         replicas = _replicas(whole, nodes, donated, mesh)
         # The others are None among those that are cut, so that each has its own position.
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
-        scattered = _cut(cut, kwargs, axes, mesh, dim, by_default=in_axes is None)
+        how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
+        scattered = _cut(cut, kwargs, axes, how, by_default=in_axes is None)
         out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
         if nodes:
             nnx.update(nodes, updates)
@@ -243,16 +244,15 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
             x.block_until_ready()
 
 
-def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], mesh: Mesh, dim: int, *, by_default: bool) -> Any:
+def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting, *, by_default: bool) -> Any:
     """The arguments that are cut, scattered; `by_default` nobody has said which those are."""
-    n = own_mesh(mesh).size
+    n, dim = own_mesh(how.mesh).size * how.per_device, how.dim
     if any(axis is not None and type(axis) is not int for axis in axes):
         _check_stacked(args, axes, n)
     cut = [x for x, axis in zip(args, axes, strict=True) if type(axis) is int]
     stacked, where = _per_replica((cut, kwargs), n, dim), (axes, dim)
     try:
-        how = Cutting(mesh, dim, VERB, ("args", "kwargs"), axes=where, place=False, stacked=stacked)
-        return split((args, kwargs), how)
+        return split((args, kwargs), how._replace(axes=where, stacked=stacked))
     except ValueError:
         if by_default:
             _refuse_states(args, axes, dim, stacked)

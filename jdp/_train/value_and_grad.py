@@ -184,7 +184,8 @@ def _divided(
     check_differentiable(VERB, {**plain, **{p: one.inputs[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
     where = tuple(axes[p] for p in one.division.cut), config.dim
-    how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False)
+    roots = ("args", "kwargs")
+    how = Cutting(config.mesh, config.dim, VERB, roots, axes=where, place=False, replicas=config.replicas)
     inputs = split((one.inputs, one.kwargs), how)
     check_rows(VERB, inputs)
     if rows and options.accumulate_steps > 1:

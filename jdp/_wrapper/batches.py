@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.devices import own_replicas, spans_processes
+from .._core.devices import own_places, spans_processes
 from .._core.layout import Tree, chunk_sizes
 from .._core.scatter import Cutting, Prepared, prepare
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of
@@ -139,7 +139,7 @@ class Batches:
         workers: int,
     ) -> None:
         self._config, self._data = config, data
-        self._cutting = Cutting(config.mesh, config.dim, VERB, "batch")
+        self._cutting = Cutting(config.mesh, config.dim, VERB, "batch", replicas=config.replicas)
         self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
         self.start = self.taken = start
         self.per_epoch = data.count // batch_size if drop_last else -(-data.count // batch_size)
@@ -203,11 +203,12 @@ class Batches:
 
     def _own(self, rows: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
         """Those of a batch's rows that are this process's own, and how many each of its replicas has of them."""
-        mesh = self._config.mesh
+        mesh, each = self._config.mesh, self._config.per_device
         if not spans_processes(mesh):
             return rows, ()
-        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size)))  # and an empty one
-        own = [chunks[min(i, len(chunks) - 1)] for i in own_replicas(mesh)]
+        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # and an empty one
+        replicas = [place * each + i for place in own_places(mesh) for i in range(each)]
+        own = [chunks[min(i, len(chunks) - 1)] for i in replicas]
         return np.concatenate(own), [len(chunk) for chunk in own]
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:

@@ -16,7 +16,7 @@ from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated, sharded
-from .._core.scatter import Cutting, split
+from .._core.scatter import Cutting, refuse_other_replicas, split
 from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
@@ -81,6 +81,13 @@ class DataParallel(nnx.Module, Generic[M]):
             is kept, or `state_axes` names it, or it is sown as an intermediate.
         state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
             filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
+        replicas: the number of replicas, where it is to be one and the same on any hardware: the batch is cut into that
+            many chunks, and the number of devices (of all processes together) divides it. A device has consecutive
+            replicas, and runs them one after the other, in the memory of one (a gradient that is taken through a call
+            keeps what the backward pass needs of all of them). Sizes, masks, statistics and state are those of as many
+            devices. Where replicas meet (collectives over `axis_name`, `sync_batch_norm`) those of a device run side by
+            side, in the memory of all. Of several processes each passes then the rows of its replicas by the rule for
+            the batch of all. `None` is one for each device.
         shard_params: for NNX, cuts the parameters over the devices, each along an axis that they divide; they are
             gathered as they are used. `module` may be a function that makes it, `lambda: Net(rngs=nnx.Rngs(0))`: each
             part is then made where it lives, and no device, nor the host, ever holds all. (For Linen
@@ -88,7 +95,7 @@ class DataParallel(nnx.Module, Generic[M]):
         device_ids: torch's name of `devices`.
 
     Raises:
-        ValueError: devices are empty, duplicate, unknown or of several platforms.
+        ValueError: devices are empty, duplicate, unknown or of several platforms, or do not divide `replicas`.
         TypeError: `module` is none of the three (a torch module, a callable pytree that holds arrays).
 
     Example:
@@ -114,14 +121,14 @@ class DataParallel(nnx.Module, Generic[M]):
         axis_name: str = "data",
         reduce_state: Literal["primary", "mean"] = "primary",
         state_axes: Mapping[Any, int] | None = None,
+        replicas: int | None = None,
         shard_params: bool = False,
         device_ids: Devices = None,
     ) -> None:
         devices = named_once("DataParallel", devices, device_ids)
         kind = "nnx" if shard_params else kind_of(module)
-        self._config = Config(
-            kind, devices, output_device, dim, in_axes, out_axes, axis_name, reduce_state, state_axes, shard_params
-        )
+        options = in_axes, out_axes, axis_name, reduce_state, state_axes, shard_params, replicas
+        self._config = Config(kind, devices, output_device, dim, *options)
         self.module = _nnx.made_in_shards(module, self._config.mesh) if shard_params else module
         if self._config.kind == "nnx":
             mesh, state = self._config.mesh, nnx.state(self.module)
@@ -231,6 +238,7 @@ class DataParallel(nnx.Module, Generic[M]):
         mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
         roots = ("args", "kwargs")
         how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False)
+        how = how._replace(replicas=config.replicas)
         args, kw = children(split((tuple(inputs), dict(kwargs)), how))
         return args, kw
 
@@ -245,13 +253,16 @@ class DataParallel(nnx.Module, Generic[M]):
 
         `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
         """
+        config = self._config
         if not isinstance(inputs, Scattered):
-            inputs = scatter_list(inputs, self._config.mesh, self._config.dim, "inputs")
+            inputs = scatter_list(inputs, config.mesh, config.dim, "inputs", config.replicas)
         if not isinstance(kwargs, Scattered):
-            kwargs = scatter_list(kwargs or [{}], self._config.mesh, self._config.dim, "kwargs")
-        mesh = self._config.mesh
+            kwargs = scatter_list(kwargs or [{}], config.mesh, config.dim, "kwargs", config.replicas)
+        mesh = config.mesh
         inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
-        program = self._config.program(self.module, type(replicas) is Held)
+        if inputs._layout.mesh is mesh:
+            refuse_other_replicas(inputs, Cutting(mesh, config.dim, "DataParallel", "inputs", replicas=config.replicas))
+        program = config.program(self.module, type(replicas) is Held)
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
@@ -416,7 +427,8 @@ class DataParallel(nnx.Module, Generic[M]):
     def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:
         """State with a batch axis, cut like the batch."""
         config = self._config
-        return split(state, Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis))
+        how = Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis, replicas=config.replicas)
+        return split(state, how)
 
     def _needs_nnx(self, method: str) -> None:
         if self._config.kind != "nnx":

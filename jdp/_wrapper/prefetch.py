@@ -18,7 +18,7 @@ from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
-from .._core.scatter import Cutting, Prepared, filled, flat, prepare, put_early
+from .._core.scatter import Cutting, Prepared, filled, flat, prepare, put_early, sizes_of_all
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
@@ -75,7 +75,7 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     if not spans_processes(config.mesh):
         return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
 
-    how = Cutting(config.mesh, config.dim, "prefetch", "batch")
+    how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
 
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
@@ -216,7 +216,7 @@ def together(
                 batch = None if failed is not None else next(batches, None)
             except Exception as error:  # it comes after the batches before it, and in all processes then
                 failed = error
-            rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.rows
+            rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.by_device
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
             pending = begin(mesh, verb, rows, outline, failed, never)
             told.append((batch, [] if batch is None else put_early(batch), pending, failed))
@@ -233,7 +233,7 @@ def together(
             batch = prepare(without_rows(agreed.outline, verb)) if last is None else _without_rows(last)
             arrays = batch.arrays
         last = batch
-        s = filled(arrays, layout_of_all(batch.layout, mesh, agreed.sizes))
+        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(agreed.sizes, batch.layout, how)))
         yield put_nodes(leaf_by_leaf(s), batch.nodes)
         del s, arrays  # or this batch would lie on the devices until the next is asked for
 

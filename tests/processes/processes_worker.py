@@ -337,6 +337,53 @@ def case_prefetch():
     return {**found, "outputs": outputs, "names": names}
 
 
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, epsilon=1e-2)(nn.Dense(4, use_bias=False)(x))
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def case_replicas():
+    """Twice as many replicas as devices: the rows of a process are those of its replicas."""
+    count = 2 * jax.device_count()
+    dp = jdp.DataParallel(Noisy(), replicas=count)
+    v = dp.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    def mine(rows):
+        sizes = jdp.chunk_sizes(rows, count)
+        start, stop = (sum(sizes[: q * count // N]) for q in (P, P + 1))
+        return slice(start, stop)
+
+    def loss(v, batch, key):
+        out, state = Noisy().apply(v, batch["x"], rngs={"dropout": key}, mutable=["batch_stats"])
+        error = jnp.sum((out - batch["y"]) ** 2, -1)
+        return jnp.mean(error), {"each": error}, state
+
+    found = {}
+    for options in ({}, {"sync_batch_norm": True}, {"accumulate_steps": 2, "shard_optimizer": True}):
+        step = dp.train_step(loss, optax.sgd(0.1, momentum=0.9), **options)
+        state, metrics, sizes = step.init(v, key=jax.random.key(2)), [], []
+        batches = [{"x": X[mine(rows)], "y": Y[mine(rows)]} for rows in (8, 14, 3)]
+        for batch in dp.prefetch(batches):
+            sizes.append(batch["x"].sizes)
+            state, more = step(state, batch)
+            metrics.append(more)
+        found[str(options)] = {"metrics": metrics, "params": state.params, "stats": state.state, "sizes": sizes}
+    taken = [(b.sizes, jdp.gather(b)) for b in dp.batches(X, 10)]
+    own = next(iter(dp.prefetch([X[mine(14)]])))
+    out = dp.apply(v, X[mine(10)], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"])
+    wrong = text_of(lambda: dp.apply(v, X[:7], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"]))
+    return {
+        "steps": found,
+        "taken": taken,
+        "out": out,
+        "wrong": wrong,
+        "chunks": {i: own[i] for i in range(len(own)) if own.devices[i].process_index == P},
+        "elsewhere": text_of(lambda: own[count // N if P == 0 else 0]),
+    }
+
+
 def case_objects_in_the_batch():
     """NNX objects and a whole table in the batch of a step, around the parts of what prefetch yields."""
 

@@ -205,6 +205,54 @@ def test_batch_norm(found):
             close(result[reduce_state]["state"], state)
 
 
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, epsilon=1e-2)(nn.Dense(4, use_bias=False)(x))
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def test_replicas(found):
+    """Eight replicas on four devices of two processes, against eight devices of one process."""
+    dp = jdp.DataParallel(Noisy(), range(8))
+    v = dp.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    def loss(v, batch, key):
+        out, state = Noisy().apply(v, batch["x"], rngs={"dropout": key}, mutable=["batch_stats"])
+        error = jnp.sum((out - batch["y"]) ** 2, -1)
+        return jnp.mean(error), {"each": error}, state
+
+    def part(rows, process):
+        first = sum(jdp.chunk_sizes(rows, 8)[:4])
+        return slice(0, first) if process == 0 else slice(first, rows)
+
+    for options in ({}, {"sync_batch_norm": True}, {"accumulate_steps": 2, "shard_optimizer": True}):
+        step = dp.train_step(loss, optax.sgd(0.1, momentum=0.9), **options)
+        state = step.init(v, key=jax.random.key(2))
+        for t, rows in enumerate((8, 14, 3)):
+            state, metrics = step(state, {"x": X[:rows], "y": Y[:rows]})
+            for process, result in enumerate(found):
+                mine = result["steps"][str(options)]
+                close(mine["metrics"][t]["loss"], metrics["loss"], rtol=1e-4)
+                close(mine["metrics"][t]["each"], metrics["each"][part(rows, process)], rtol=1e-4)
+                assert mine["sizes"][t] == (*jdp.chunk_sizes(rows, 8), *[0] * 8)[:8]
+        for result in found:
+            mine = result["steps"][str(options)]
+            close((mine["params"], mine["stats"]), (state.params, state.state), rtol=1e-4, atol=1e-5)
+    out, stats = dp.apply(v, X[:10], rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats"])
+    for process, result in enumerate(found):
+        close(result["out"], (out[part(10, process)], stats))
+        for i, chunk in result["chunks"].items():
+            np.testing.assert_array_equal(chunk, X[2 * i : 2 * i + 2])
+        assert [*result["chunks"]] == [*range(4 * process, 4 * process + 4)]
+        assert [sizes for sizes, _ in result["taken"]] == [(2, 2, 2, 2, 2, 0, 0, 0), (1, 1, 1, 1, 0, 0, 0, 0)]
+        for (_, rows), want in zip(result["taken"], ((X[:8], X[10:]), (X[8:10], X[:0]))[process], strict=True):
+            np.testing.assert_array_equal(rows, want)
+        assert "processes 0, 1 pass 7, 7 of 14 rows; with replicas=8" in result["wrong"]
+        assert f"Pass 8, 6 rows, here {(8, 6)[process]}." in result["wrong"]
+        assert "each sees its own" in result["elsewhere"]
+
+
 @pytest.mark.full
 def test_dropout(found):
     """Every replica draws a mask of its own, those of other processes too."""

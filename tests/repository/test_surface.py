@@ -113,7 +113,7 @@ def test_the_signature_of_data_parallel_the_class():
     assert bare_signature(jdp.DataParallel.__init__, skip=1) == (
         "(module, devices=None, output_device=None, dim=0, *, "
         'in_axes=None, out_axes=None, axis_name="data", reduce_state="primary", state_axes=None, '
-        "shard_params=False, device_ids=None)"
+        "replicas=None, shard_params=False, device_ids=None)"
     )
 
 
