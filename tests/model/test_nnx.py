@@ -998,10 +998,11 @@ def test_a_metric_that_each_replica_updates_is_refused(refused, kind, reduce_sta
             self.seen.update(values=y)
             return y
 
+    tx = optax.sgd(0.1)
     match = r"state seen\.\w+ is an nnx\.metrics\.Metric's, .*Update it outside.*jdp\.Sum"
     for call in (
         lambda: wrap(Measured(), 4, reduce_state=reduce_state)(ROWS[:13]),
-        lambda: wrap(Measured(), 4, reduce_state=reduce_state).train_step(lambda m, x: m(x).mean(), optax.sgd(0.1))(ROWS),
+        lambda: wrap(Measured(), 4, reduce_state=reduce_state).train_step(lambda m, x: m(x).mean(), tx)(ROWS),
     ):
         with refused(ValueError, "DataParallel", match):
             call()

@@ -501,7 +501,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("start", [np.int32(0), jnp.array(0), np.zeros(3, np.int32), 0], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("start", [np.int32(0), jnp.array(0), np.zeros(3, np.int32), 0], ids=["np", "jnp", "axis", "int"])
 @pytest.mark.parametrize("what", SUMS)
 @pytest.mark.each_value
 def test_a_sum_of_one_replicas_rows_is_refused_however_it_is_written(refused, what, start):
@@ -513,7 +513,8 @@ def test_a_sum_of_one_replicas_rows_is_refused_however_it_is_written(refused, wh
 
     dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(4))
     x, w = np.ones((8, 3), np.float32), np.ones(3, np.float32)
-    with refused(ValueError, "parallel", r"args\[0\]\['sum'\] differs between 4 replicas .* adds to it; .*jax\.lax\.psum"):
+    match = r"args\[0\]\['sum'\] differs between 4 replicas .* adds to it; .*jax\.lax\.psum"
+    with refused(ValueError, "parallel", match):
         dp.parallel(step)({"w": w, "sum": start}, x)
 
 
