@@ -184,7 +184,7 @@ def _of_all_rows(name: str, marked: Marked) -> Marked:
     """A leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
     return dataclasses.replace(
         marked,
-        alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, and each replica has updated it with its own "
+        alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, which each replica has updated with its own "
         f"rows; one replica's would be kept. Update it outside, with what the call gives (metric.update(...) of the "
         f"outputs, or of the step's metrics), or return jdp.Mean(total, count) or jdp.Sum(total) among the metrics.",
     )

@@ -501,7 +501,10 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("start", [np.int32(0), jnp.array(0), np.zeros(3, np.int32), 0], ids=["np", "jnp", "axis", "int"])
+STARTS = {"numpy": np.int32(0), "weak": jnp.array(0), "rows": np.zeros(3, np.int32), "int": 0}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("what", SUMS)
 @pytest.mark.each_value
 def test_a_sum_of_one_replicas_rows_is_refused_however_it_is_written(refused, what, start):
