@@ -456,7 +456,8 @@ def test_a_row_that_is_never_read_holds_no_exit_up(how):
 # ---- the page about it
 
 
-PROGRAM, BAR = re.findall(r"```python(?: sketch)?\n(.*?)```", (ROOT / "docs" / "batches.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGE = (ROOT / "docs" / "batches.md").read_text(encoding="utf-8")
+PROGRAM, BAR = re.findall(r"```python(?: sketch)?\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_program_of_the_page_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
