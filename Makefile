@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright draw docs wheel release bench clean
+.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright types draw docs wheel release bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,7 +44,7 @@ test-ray:  ## train by Ray Train, kill a worker, take a node away; in an environ
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 
-lint: ruff pyright  ## check style (ruff), types (pyright), and that the drawings of docs/ are up to date
+lint: ruff pyright types  ## check style (ruff), types (pyright, mypy), and that the drawings of docs/ are up to date
 	$(VENV)/bin/python docs/architecture.py --check
 	$(VENV)/bin/python docs/pictures.py --check
 
@@ -53,6 +53,9 @@ ruff: $(VENV)/.installed-dev
 
 pyright: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python jdp
+
+types: $(VENV)/.installed-dev
+	$(VENV)/bin/python tests/types/check.py
 
 draw: $(VENV)/bin/python  ## draw docs/architecture.md from the code, and the pictures of the pages
 	$(VENV)/bin/python docs/architecture.py

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+
+from ._version import __version__
 
 _USAGE = """\
 usage: jdp COMMAND ...
@@ -36,18 +37,11 @@ def main(argv: list[str] | None = None) -> int:
         print(_USAGE)
         return 0
     if command == "--version":
-        print(_version())
+        print(__version__)
         return 0
     what = f"{command!r} is no command of jdp" if command else "no command was given"
     print(f"jdp: {what}; the commands are launch, doctor and plan. See jdp --help.", file=sys.stderr)
     return 2
-
-
-def _version() -> str:
-    try:
-        return version("jax-data-parallel")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0+unknown"
 
 
 if __name__ == "__main__":

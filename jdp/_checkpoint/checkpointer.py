@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,6 +23,9 @@ from .ray_run import RayRun
 from .read import tell_all
 from .steps import Steps
 from .write import Writer
+
+if TYPE_CHECKING:
+    from etils import epath  # imported where it is needed: it takes long
 
 
 class Checkpointer:
@@ -91,7 +94,7 @@ class Checkpointer:
         self._ray = RayRun(directory) if ray else None
         if self._ray is not None:
             directory, keep = self._ray.directory, sys.maxsize  # Ray misses what others delete
-        self.directory = absolute(directory)
+        self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
         self._steps = Steps(self.directory)
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)

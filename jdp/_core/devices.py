@@ -8,14 +8,34 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._jax.private import Device as Device
 from .._jax.private import is_described
+
+if TYPE_CHECKING:
+
+    @runtime_checkable
+    class Device(Protocol):
+        """A `jax.Device`. jaxlib comes without types, so that a checker would take anything for one."""
+
+        @property
+        def id(self) -> int: ...
+        @property
+        def platform(self) -> str: ...
+        @property
+        def device_kind(self) -> str: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def client(self) -> Any: ...
+        def memory_stats(self) -> dict[str, int] | None: ...
+
+else:
+    Device = jax.Device
 
 DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""

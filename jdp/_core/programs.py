@@ -40,7 +40,7 @@ class Compiled:
     """
 
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
-        self.__name__ = run.__name__
+        self.__name__: str = run.__name__
         self._run, self._donates = run, donates
         self.programs: Recent[Any, Any] = Recent()  # by the layouts
 
@@ -115,7 +115,7 @@ class Flat:
         # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
         # before it costs, and into the one program that placed arrays run as well.
         where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-        self.run = jax.jit(of_leaves, in_shardings=(None, None, *where), static_argnums=0, donate_argnums=1)
+        self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), static_argnums=0, donate_argnums=1)
         self._layouts = layouts
 
     def layout(self, out: tuple[Any, ...]) -> Layout:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -54,24 +54,27 @@ class Scattered(Sequence[Tree]):
     def __deepcopy__(self, memo: Any) -> Scattered:
         return self
 
-    def _used_as_array(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"jdp.Scattered: {_NO_ARRAY}")
+    if not TYPE_CHECKING:  # type checkers flag all of it then
 
-    def __eq__(self, other: object) -> bool:
-        if self is not other and isinstance(other, jax.Array | np.ndarray | np.generic | int | float | Scattered):
-            self._used_as_array()  # Python would say False
-        return self is other or NotImplemented
+        def _used_as_array(self, *_: Any, **__: Any) -> Any:
+            raise TypeError(f"jdp.Scattered: {_NO_ARRAY}")
 
-    __hash__ = object.__hash__
-    __array__ = _used_as_array
-    __array_ufunc__ = None  # so that numpy's operators ask these, too
-    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _used_as_array
+        def __eq__(self, other: object) -> bool:
+            if self is not other and isinstance(other, jax.Array | np.ndarray | np.generic | int | float | Scattered):
+                self._used_as_array()  # Python would say False
+            return self is other or NotImplemented
 
-    def __getattr__(self, name: str) -> Any:
-        what = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices; see its class. Use these."
-        raise AttributeError(f"jdp.Scattered: {name!r} is no attribute: {what}", name=name, obj=self)
+        __hash__ = object.__hash__
+        __array__ = _used_as_array
+        __array_ufunc__ = None  # so that numpy's operators ask these, too
+        __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
+        __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _used_as_array
+        __rmatmul__ = _used_as_array
+
+        def __getattr__(self, name: str) -> Any:
+            what = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices; see its class. Use these."
+            raise AttributeError(f"jdp.Scattered: {name!r} is no attribute: {what}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
         return self._arrays, self._layout

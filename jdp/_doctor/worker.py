@@ -97,7 +97,7 @@ def serve(reply: int) -> None:
     os.set_inheritable(reply, False)  # a compiler that outlives this process must not hold the pipe open
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    devices: tuple[Device, ...] = ()
+    devices = tuple[Device, ...]()
     with os.fdopen(reply, "w", buffering=1) as replies:
         replies.write(json.dumps({"ready": True}) + "\n")
         while True:

@@ -1,4 +1,4 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: ten names, each behind a function or
 constant.
 
 Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
@@ -8,13 +8,12 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 2. `to_concrete_value` of a tracer: `concrete_value`
 3. `_cache_size` of a jitted function: `compilations`
 4. `runtime_type` of a device's client: `is_described`
-5. `jaxlib._jax.Device`: `Device`
-6. `jax._src.distributed.global_state`, and the coordination service's client there: `job`
-7. `jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params`: `found_by_cluster`
-8. `jax._src.lib._jax`, where two functions of jaxlib get an argument more: `absent_are_named`, `gloo_goes_by`
-9. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
-10. `__captures__` of an NNX object: `CAPTURES`
-11. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
+5. `jax._src.distributed.global_state`, and the coordination service's client there: `job`
+6. `jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params`: `found_by_cluster`
+7. `jax._src.lib._jax`, where two functions of jaxlib get an argument more: `absent_are_named`, `gloo_goes_by`
+8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
+9. `__captures__` of an NNX object: `CAPTURES`
+10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
 """
 
 from __future__ import annotations
@@ -25,19 +24,10 @@ import importlib
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
-
-if TYPE_CHECKING:
-    from jaxlib._jax import Device as Device
-else:
-    Device = jax.Device
-"""`jax.Device` as a type. Nothing is lost without it but the check of types.
-
-Tried: `jax.Device`, and `Device` of `jax.experimental.topologies`, are variables to a type checker.
-"""
 
 CAPTURES = "__captures__"
 """Where `nnx.capture` keeps what the parts of a module have sown. Without it `nnx.capture` around a wrapped model that
@@ -112,7 +102,7 @@ def compilations(jitted: Iterable[Any]) -> int | None:
     return None if None in sizes else sum(size() for size in sizes if size is not None)
 
 
-def is_described(device: Device) -> bool:
+def is_described(device: Any) -> bool:
     """Whether the device is one of a topology, for which programs are compiled and on which nothing runs.
 
     Without it `jdp.topology` raises, and with it `jdp plan` for machines that are not there.

@@ -76,15 +76,18 @@ class Config:
         if kind == "nnx":
             filters_of(state_axes or {})
         self.kind: Kind = kind
-        self.devices = resolve_devices(verb, devices)
-        self.output_device = resolve_output(verb, output_device)
-        self.dim, self.in_axes, self.out_axes, self.axis_name = dim, in_axes, out_axes, axis_name
+        self.devices: tuple[Device, ...] = resolve_devices(verb, devices)
+        self.output_device: Device | str | None = resolve_output(verb, output_device)
+        self.dim: int = dim
+        self.in_axes: Tree = in_axes
+        self.out_axes: Tree = out_axes
+        self.axis_name: str = axis_name
         self.reduce_state: Reduce = reduce_state
-        self.state_axes = dict(state_axes or {})
-        self.shard_params = bool(shard_params)
-        self.mesh = make_mesh(self.devices, axis_name)
-        self.replicas = _checked(replicas, len(self.devices))
-        self.per_device = 1 if self.replicas is None else self.replicas // len(self.devices)
+        self.state_axes: dict[Any, int] = dict(state_axes or {})
+        self.shard_params: bool = bool(shard_params)
+        self.mesh: Mesh = make_mesh(self.devices, axis_name)
+        self.replicas: int | None = _checked(replicas, len(self.devices))
+        self.per_device: int = 1 if self.replicas is None else self.replicas // len(self.devices)
         self._forget()
         warn_imbalance(self.devices)
 
@@ -244,10 +247,25 @@ class Wrapper(Protocol):
     """A `jdp.DataParallel`, as what stands below it sees it: the module, and what the wrapper was made with."""
 
     _config: Config
-    module: Any
 
     @property
+    def module(self) -> Any: ...
+    @property
     def devices(self) -> tuple[Device, ...]: ...
+
+
+class NNXWrapper(Wrapper, Protocol):
+    """A wrapper of an NNX module, to a type checker."""
+
+    @property
+    def module(self) -> nnx.Module: ...
+
+
+class OtherWrapper(Wrapper, Protocol):
+    """A wrapper of something else: a Linen module or a function."""
+
+    @property
+    def module(self) -> object: ...
 
 
 class BatchAxes(NamedTuple):

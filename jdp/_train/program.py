@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,8 @@ class Program:
 
     def shardings(self, state: TrainState) -> TrainState:
         """Where each part of a state lies: a prefix of its tree."""
-        everywhere = replicated(self.config.mesh)
-        params: Tree = everywhere
-        opt_state: Tree = everywhere
+        everywhere = cast(Any, replicated(self.config.mesh))
+        params = opt_state = everywhere
         if self.options.shard_params:
             params = cut_shardings(state.params, self.config.mesh, self.axis)
         if self.options.shard_optimizer:

@@ -49,11 +49,11 @@ class TrainState(struct.PyTreeNode):
     Source: `TrainState` in flax/training/train_state.py.
     """
 
-    step: Any
+    step: jax.Array
     params: Tree
     opt_state: Tree
     state: Tree
-    key: Any = None
+    key: jax.Array | None = None
 
     def __repr__(self) -> str:
         return outline("TrainState", self)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import flax.core
 import jax
+import optax
 from flax import nnx
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
@@ -18,7 +20,7 @@ from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered
 from .._jax.private import trace_state_clean
-from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
+from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .gradients import Loss
 from .loss import (
@@ -57,23 +59,54 @@ from .value_and_grad import check_differentiable, check_steps, hashable, wire_ty
 Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
 """What a step begins with: the state, the batch, the state's leaves, and the NNX objects of the batch."""
 
+Kept = TypeVar("Kept")
+"""What a step keeps of the last call: the state, or of NNX the metrics."""
 
+_NO_STEP: Any = ()  # where only the shardings of a state's other parts are asked for
+
+
+class StepArguments(TypedDict, total=False):
+    """The keywords of `train_step`, for both of its types."""
+
+    in_axes: Tree
+    accumulate_steps: int
+    shard_optimizer: bool | None
+    shard_params: bool
+    gather_once: bool
+    reduce_dtype: DTypeLike | None
+    donate: bool
+    skip_nonfinite: bool
+    sync_batch_norm: bool
+    check_replicas: int
+
+
+@overload
+def train_step(  # pyright: ignore[reportOverlappingOverload]: one of an unknown module is taken for one of variables
+    dp: NNXWrapper,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation | nnx.Optimizer[Any],
+    **options: Unpack[StepArguments],
+) -> NNXTrainStep: ...
+@overload
+def train_step(
+    dp: OtherWrapper, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Unpack[StepArguments]
+) -> TrainStep: ...
 def train_step(
     dp: Wrapper,
     loss_fn: Callable[..., Any],
-    tx: Any,
+    tx: optax.GradientTransformation | nnx.Optimizer[Any],
     *,
     in_axes: Tree = None,
     accumulate_steps: int = 1,
     shard_optimizer: bool | None = None,
     shard_params: bool = False,
     gather_once: bool = False,
-    reduce_dtype: Any = None,
+    reduce_dtype: DTypeLike | None = None,
     donate: bool = True,
     skip_nonfinite: bool = False,
     sync_batch_norm: bool = False,
     check_replicas: int = 0,
-) -> Any:
+) -> TrainStep | NNXTrainStep:
     """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
 
     For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
@@ -169,7 +202,7 @@ def train_step(
     return kind(dp, loss_fn, tx, options, axes)
 
 
-class _Step:
+class _Step(Generic[Kept]):
     """What the steps of variables and of NNX share."""
 
     def __init__(
@@ -188,7 +221,7 @@ class _Step:
         self._given = Given(options.donate)
 
     @property
-    def last(self) -> Any:
+    def last(self) -> Kept | None:
         """The state that the step gave last, to go on with after Ctrl-C; of NNX the metrics. None before the first.
 
         An interrupt may come when the old state is freed and the new one has no name yet: this is the new one, whole;
@@ -201,12 +234,14 @@ class _Step:
         devices = ", ".join(map(str, self._dp.devices[:8]))
         return f"{type(self).__name__}({self._program.label}, devices=({devices}))"
 
-    def __getattr__(self, name: str) -> Any:
-        has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))
-        near = difflib.get_close_matches(name, has, 1)
-        way = f"Use step.{near[0]}" if near else "Use one of these"
-        text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
-        raise AttributeError(text, name=name, obj=self)
+    if not TYPE_CHECKING:  # to which every name would be known then
+
+        def __getattr__(self, name: str) -> Any:
+            has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))
+            near = difflib.get_close_matches(name, has, 1)
+            way = f"Use step.{near[0]}" if near else "Use one of these"
+            text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
+            raise AttributeError(text, name=name, obj=self)
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """The batch, cut, and the NNX objects in it."""
@@ -216,7 +251,7 @@ class _Step:
         return scattered, list(objects.values())
 
 
-class TrainStep(_Step):
+class TrainStep(_Step[TrainState]):
     """A training step for variables: `state = step.init(variables)`, `state, metrics = step(state, batch)`.
 
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
@@ -293,7 +328,7 @@ class TrainStep(_Step):
             error.add_note(interrupted(state, self._given.last is not last))
             raise
 
-    def lower(self, state: TrainState, batch: Tree) -> Any:
+    def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.lower(state, scattered)
@@ -368,7 +403,7 @@ class TrainStep(_Step):
         return state, metrics
 
 
-class NNXTrainStep(_Step):
+class NNXTrainStep(_Step[dict[str, jax.Array]]):
     """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
 
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
@@ -380,7 +415,7 @@ class NNXTrainStep(_Step):
         check_signature(loss_fn, "model")
         if not isinstance(tx, nnx.Optimizer):
             tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
-        self.optimizer: nnx.Optimizer = tx
+        self.optimizer: nnx.Optimizer[Any] = tx
         params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
         view = view_of(tx, params)
@@ -419,7 +454,7 @@ class NNXTrainStep(_Step):
             error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))
             raise
 
-    def lower(self, batch: Tree) -> Any:
+    def lower(self, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`."""
         state, scattered, _, _ = self._ready(batch)
         return self._program.lower(state, scattered)
@@ -427,12 +462,12 @@ class NNXTrainStep(_Step):
     def optimizer_bytes(self) -> Bytes:
         """As `TrainStep.optimizer_bytes`."""
         opt_state = nnx.as_pure(self.optimizer.opt_state)
-        return bytes_of(opt_state, self._program.shardings(TrainState((), (), opt_state, ())).opt_state)
+        return bytes_of(opt_state, self._program.shardings(TrainState(_NO_STEP, (), opt_state, ())).opt_state)
 
     def parameter_bytes(self) -> Bytes:
         """As `TrainStep.parameter_bytes`."""
         params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
-        return bytes_of(params, self._program.shardings(TrainState((), params, (), ())).params)
+        return bytes_of(params, self._program.shardings(TrainState(_NO_STEP, params, (), ())).params)
 
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
         """As `TrainStep.find_nonfinite`; the model is not changed."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .._core.inputs import is_array
 from .._core.layout import Tree
@@ -42,8 +43,8 @@ class Mean:
     no mean.
     """
 
-    total: Any
-    count: Any
+    total: ArrayLike
+    count: ArrayLike
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,7 @@ class Sum:
     Source: `dist_reduce_fx="sum"` of torchmetrics.
     """
 
-    total: Any
+    total: ArrayLike
 
 
 class Form(NamedTuple):

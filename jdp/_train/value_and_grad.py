@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from .._core.gather import join
 from .._core.inputs import entries
@@ -28,19 +29,21 @@ from .state import check_rows
 from .terms import is_marker, is_mean, loss_value
 
 VERB = "value_and_grad"
+Argnums: TypeAlias = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+"""Positions of arguments, as in `jax.grad`; those of NNX objects may have a filter."""
 
 
 def value_and_grad(
     dp: Wrapper,
     loss_fn: Callable[..., Any],
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     in_axes: Tree = None,
     accumulate_steps: int = 1,
-    reduce_dtype: Any = None,
+    reduce_dtype: DTypeLike | None = None,
     sync_batch_norm: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     """The loss and its gradient over all replicas: equal to `jax.value_and_grad(loss_fn)` on the whole batch.
 
     The function that comes back takes `(params, *batch)`: the first argument is whole on every replica,
@@ -116,8 +119,21 @@ def value_and_grad(
     return call
 
 
+class GradArguments(TypedDict, total=False):
+    """The keywords of `value_and_grad`, which `grad` takes, too."""
+
+    in_axes: Tree
+    accumulate_steps: int
+    reduce_dtype: DTypeLike | None
+    sync_batch_norm: bool
+
+
 def grad(
-    dp: Wrapper, loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any
+    dp: Wrapper,
+    loss_fn: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    **options: Unpack[GradArguments],
 ) -> Callable[..., Any]:
     """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
 

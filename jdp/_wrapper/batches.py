@@ -141,8 +141,9 @@ class Batches:
         self._config, self._data = config, data
         self._cutting = Cutting(config.mesh, config.dim, VERB, "batch", replicas=config.replicas)
         self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
-        self.start = self.taken = start
-        self.per_epoch = data.count // batch_size if drop_last else -(-data.count // batch_size)
+        self.start: int = start
+        self.taken: int = start
+        self.per_epoch: int = data.count // batch_size if drop_last else -(-data.count // batch_size)
         if not self.per_epoch:
             raise ValueError(
                 f"jdp.{VERB}: data has {data.count} rows, fewer than batch_size, {batch_size}, and drop_last leaves "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 from flax import nnx
@@ -32,6 +33,28 @@ from .prefetch import prefetch
 from .torch_names import INSTEAD
 
 M = TypeVar("M")
+
+
+class WrapperArguments(TypedDict, total=False):
+    """The further keywords of `DataParallel`, for both of its types."""
+
+    in_axes: Tree
+    out_axes: Tree
+    axis_name: str
+    reduce_state: Literal["primary", "mean"]
+    state_axes: Mapping[Any, int] | None
+    replicas: int | None
+    device_ids: Devices
+
+
+class OwnSignature:
+    """What `inspect.signature` shows of a class: that of its `__init__`, which `nnx.Module`'s metaclass hides."""
+
+    def __get__(self, wrapper: object, kind: type) -> inspect.Signature:
+        if wrapper is not None:  # that of a call
+            raise AttributeError("__signature__", name="__signature__", obj=wrapper)
+        signature = inspect.signature(kind.__init__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 class DataParallel(nnx.Module, Generic[M]):
@@ -109,9 +132,31 @@ class DataParallel(nnx.Module, Generic[M]):
     Source: `DataParallel` in torch/nn/parallel/data_parallel.py.
     """
 
+    @overload
+    def __init__(
+        self,
+        module: Callable[[], M],
+        devices: Devices = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        shard_params: Literal[True],
+        **options: Unpack[WrapperArguments],
+    ) -> None: ...
+    @overload
     def __init__(
         self,
         module: M,
+        devices: Devices = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        shard_params: bool = False,
+        **options: Unpack[WrapperArguments],
+    ) -> None: ...
+    def __init__(
+        self,
+        module: Any,
         devices: Devices = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
@@ -129,7 +174,7 @@ class DataParallel(nnx.Module, Generic[M]):
         kind = "nnx" if shard_params else kind_of(module)
         options = in_axes, out_axes, axis_name, reduce_state, state_axes, shard_params, replicas
         self._config = Config(kind, devices, output_device, dim, *options)
-        self.module = _nnx.made_in_shards(module, self._config.mesh) if shard_params else module
+        self.module: M = _nnx.made_in_shards(module, self._config.mesh) if shard_params else module
         if self._config.kind == "nnx":
             mesh, state = self._config.mesh, nnx.state(self.module)
             self._put_state()
@@ -137,6 +182,8 @@ class DataParallel(nnx.Module, Generic[M]):
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
             if spans_processes(mesh) or any(place is not None and len(place.device_set) > 1 for place in places):
                 self.check_replicas()
+
+    __signature__: ClassVar[OwnSignature] = OwnSignature()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -265,7 +312,7 @@ class DataParallel(nnx.Module, Generic[M]):
         program = config.program(self.module, type(replicas) is Held)
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
-    def gather(self, outputs: Scattered, output_device: DeviceLike | None) -> Tree:
+    def gather(self, outputs: Scattered, output_device: Device | str | None) -> Tree:
         """Step four: concatenates the outputs on the output device."""
         if isinstance(outputs, Scattered):
             return join(outputs, output_device)
@@ -309,7 +356,7 @@ class DataParallel(nnx.Module, Generic[M]):
         check_replicas(tree, self._config.mesh, "check_replicas")
 
     @property
-    def init(self) -> Any:
+    def init(self) -> Callable[..., Tree]:
         """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
 
         The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the

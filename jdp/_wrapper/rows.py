@@ -53,7 +53,7 @@ class Columns:
                 f"jdp.{VERB}: data is a {type(data).__name__} in which no array has rows; an epoch has one at least. "
                 f"Pass arrays with rows, or a list of rows."
             )
-        self.count = _counted(data, sum(self._layout.sizes))
+        self.count: int = _counted(data, sum(self._layout.sizes))
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
         """What a batch of these rows is read in."""
@@ -89,7 +89,8 @@ class Rows:
     """Data that is indexed. A batch has a part for each row, and is stacked of them leaf by leaf."""
 
     def __init__(self, config: Config, data: Any) -> None:
-        self._config, self._data, self.count = config, data, _counted(data, len(data))
+        self._config, self._data = config, data
+        self.count: int = _counted(data, len(data))
         self._like: list[Row] = []  # none before one was read
         self._lock = threading.Lock()
 

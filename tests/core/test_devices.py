@@ -1,5 +1,7 @@
 """What counts as devices, and as an output device."""
 
+import ast
+import pathlib
 from unittest import mock
 
 import jax
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import jdp
+import jdp._core.devices as device_module
 
 
 def double(params, x):
@@ -190,3 +193,11 @@ def test_virtual_devices_after_jax_has_started_are_refused(refused, devices):
 def test_fewer_than_one_virtual_device_is_refused(refused, bad):
     with refused(ValueError, "virtual_cpu_devices", str(bad)):
         jdp.virtual_cpu_devices(bad)
+
+
+def test_a_device_has_what_type_checkers_are_told_of_it(devices):
+    tree = ast.parse(pathlib.Path(device_module.__file__).read_text())
+    (told,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Device"]
+    names = [node.name for node in told.body if isinstance(node, ast.FunctionDef)]
+    assert "platform" in names and [name for name in names if not hasattr(devices[0], name)] == []
+    assert device_module.Device is jax.Device

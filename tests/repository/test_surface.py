@@ -13,6 +13,8 @@ import typing
 import pytest
 
 import jdp
+from jdp._train import step, value_and_grad
+from jdp._wrapper import data_parallel
 
 PACKAGE = pathlib.Path(jdp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -110,11 +112,36 @@ def bare_signature(function, skip=0):
 
 
 def test_the_signature_of_data_parallel_the_class():
-    assert bare_signature(jdp.DataParallel.__init__, skip=1) == (
+    assert bare_signature(jdp.DataParallel) == (
         "(module, devices=None, output_device=None, dim=0, *, "
         'in_axes=None, out_axes=None, axis_name="data", reduce_state="primary", state_axes=None, '
         "replicas=None, shard_params=False, device_ids=None)"
     )
+
+
+def test_the_signature_of_a_subclass_and_of_a_wrapper_are_their_own():
+    class Named(jdp.DataParallel):
+        def __init__(self, name):
+            super().__init__(lambda w, x: w * x, devices=[0])
+
+    assert bare_signature(jdp.DataParallel) == bare_signature(jdp.DataParallel.__init__, skip=1)
+    assert bare_signature(Named) == "(name)"
+    assert bare_signature(Named("a")) == "(*args, **kwargs)"  # of a call
+
+
+@pytest.mark.parametrize(
+    "function, arguments, beside",
+    [
+        (jdp.DataParallel.__init__, data_parallel.WrapperArguments, {"shard_params"}),
+        (step.train_step, step.StepArguments, set()),
+        (value_and_grad.value_and_grad, value_and_grad.GradArguments, set()),
+    ],
+    ids=["DataParallel", "train_step", "grad"],
+)
+def test_the_keywords_that_a_type_checker_knows_are_those_of_the_signature(function, arguments, beside):
+    keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hints = typing.get_type_hints(function)
+    assert typing.get_type_hints(arguments) == {p.name: hints[p.name] for p in keywords if p.name not in beside}
 
 
 @pytest.mark.parametrize("name, function", list(public_functions()))
@@ -179,7 +206,26 @@ def test_every_module_of_the_package_says_what_it_is():
 
 def test_the_core_imports_neither_torch_nor_the_tests_tools():
     tools = ("torch", "matplotlib", "hypothesis", "pytest")
-    assert python(f"import sys, jdp; print([m for m in {tools} if m in sys.modules])") == "[]"
+    assert python(f"import sys, jdp; jdp.scatter; print([m for m in {tools} if m in sys.modules])") == "[]"
+
+
+@pytest.mark.parametrize("line", ["--help", "--version", "launch --help", "doctor --help"])
+def test_what_a_command_says_of_itself_does_not_wait_for_jax(line):
+    given = ["jdp", *line.split()]
+    end = f"import sys, atexit; atexit.register(lambda: print('jax' in sys.modules)); sys.argv = {given}"
+    said = python(f"{end}; import runpy; runpy.run_module('jdp', run_name='__main__')")
+    assert said.splitlines()[-1] == "False" and len(said) > 10
+
+
+def test_all_of_jdp_is_imported_when_the_first_name_is_asked_for():
+    """From then on it is as if `import jdp` had imported all."""
+    asked = "print(len(dir(jdp)), len([n for n in jdp.__all__ if n in vars(jdp)]), 'jax' in sys.modules)"
+    n = len(jdp.__all__)
+    assert python(f"import sys, jdp; {asked}; jdp.Mean; {asked}").splitlines() == [f"{n} 1 False", f"{n} {n} True"]
+    starred = "import jdp.distributed; from jdp import *; print(Mean is jdp.Mean, distributed is jdp.distributed)"
+    assert python(starred) == "True True"
+    with pytest.raises(AttributeError, match="module 'jdp' has no attribute 'scater'"):
+        jdp.scater  # noqa: B018
 
 
 def test_importing_jdp_does_not_start_jax():

@@ -22,7 +22,7 @@ def commands(*targets):
 def test_each_tool_has_one_version():
     pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
     tools = [re.sub(r"\[\w+\]", "", pin) for pin in pins if not pin.startswith("jax-data-parallel")]
-    assert [re.sub(r"==\d+(\.\d+)+$", "", tool) for tool in tools] == ["pre-commit", "pyright", "ruff"]
+    assert [re.sub(r"==\d+(\.\d+)+$", "", tool) for tool in tools] == ["mypy", "pre-commit", "pyright", "ruff"]
 
 
 @pytest.mark.parametrize("tool", ["ruff", "pyright"])
@@ -34,6 +34,11 @@ def test_a_commit_runs_what_make_lint_runs(tool):
     (run,) = [line for line in commands(tool) if line.startswith(f".venv/bin/{tool} ")]
     assert run in commands("lint")
     assert any(line.endswith('pip install --editable ".[dev]"') for line in commands("--what-if=pyproject.toml", tool))
+
+
+def test_make_lint_checks_what_users_see_of_the_types():
+    run = ".venv/bin/python tests/types/check.py"
+    assert run in commands("types") and run in commands("lint")
 
 
 def test_ci_runs_make_lint():
