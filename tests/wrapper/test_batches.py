@@ -416,7 +416,8 @@ def test_a_batch_that_was_used_is_not_kept():
 
 
 SCRIPT = """
-import sys, time, jdp
+import sys, threading, time, jdp
+began = threading.Event()
 jdp.virtual_cpu_devices(2)
 
 class Slow:
@@ -426,11 +427,13 @@ class Slow:
     def __getitem__(self, i):
         if i == 8:
             print("standing still", flush=True)
+            began.set()
         time.sleep(1000 * (i >= 8))
         return i
 
 iterator = iter(jdp.DataParallel(lambda w, x: x).batches(Slow(), 2, workers=2))
 next(iterator)
+began.wait()
 {}
 """
 
