@@ -154,7 +154,7 @@ class Reference:
 
 
 def again(call):
-    """The call; once more where after an interrupt one of JAX's caches still counts as entered, as in plain JAX, too."""
+    """The call; once more where after an interrupt one of JAX's caches counts as entered, as in plain JAX, too."""
     try:
         return call()
     except RecursionError as error:
