@@ -57,7 +57,7 @@ class Scattered(Sequence[Tree]):
     if not TYPE_CHECKING:  # type checkers flag all of it then
 
         def _used_as_array(self, *_: Any, **__: Any) -> Any:
-            raise TypeError(f"jdp.Scattered: {_NO_ARRAY}")
+            raise TypeError(f"jdp.Scattered: it is used as an array; {_NO_ARRAY}")
 
         def __eq__(self, other: object) -> bool:
             if self is not other and isinstance(other, jax.Array | np.ndarray | np.generic | int | float | Scattered):
@@ -73,8 +73,8 @@ class Scattered(Sequence[Tree]):
         __rmatmul__ = _used_as_array
 
         def __getattr__(self, name: str) -> Any:
-            what = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices; see its class. Use these."
-            raise AttributeError(f"jdp.Scattered: {name!r} is no attribute: {what}", name=name, obj=self)
+            way = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices. Use these."
+            raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
         return self._arrays, self._layout
@@ -127,8 +127,8 @@ class Scattered(Sequence[Tree]):
 
 _OF_ARRAYS = {*"shape ndim dtype size T astype reshape ravel sum mean max min argmax argmin tolist item".split()}
 _NO_ARRAY = (
-    "it is used as an array; it is a sequence with one tree for each replica, on its device. Pass it to a call of jdp "
-    "as it is, or take jdp.gather(x), the rows of the batch."
+    "it is a sequence, with one tree for each replica. Pass it to a call of jdp as it is, or compute with the rows of "
+    "the batch, jdp.gather(x)."
 )
 
 

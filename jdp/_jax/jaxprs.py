@@ -338,9 +338,10 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[An
 
 
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
-    """What output `new` adds to input `old` of a closed jaxpr without calls, or else makes the choice to keep that.
+    """The variables that output `new` adds to input `old` of a closed jaxpr without calls.
 
-    None where the input goes into something else, which makes another value of it, as an average with a momentum does.
+    A maximum with other variables is one such sum, and so is a choice between the input and something else, of which
+    it is what decides. None where the output is no such sum, as an average with a momentum is none.
     """
     jaxpr = _opened(jaxpr)
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}

@@ -174,7 +174,7 @@ def mark_updates(
             own = path[1:] or path  # below the number of the module or argument
             name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
             marked = mark_state(after, {} if old is None else old, name, reduce, axis, key)
-            if isinstance(after, nnx.metrics.MetricState):
+            if axis is None and isinstance(after, nnx.metrics.MetricState):
                 marked = jax.tree.map(functools.partial(_of_all_rows, name), marked)
             updates.append((path, marked))
     return nnx.from_flat_state(updates)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdp._jax.jaxprs import equations
 from jdp._jax.pieces import Sharded, run_in_pieces, run_over
 
 RANDOM = np.random.default_rng(0)
@@ -173,3 +174,27 @@ def test_what_scans_run_over_is_found():
     jaxpr = jax.make_jaxpr(function)(*shapes)
     assert run_over(jaxpr, 4) == {(0, 0), (0, 2), (1, 2)}
     assert run_over(jaxpr, 1) == {(0, 0), (0, 2)}
+
+
+def products(fn, *operands):
+    """How many products a program computes: those with a batch axis, and the others."""
+    counts = {True: 0, False: 0}
+    for eqn in equations(jax.make_jaxpr(fn)(*operands).jaxpr):
+        if eqn.primitive.name == "dot_general":
+            counts[bool(eqn.params["dimension_numbers"][1][0])] += 1
+    return counts
+
+
+def test_products_of_rows_with_each_other_are_made_again_and_those_with_parameters_are_kept():
+    """Of attention the scores, and not what parameters make, also those of experts, which have a batch axis."""
+    w = {"key": np.ones((6, 8), np.float32), "experts": np.ones((2, 8, 5), np.float32)}
+    x = RANDOM.normal(size=(4, 4, 6)).astype(np.float32)
+
+    def attention(w, x):
+        key = x @ w["key"]
+        out = jax.nn.softmax(jnp.einsum("btd,bsd->bts", key, key)) @ key
+        return jnp.mean(jnp.einsum("gnd,gdf->gnf", jnp.tanh(out).reshape(2, 8, 8), w["experts"]) ** 2)
+
+    plainly = products(jax.grad(attention), w, x)
+    found = products(jax.grad(functools.partial(in_pieces, attention, most=1 << 20, gather=Gathers())), w, x)
+    assert found[False] == plainly[False] and found[True] == plainly[True] + 2  # the scores, and what is made of them
