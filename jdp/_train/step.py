@@ -77,6 +77,7 @@ class StepArguments(TypedDict, total=False):
     donate: bool
     skip_nonfinite: bool
     sync_batch_norm: bool
+    deterministic: bool
     check_replicas: int
 
 
@@ -105,6 +106,7 @@ def train_step(
     donate: bool = True,
     skip_nonfinite: bool = False,
     sync_batch_norm: bool = False,
+    deterministic: bool = False,
     check_replicas: int = 0,
 ) -> TrainStep | NNXTrainStep:
     """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
@@ -187,7 +189,9 @@ def train_step(
         check_steps("train_step", check_replicas, "check_replicas", 0),
         bool(shard_params),
         bool(gather_once),
+        bool(deterministic),
     )
+    _check_deterministic(options, dp._config.replicas or len(dp._config.devices))
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     state_axes = dp._config.state_axes
@@ -200,6 +204,26 @@ def train_step(
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes)
+
+
+def _check_deterministic(options: StepOptions, replicas: int) -> None:
+    if not options.deterministic:
+        return
+    if replicas & (replicas - 1):
+        raise ValueError(
+            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; their sums are one balanced tree, of "
+            f"a power of two. Pass jdp.DataParallel(..., replicas=8)."
+        )
+    if options.shard_params:
+        raise ValueError(
+            f"jdp.{VERB}: deterministic and shard_params are True; a gradient of a parameter that is cut is summed by a "
+            f"reduce-scatter, in an order that depends on the number of devices. Pass shard_optimizer=True instead."
+        )
+    if options.sync_batch_norm:
+        raise ValueError(
+            f"jdp.{VERB}: deterministic and sync_batch_norm are True; replicas run one by one, and cannot share "
+            f"statistics. Leave one of the two out."
+        )
 
 
 class _Step(Generic[Kept]):
