@@ -55,10 +55,8 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
                 f"out, or deterministic."
             )
         try:
-            found = {
-                sizes: one._replace(jaxpr=with_index(one.jaxpr, signature.axis_name, index))
-                for sizes, one in bodies.items()
-            }
+            place = signature.axis_name, index, len(signature.layout.devices)
+            found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         except Hidden as hidden:
             raise ValueError(
                 f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; where "

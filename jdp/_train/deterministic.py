@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._core.devices import own_mesh, spans_processes
-from .._core.layout import Cut, Layout, Leaf, Stack, Tree, cut_along, replicated
+from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
 from .._core.scattered import Scattered
 from .._core.tree import Counter, Parts, exchange, numbers_of_rows, one_replica, picked, put_together
 from .state import TrainState
@@ -136,14 +136,17 @@ class Deterministic:
         counters, kept = [Counter() for _ in states], [[] for _ in states]
         for k in range(count):
             for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                chunk = batch if count == 1 else self._pick(batch, self._numbers[d][k])
-                parts = self._turn(state, chunk, self._indices[d][k])
+                parts = self._turn(state, self._chunk(batch, d, k), self._indices[d][k])
                 counters[d].add(parts.sums)
                 kept[d].append(parts._replace(sums=[]))
         return [
             Parts(counter.total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
             for counter, own in zip(counters, kept, strict=True)
         ]
+
+    def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
+        """What turn k of device d takes of the batch."""
+        return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
 
     def _joined(self, rows: list[list[Any]]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows)
@@ -183,21 +186,20 @@ class Deterministic:
         return metrics | jax.tree.map(fill, {k: metrics[k] for k in rows}, rows, is_leaf=lambda x: x is None)
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """The programs, for the processes to compare; they are compiled where they are called first, which is here."""
+        """The programs, for the processes to compare; each is compiled once for each device."""
         states, batches = self._apart(state, arrays)
-        chunk = self._pick(batches[0], self._numbers[0][0])
-        text = self._turn.lower(states[0], chunk, self._indices[0][0]).as_text()
+        chunks = [self._chunk(batch, d, 0) for d, batch in enumerate(batches)]
+        operands = zip(states, chunks, self._indices, strict=True)
+        turns = [self._turn.lower(mine, chunk, indices[0]) for mine, chunk, indices in operands]
 
         def compile() -> None:
-            parts = self._turns(states, batches)
-            programs = [
-                self._update.lower(mine, self._whole(batch), of_device._replace(rows=[]))
-                for mine, batch, of_device in zip(states, batches, parts, strict=True)
-            ]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                [*pool.map(lambda lowered: lowered.compile(), programs)]
+                [*pool.map(lambda x: x.compile(), turns)]
+                operands = zip(states, map(self._whole, batches), self._turns(states, batches), strict=True)
+                updates = [self._update.lower(mine, x, parts._replace(rows=[])) for mine, x, parts in operands]
+                [*pool.map(lambda x: x.compile(), updates)]
 
-        return Lowered(text, compile)
+        return Lowered(turns[0].as_text(), compile)
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what a first call would: it takes long, and here it can be interrupted."""
