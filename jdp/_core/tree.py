@@ -59,8 +59,8 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
             found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         except Hidden as hidden:
             raise ValueError(
-                f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; where "
-                f"replicas run one by one it is known outside of loops and branches only. Ask before the {hidden}."
+                f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
+                f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
             ) from None
         out = weighted(run_body(found, operands, signature, index), index)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out.values]

@@ -111,7 +111,7 @@ class Deterministic:
         on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
         self._exchange: Any = exchange(layout.mesh, on_device)
         own = np.reshape(np.array(layout.own, np.int32), (-1, layout.per_device))
-        self._indices = [jax.device_put([*of_device], device) for of_device, device in zip(own, on.devices, strict=True)]
+        self._indices = [jax.device_put([*mine], device) for mine, device in zip(own, on.devices, strict=True)]
         self._numbers = [jax.device_put([*np.arange(layout.per_device)], device) for device in on.devices]
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:

@@ -211,13 +211,13 @@ def _check_deterministic(options: StepOptions, replicas: int) -> None:
         return
     if replicas & (replicas - 1):
         raise ValueError(
-            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; their sums are one balanced tree, of "
-            f"a power of two. Pass jdp.DataParallel(..., replicas=8)."
+            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; their sums are one balanced tree, "
+            f"of a power of two. Pass jdp.DataParallel(..., replicas=8)."
         )
     if options.shard_params:
         raise ValueError(
-            f"jdp.{VERB}: deterministic and shard_params are True; a gradient of a parameter that is cut is summed by a "
-            f"reduce-scatter, in an order that depends on the number of devices. Pass shard_optimizer=True instead."
+            f"jdp.{VERB}: deterministic and shard_params are True; gradients of parameters that are cut are summed by "
+            f"a reduce-scatter, whose order depends on the number of devices. Pass shard_optimizer=True instead."
         )
     if options.sync_batch_norm:
         raise ValueError(
