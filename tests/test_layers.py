@@ -27,17 +27,17 @@ ORDER = {
     "_checkpoint": "_version _jax _processes _core",
     "_explain": "_tables _jax _processes _core _topology _model _train",
     "_plan": "_tables _jax _processes _core _topology _model _train _explain",
-    "_doctor": "_version _tables _jax _core _launch",
+    "_doctor": "_version _tables _jax _core _launch _wrapper",
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
 ONLY = {
     ("_processes", "_launch"): "_launch.protocol", ("_topology", "_core"): "_core.devices",
-    ("_doctor", "_launch"): "_launch.protocol",
+    ("_doctor", "_launch"): "_launch.protocol", ("_doctor", "_wrapper"): "_wrapper.data_parallel",
 }
 FLAX = {"_model", "_train", "_wrapper", "_checkpoint", "_explain", "_plan"}
 FOREIGN = {
     "flax": FLAX,
-    "optax": {"_train"},
+    "optax": {"_train", "_doctor"},
     "orbax": {"_checkpoint"},
     "etils": {"_checkpoint"},  # Orbax's paths
     "tensorstore": {"_checkpoint"},  # Orbax's files

@@ -146,6 +146,11 @@ def train_step(
         skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
             too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+        deterministic: with `jdp.DataParallel(..., replicas=R)`, R a power of two, state, loss and metrics are the same
+            to the last bit on any number of devices and processes that divides R, after any number of steps, where the
+            platform, the kind of device, jaxlib and XLA's flags are the same (on GPUs with
+            `--xla_gpu_deterministic_ops=true`). Each replica runs alone, gradients are added in one balanced tree, and
+            each device makes the whole update, with `shard_optimizer` too. `docs/replicas.md` says what it costs.
         check_replicas: compares the replicas of the state bit for bit after every so many steps, as
             `check_replicas` does; what differs is an error a few steps later. 0 is never.
 
@@ -154,7 +159,8 @@ def train_step(
 
     Raises:
         TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
-        ValueError: the batch has no rows; a state of another model.
+        ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
+            no power of two, with `shard_params`, `sync_batch_norm` or a collective of the loss's own.
         RuntimeError: a state that was donated already.
 
     Example:
