@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import own_mesh, spans_processes
 from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
+from .._core.outputs import Outputs
 from .._core.scattered import Scattered
 from .._core.tree import Counter, Parts, exchange, numbers_of_rows, one_replica, picked, put_together
 from .state import TrainState
@@ -74,6 +75,11 @@ class Lowered(NamedTuple):
 
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
+
+    # Known once the programs are traced: what the parts are, and the trees of what the update gives.
+    _out: Outputs
+    _after: Any
+    _others: Any
 
     def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{program.label}"
@@ -155,9 +161,9 @@ class Deterministic:
         """For each device the sums over all, and what the primary gave."""
         if self._layout.mesh.size == 1:
             return [x._replace(rows=[]) for x in parts]
-        sums, taken = (self._on.cut(x, [0] * len(x[0])) for x in ([p.sums for p in parts], [p.taken for p in parts]))
-        sums, taken = map(self._on.apart, self._exchange(sums, taken))
-        return [Parts(*each, x.same, []) for *each, x in zip(sums, taken, parts, strict=True)]
+        operands = [self._on.cut(x, [0] * len(x[0])) for x in ([p.sums for p in parts], [p.taken for p in parts])]
+        sums, taken = map(self._on.apart, self._exchange(*operands))
+        return [p._replace(sums=s, taken=t, rows=[]) for p, s, t in zip(parts, sums, taken, strict=True)]
 
     def _whole(self, batch: list[Any]) -> list[Any]:
         """What of a batch the update may ask for: the arrays of NNX objects, no rows."""
@@ -174,9 +180,9 @@ class Deterministic:
         if not numbers:
             return metrics
         leaves: list[Any] = [None] * len(out.rules)
-        arrays = self._on.cut([x.rows for x in parts], [out.rules[i].axis for i in numbers])
+        arrays = self._on.cut([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
         for i, x in zip(numbers, arrays, strict=True):
-            leaf = Cut(out.rules[i].axis, out.sizes[i]) if out.sizes[i] else Stack()
+            leaf = Cut(out.rules[i].axis or 0, out.sizes[i]) if out.sizes[i] else Stack()
             leaves[i] = Scattered((x,), self._layout.of(jax.tree.structure(0), [leaf]))
         _, rows = out.treedef.unflatten(leaves).out
 
@@ -194,10 +200,10 @@ class Deterministic:
 
         def compile() -> None:
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                [*pool.map(lambda x: x.compile(), turns)]
+                list(pool.map(lambda x: x.compile(), turns))
                 operands = zip(states, map(self._whole, batches), self._turns(states, batches), strict=True)
                 updates = [self._update.lower(mine, x, parts._replace(rows=[])) for mine, x, parts in operands]
-                [*pool.map(lambda x: x.compile(), updates)]
+                list(pool.map(lambda x: x.compile(), updates))
 
         return Lowered(turns[0].as_text(), compile)
 
