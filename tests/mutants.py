@@ -394,11 +394,11 @@ MUTANTS = (
     ),
     Mutant(
         "levels-in-turn",
-        "jdp/_plan/estimate.py",
+        "jdp/_explain/estimate.py",
         "return _TIMES[kind] * (max(local, remote) + hops)",
         "return _TIMES[kind] * (local + remote + hops)",
         "a collective over hosts takes the time within and between them one after the other",
-        ("plan/test_links.py::test_between_hosts_the_network_cards_decide",),
+        ("explain/test_links.py::test_between_hosts_the_network_cards_decide",),
     ),
     Mutant(
         "left-out-is-well",

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from .._core.devices import Device, make_mesh
+from .._explain.estimate import Network, simulate, wire_bytes
 from .._explain.explain import explain
 from .._explain.hlo import parse
 from .._explain.report import Report
 from .._topology.quiet import quiet
-from .estimate import Network, simulate, wire_bytes
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for

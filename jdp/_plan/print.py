@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from .._explain.estimate import SOURCES
 from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .._topology.chips import GB, TERA, Chip
-from .estimate import SOURCES
 from .lines import Line
 from .script import WAYS
 

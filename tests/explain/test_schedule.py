@@ -4,10 +4,10 @@ import pathlib
 
 import pytest
 
+from jdp._explain.estimate import simulate
 from jdp._explain.hlo import parse
-from jdp._plan.estimate import simulate
 
-HLO = pathlib.Path(__file__).parents[1] / "explain" / "hlo"
+HLO = pathlib.Path(__file__).parent / "hlo"
 
 
 class Chip:

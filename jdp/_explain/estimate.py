@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from .._core.devices import Device
-from .._explain.collectives import Collective, of_computation
-from .._explain.cost import cost, trips
-from .._explain.hlo import CONTROL, Computation, Instruction, Module
 from .._topology.chips import CHIPS, Chip, Protocol, chip_of
+from .collectives import Collective, of_computation
+from .cost import cost, trips
+from .hlo import CONTROL, Computation, Instruction, Module
 
 SOURCES = (
     'one ring or tree: Chan et al., "Collective communication: theory, practice, and experience" (2007); bytes by '
