@@ -20,6 +20,7 @@ from .._topology.chips import chip_of
 from .calls import Call, capture, unused_donations
 from .collectives import Collective, carried, collectives
 from .cost import totals
+from .estimate import Network
 from .hlo import Module, parse
 from .report import Report, Work
 
@@ -123,6 +124,7 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         compile_seconds=seconds,
         hlo=hlo,
         _alone=functools.partial(work_alone, call),
+        _network=Network.of([*call.mesh.devices.flat]) if chip else None,
     )
 
 

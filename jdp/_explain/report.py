@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .._tables import Block, Table, Text, Title, scaled, show_blocks
 from .collectives import Collective
+from .estimate import Network, Schedule, schedule_of
+from .hlo import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Report:
     hlo: str = dataclasses.field(repr=False)
     """The optimized program."""
     _alone: Callable[[], Work | None] = dataclasses.field(repr=False)
+    _network: Network | None = dataclasses.field(repr=False)
 
     @property
     def flops(self) -> float:
@@ -91,6 +94,24 @@ class Report:
         if self.platform == "cpu" or not self.collective_bytes:
             return None
         return sum(c.bytes * (c.runs or 1) for c in self.collectives if c.in_flight) / self.collective_bytes
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The program, followed in the order of its schedule, instruction by instruction: see `seconds`."""
+        return schedule_of(parse(self.hlo), self._network)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimated time of a call, as by `jdp plan`; None for devices of which no figures are published (CPUs).
+
+        Their `schedule` counts bytes that are read, written and sent in the place of seconds.
+        """
+        return None if self._network is None else self.schedule.seconds
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of these, those in which a device computes nothing, because it waits for a collective."""
+        return None if self._network is None else self.schedule.exposed_seconds
 
     @functools.cached_property
     def one_device(self) -> Work | None:
