@@ -3,6 +3,7 @@
     devices.py         which devices, the mesh, which of them are this process's own
     inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
     layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
+    outline.py         a tree in a few lines, without its values
     scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
     global_arrays.py   arrays over several processes, out of each one's parts, and apart again
     agreement.py       the processes agree on a batch: what it is, how many rows each device has

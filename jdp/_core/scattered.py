@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
 from .devices import Device, names_of, spans_processes
-from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
+from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, replicated, unpad
+from .outline import outline_of_leaf
 
 
 @jax.tree_util.register_pytree_node_class

@@ -19,7 +19,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from .._core.inputs import is_unbound_axis
-from .._core.layout import Tree, cut_along, outline, replicated
+from .._core.layout import Tree, cut_along, replicated
+from .._core.outline import outline
 from .._core.outputs import path_name
 from .._core.scattered import Scattered
 
