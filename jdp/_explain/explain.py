@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from typing import Any
 import jax
 
 from .._core.devices import memory_bytes
-from .._core.layout import Tree, Whole
+from .._core.layout import Whole
+from .._core.outline import bytes_on_each
 from .._core.outputs import path_name
 from .._jax.jaxprs import constants
 from .._topology.chips import chip_of
@@ -97,7 +97,7 @@ def _compiled(call: Call, traced: Any) -> Any:
 def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
     module, chip = parse(hlo), chip_of(device.device_kind)
-    sizes = {role: _bytes_on_each(tree) for role, tree in call.roles.items()}
+    sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         label=call.label,
@@ -111,7 +111,7 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         gradient_bytes=sizes.get("gradients", 0),
         optimizer_bytes=sizes.get("optimizer", 0),
         state_bytes=sizes.get("state", 0),
-        batch_bytes=_bytes_on_each(call.batch),
+        batch_bytes=bytes_on_each(call.batch),
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=output,
         peak_bytes=memory.argument_size_in_bytes + output + memory.temp_size_in_bytes,
@@ -162,13 +162,6 @@ def _rows(batch: Any) -> tuple[int, ...]:
     """The rows on each device that has chunks."""
     layout = batch._layout
     return layout.by_device[: -(-len(layout.sizes) // layout.per_device)]
-
-
-def _bytes_on_each(tree: Tree) -> int:
-    """Bytes of the arrays of a tree that lie on one device."""
-    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    shapes = (x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in arrays)
-    return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(arrays, shapes, strict=True))
 
 
 def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
