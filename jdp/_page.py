@@ -177,7 +177,7 @@ def curves(title: str, series: Mapping[str, Mapping[int, float]], said: Callable
         for (n, y), (m, z) in itertools.pairwise(points):
             parts.append(tag("line", class_=f"c{i}", x1=across(n), y1=down(y), x2=across(m), y2=down(z)))
         for n, y in points:
-            told = tag("title", f"{name}, {n:,} devices: {said(y)}")
+            told = tag("title", f"{name}, {n:,} device{'s' * (n != 1)}: {said(y)}")
             parts.append(tag("circle", told, class_=f"c{i}", cx=across(n), cy=down(y), r=4))
     return tag("figure", tag("figcaption", title), tag("svg", *parts, class_="curves", role="img"))
 

@@ -141,15 +141,15 @@ class Report:
         Raises:
             ValueError: the file's name does not end in .html.
         """
-        page_of_report(self, self.one_device).save(path)
+        page_of_report(self).save(path)
 
     def show(self) -> None:
         """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints its path."""
-        page_of_report(self, self.one_device).show()
+        page_of_report(self).show()
 
     @in_notebook
     def _repr_html_(self) -> Page:
-        return page_of_report(self, vars(self).get("one_device"))  # which a notebook does not wait for
+        return page_of_report(self, waits=False)
 
     def __repr__(self) -> str:
         where = f"{self.devices} x {self.device_kind}"
@@ -164,7 +164,7 @@ class Report:
 
 def _blocks(r: Report) -> Iterator[Block]:
     yield Title(_title(r))
-    yield Table(("each device", "amount", "of one device", "from"), tuple(_amounts(r, r.one_device)))
+    yield Table(("each device", "amount", "of one device", "from"), tuple(_amounts(r)))
     yield Title("collectives, in the order of the program")
     if r.collectives:
         rows = tuple(map(_collective, r.collectives[:_MANY]))
@@ -187,8 +187,9 @@ def _title(r: Report) -> str:
 _MANY = 24  # collectives
 
 
-def _amounts(r: Report, alone: Work | None) -> Iterator[tuple[str, str, str, str]]:
-    """What each device does and holds; beside it its share of what one does `alone`, with all rows."""
+def _amounts(r: Report, waits: bool = True) -> Iterator[tuple[str, str, str, str]]:
+    """What each device does and holds. Its shares of what one does alone are left out where that is to be compiled."""
+    alone = r.one_device if waits or "one_device" in vars(r) else Work(0, 0, "")  # with all rows
     operations = scaled(r.flops, ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop"), (1, "flop")))
     yield "flops", operations, _share(r.flops, alone and alone.flops), r.work.source
     yield "bytes read and written", in_bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
@@ -213,7 +214,7 @@ def _amounts(r: Report, alone: Work | None) -> Iterator[tuple[str, str, str, str
 
 
 def _share(amount: float, alone: float | None) -> str:
-    return f"{amount / alone:.3f}" if alone else "too large"
+    return f"{amount / alone:.3f}" if alone else "" if alone == 0 else "too large"
 
 
 def _collective(c: Collective) -> tuple[str, str, str, str, str, str]:
@@ -250,10 +251,10 @@ def _notes(r: Report) -> Iterator[str]:
         yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
 
 
-def page_of_report(r: Report, alone: Work | None) -> Page:
-    """The report as a page; `alone` is the work of one device, if that is known."""
+def page_of_report(r: Report, waits: bool = True) -> Page:
+    """The report as a page; who does not wait has it without what would first be compiled."""
     notes = [text(note, "bad") for note in _notes(r)]
-    amounts = table(("each device", "amount", "of one device", "from"), _amounts(r, alone))
+    amounts = table(("each device", "amount", "of one device", "from"), _amounts(r, waits))
     body = [*notes, section("what happens when", *_timeline(r)), section("memory of a device", *_memory(r))]
     body += [section("collectives, in the order of the program", *_collectives(r)), section("amounts", amounts)]
     return Page(_title(r), body)
