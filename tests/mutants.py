@@ -393,6 +393,22 @@ MUTANTS = (
         ("explain/test_collectives.py::test_in_a_loop_it_runs_as_often_as_the_loop",),
     ),
     Mutant(
+        "a-loop-drawn-once",
+        "jdp/_explain/estimate.py",
+        "[span.stretched(before.seconds, times) for",
+        "[span.stretched(before.seconds, 1) for",
+        "a report draws a loop as long as one iteration, and what is exposed is less than it says",
+        ("explain/test_schedule.py::test_the_spans_of_a_loop_are_drawn_out_to_its_length",),
+    ),
+    Mutant(
+        "a-name-is-markup",
+        "jdp/_page.py",
+        "return x if isinstance(x, Html) else html.escape(str(x))",
+        "return str(x)",
+        "what a user calls a parameter runs as a script in the page of a report",
+        ("test_page.py::test_what_comes_from_a_user_is_text",),
+    ),
+    Mutant(
         "levels-in-turn",
         "jdp/_explain/estimate.py",
         "return _TIMES[kind] * (max(local, remote) + hops)",
