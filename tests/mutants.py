@@ -401,14 +401,6 @@ MUTANTS = (
         ("explain/test_schedule.py::test_the_spans_of_a_loop_are_drawn_out_to_its_length",),
     ),
     Mutant(
-        "a-name-is-markup",
-        "jdp/_page.py",
-        "return x if isinstance(x, Html) else html.escape(str(x))",
-        "return str(x)",
-        "what a user calls a parameter runs as a script in the page of a report",
-        ("test_page.py::test_what_comes_from_a_user_is_text",),
-    ),
-    Mutant(
         "levels-in-turn",
         "jdp/_explain/estimate.py",
         "return _TIMES[kind] * (max(local, remote) + hops)",
