@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import importlib
 import itertools
 import math
 import os
@@ -53,9 +54,8 @@ class Page(NamedTuple):
     def show(self) -> None:
         """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints the path."""
         ipython = sys.modules.get("IPython")
-        shell = ipython and ipython.get_ipython()
-        if ipython and hasattr(shell, "kernel"):  # of a notebook; IPython in a terminal has none
-            ipython.display.display(self)
+        if ipython and hasattr(ipython.get_ipython(), "kernel"):  # of a notebook; IPython in a terminal has none
+            importlib.import_module("IPython.display").display(self)
             return
         file, name = tempfile.mkstemp(suffix=".html", prefix="jdp-")
         os.close(file)
@@ -65,6 +65,9 @@ class Page(NamedTuple):
         has_display = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
         if not ((has_display or sys.platform in ("darwin", "win32")) and webbrowser.open(path.as_uri())):
             print(path)
+
+    def __repr__(self) -> str:
+        return f"Page({self.title!r})"
 
     def document(self) -> str:
         """All of the file."""

@@ -125,8 +125,8 @@ def test_without_a_display_or_a_browser_the_path_is_printed(opened, monkeypatch,
 def test_a_notebook_shows_the_page_itself_and_ipython_in_a_terminal_does_not(opened, monkeypatch, capsys, kernel):
     shown = []
     shell = types.SimpleNamespace(**{"kernel": None} if kernel else {})
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=shown.append))
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown.append))
     PAGE.show()
     assert (shown == [PAGE]) == kernel == (capsys.readouterr().out == "")
     assert read(PAGE._repr_html_()).one("div", "jdp").one("p").text == "a page"
