@@ -43,7 +43,6 @@ def test_an_attribute_is_escaped_too():
 
 def test_bars_are_as_long_as_their_amounts():
     assert widths(bars([("a", 3, ""), ("b", 1, ""), ("c", 0, "")])) == pytest.approx([100, 100 / 3, 0], rel=1e-5)
-    assert widths(bars([("a", 3, "")], most=4.0)) == [75]
     assert widths(bars([("a", 0, "")])) == [0] and widths(bars([])) == []
 
 
