@@ -21,6 +21,7 @@ from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of
 from .ray_run import RayRun
 from .read import tell_all
+from .replay import current
 from .steps import Steps
 from .write import Writer
 
@@ -96,11 +97,14 @@ class Checkpointer:
             directory, keep = self._ray.directory, sys.maxsize  # Ray misses what others delete
         self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
-        self._steps = Steps(self.directory)
+        self._replay = current()  # who makes this run again, if somebody does: then nothing is written
+        self._steps = Steps(self.directory, self._replay and self._replay.last(self.directory))
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
         self._preemption = Preemption()
         # A Checkpointer that is dropped must not go on holding SIGTERM back.
         self._finalizer = weakref.finalize(self, _let_go, self._preemption, self._quiet)
+        if self._replay is not None:
+            self._finalizer()  # nobody would act on a SIGTERM
 
     @property
     def latest_step(self) -> int | None:
@@ -138,6 +142,9 @@ class Checkpointer:
                 no locks.
         """
         step = _number(step)
+        if self._replay is not None:
+            self._replay.saved(self.directory, step, leaves_of(state))
+            return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
         ending = self._preemption.reached()
@@ -187,6 +194,9 @@ class Checkpointer:
             return state, None
         arrays, data = found
         state = decode(arrays, state)
+        if self._replay is not None and self._steps.newest is not None:
+            self._replay.restored(self.directory, self._steps.newest)
+            return state, data
         self._report()  # who was killed may have saved it, and not have said so
         return state, data
 

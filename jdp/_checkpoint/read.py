@@ -89,6 +89,16 @@ def intact(path: Any) -> str:
     return ""
 
 
+def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
+    """The leaves that are not, to the last bit, those of a checkpoint; of a damaged one, what is wrong with it."""
+    try:
+        content = _read_manifest(path)
+    except Exception as e:  # noqa: BLE001 whatever is wrong with it
+        return [_brief(e)]
+    found, saved = fingerprints(encode(leaves)), content["fingerprints"]
+    return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
+
+
 def tell_all(text: str) -> list[str]:
     """What each process says; all of them have to call this."""
     if jax.process_count() == 1:
