@@ -72,6 +72,7 @@ class Run:
                 f"again from the newest checkpoint before it. Pass {f'--step {there[0] + 1} or more' * bool(there)}"
                 f"{'the directory of a Checkpointer' * (not there)}."
             )
+        self._from: int | None = None  # the checkpoint that was restored
         self._last: int | None = None  # the step that was restored or would have been saved last
         self._calls: collections.Counter[Program] = collections.Counter()  # since then
         self._begun: list[Program] = []
@@ -100,7 +101,7 @@ class Run:
 
     def restored(self, directory: Any, step: int) -> None:
         if directory == self._directory:
-            self._last = step
+            self._from = self._last = step
             self._calls.clear()
 
     def saved(self, directory: Any, step: int, leaves: Mapping[str, Any]) -> None:
@@ -114,7 +115,8 @@ class Run:
             raise Ended
         if step >= self._number:
             raise Ended(f"goes on to save step {step} {self.where()}")
-        self.restored(directory, step)
+        self._last = step
+        self._calls.clear()
 
     def take(self, program: Any, *operands: Any) -> None:
         """A program is about to run."""
@@ -130,7 +132,7 @@ class Run:
             self._look(program, *operands)
 
     def _look(self, program: Program, state: TrainState, batch: Scattered) -> None:
-        self._say([("", f"step {self._number} (train_step of {program.label}), gone on from step {self._last}")])
+        self._say([("", f"step {self._number} (train_step of {program.label}), from the checkpoint of {self._from}")])
         self._say(one_step.before(program, state, batch))
         if self._debug and not one_step.stop(self._number):
             raise Ended

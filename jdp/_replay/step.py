@@ -64,13 +64,11 @@ def stop(number: int) -> bool:
     print(f"jdp replay: this line makes step {number}; n makes it, q ends all", flush=True)
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
-    at = frame
-    while at is not None:  # for `n`: the script's own functions are followed once more
-        at.f_trace, debugger.botframe = debugger.trace_dispatch, at
-        at = at.f_back
-    debugger.set_continue()
     debugger.interaction(frame, None)
-    if not debugger.quitting and debugger.stopframe is not debugger.botframe:
+    if debugger.breaks or debugger.stoplineno != -1:  # all but `c`: the script is followed from here on
+        while frame is not None:
+            frame.f_trace, debugger.botframe = debugger.trace_dispatch, frame
+            frame = frame.f_back
         sys.settrace(debugger.trace_dispatch)
     return not debugger.quitting
 
