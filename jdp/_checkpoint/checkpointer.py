@@ -88,9 +88,7 @@ class Checkpointer:
     Source: orbax.checkpoint.AsyncCheckpointer and CheckpointManager.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1, *, ray: bool = False
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1, *, ray: bool = False) -> None:
         keep, self._every = _positive("keep", keep), _positive("every", every)
         self._ray = RayRun(directory) if ray else None
         if self._ray is not None:
@@ -98,7 +96,7 @@ class Checkpointer:
         self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
         self._replay = current()  # who makes this run again, if somebody does: then nothing is written
-        self._steps = Steps(self.directory, self._replay and self._replay.last(self.directory))
+        self._steps = Steps(self.directory, None if self._replay is None else self._replay.last(self.directory))
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
         self._preemption = Preemption()
         # A Checkpointer that is dropped must not go on holding SIGTERM back.

@@ -332,9 +332,7 @@ _interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def intercept(
-    take: Callable[..., None], *, shapes: bool, stepped: Callable[..., None] = _nobody
-) -> Iterator[None]:
+def intercept(take: Callable[..., None], *, shapes: bool, stepped: Callable[..., None] = _nobody) -> Iterator[None]:
     """Gives `take` every program of replicas, and of a step, that is about to run in here, with its operands.
 
     It may end the call by raising. With `shapes` the operands are shapes alone: nothing is asked of other processes, or

@@ -96,4 +96,3 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
             f"Pass a script that trains with one, and its own arguments after --."
         )
     return found[0]
-

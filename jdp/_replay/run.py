@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import collections
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ def replay(directory: str, number: int, script: str, args: Sequence[str], debug:
             how, error = run_script(script, args)
         except Ended as end:
             problem = str(end)
+    if isinstance(error, bdb.BdbQuit):  # in the debugger, after the step
+        return
     if error is not None:
         print_error(error, script)
     if how and (error is not None or not run.made):
@@ -67,10 +70,10 @@ class Run:
         there = steps_in(self._directory)
         if not any(s < number for s in there):
             has = f"the oldest are {there[:_MANY]}" if there else "there are no checkpoints in it"
+            way = f"--step {there[0] + 1} or more" if there else "the directory of the script's Checkpointer"
             raise ReplayError(
                 f"jdp.replay: {directory} has no checkpoint of step {number - 1} or before, and {has}; a step is made "
-                f"again from the newest checkpoint before it. Pass {f'--step {there[0] + 1} or more' * bool(there)}"
-                f"{'the directory of a Checkpointer' * (not there)}."
+                f"again from the newest checkpoint before it. Pass {way}."
             )
         self._from: int | None = None  # the checkpoint that was restored
         self._last: int | None = None  # the step that was restored or would have been saved last

@@ -28,8 +28,9 @@ _FEW = 6  # leaves that one line names
 def before(program: Program, state: TrainState, batch: Scattered) -> Iterator[tuple[str, str]]:
     """Lines on what a step is going to work on, and on its gradient."""
     layout = batch._layout
-    rows = f"{sum(layout.sizes)} rows" if layout.is_cut else "whole on every replica"
-    yield "batch", f"{rows}, {len(batch.devices)} replicas; {_finite({'batch': layout.fill(batch._arrays)})}"
+    count = len(batch.devices)
+    rows = f"{sum(layout.sizes)} rows on {count} replicas" if layout.is_cut else "whole on every replica"
+    yield "batch", f"{rows}; {_finite({'batch': layout.fill(batch._arrays)})}"
     yield "state", _finite(_parts(program, state))
 
     def norm(state: TrainState, arrays: tuple[Any, ...]) -> jax.Array:
