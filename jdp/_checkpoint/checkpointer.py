@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import jax
 from .._core.layout import Tree
 from .._processes.exchange import by_value
 from .directory import Quiet, absolute
-from .items import VERB, check_data, decode, encode, fingerprints, leaves_of
+from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
 from .read import tell_all
 from .replay import current
@@ -183,6 +184,10 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is none of `step`.
+
+        Warns:
+            UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
+                replicas, and `replicas=` was passed to `jdp.DataParallel` then or now.
         """
         step = None if step is None else _number(step)
         self.wait()
@@ -190,7 +195,8 @@ class Checkpointer:
         found = self._steps.find(leaves, step)
         if found is None:
             return state, None
-        arrays, data = found
+        arrays, data, replicas = found
+        self._compare(replicas, leaves)
         state = decode(arrays, state)
         if self._replay is not None and self._steps.newest is not None:
             self._replay.restored(self.directory, self._steps.newest)
@@ -206,6 +212,17 @@ class Checkpointer:
         """
         self._writer.wait()
         self._report()
+
+    def _compare(self, replicas: Any, leaves: dict[str, Any]) -> None:
+        """Warns where others worked on the state than will do so now; nothing of it depends on how many."""
+        if (numbers := other_replicas(replicas, leaves)) and jax.process_index() == 0:
+            before, now = numbers
+            warnings.warn(
+                f"jdp.{VERB}: step {self._steps.newest} in {self.directory} was saved with {before} replicas, and here "
+                f"are {now}; the run goes on, but its batches are cut in another way, and so its bits are others. For "
+                f"the same ones pass replicas={before} to jdp.DataParallel.",
+                stacklevel=3,  # the user's line, beyond `restore`
+            )
 
     def _report(self) -> None:
         if self._ray is not None:

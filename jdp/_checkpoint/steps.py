@@ -35,7 +35,7 @@ class Steps:
         there = steps_in(self._directory)
         return there if self._last is None else [s for s in there if s <= self._last]
 
-    def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any] | None:
+    def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any, Any] | None:
         """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint."""
         damaged: dict[int, str] = {}
         while (candidate := self._next(step, damaged)) is not None:
