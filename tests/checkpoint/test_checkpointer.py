@@ -599,8 +599,14 @@ def test_one_that_cannot_be_opened_leaves_the_log_as_it_was(tmp_path):
 # ---- the number of replicas
 
 
-def run_of(folder, kind, devices, replicas, steps=1):
-    """Goes on for some steps with a model of that kind; the number of the last."""
+def run_of(*how):
+    """Makes one step more of a run; the number of the step. As in a process of its own: no wrapper stays alive."""
+    number = one_more(*how)
+    gc.collect()
+    return number
+
+
+def one_more(folder, kind, devices, replicas):
     dp_of = {"linen": lambda f: f, "nnx": lambda f: nnx.Linear(3, 2, rngs=nnx.Rngs(0))}[kind]
     dp = jdp.DataParallel(dp_of(lambda v, x: x @ v["params"]), devices, replicas=replicas)
     tx, x = optax.adam(0.1), np.ones((5, 3), np.float32)
@@ -612,24 +618,21 @@ def run_of(folder, kind, devices, replicas, steps=1):
         else:
             step = dp.train_step(lambda v, x: jnp.mean(dp(v, x) ** 2), tx)
             held, _ = checkpointer.restore(step.init({"params": np.zeros((3, 2), np.float32)}))
-        for _ in range(steps):
-            if kind == "nnx":
-                step(x)
-                number = int(step.optimizer.step[...])
-            else:
-                held, _ = step(held, x)
-                number = int(held.step)
-            checkpointer.save(number, held)
-    del dp, step, held
-    gc.collect()  # as in another process: a wrapper that lives may be the one whose state it is
-    return number
+        if kind == "nnx":
+            step(x)
+            number = int(step.optimizer.step[...])
+        else:
+            held, _ = step(held, x)
+            number = int(held.step)
+        checkpointer.save(number, held)
+        return number
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_another_number_of_replicas_is_warned_of(tmp_path, devices, kind):
     assert run_of(tmp_path, kind, devices[:2], 4) == 1
     assert run_of(tmp_path, kind, devices[:1], 4) == 2  # the same number, on other devices
-    with pytest.warns(UserWarning, match=r"step 2 in .* was saved with 4 replicas, and here are 2; .*replicas=4 to") as w:
+    with pytest.warns(UserWarning, match=r"step 2 in .* was saved with 4 replicas, and here are 2; .*=4 to jdp") as w:
         assert run_of(tmp_path, kind, devices[:2], None) == 3
     assert len(w) == 1 and w[0].filename == __file__
     assert run_of(tmp_path, kind, devices[:4], None) == 4  # nobody has chosen one
