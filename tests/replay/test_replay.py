@@ -2,11 +2,13 @@
 
 import hashlib
 import io
+import os
 import pathlib
 import re
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
 import textwrap
 
@@ -189,6 +191,33 @@ def test_an_nnx_model(script, tmp_path, capsys):
     assert replayed(tmp_path, path, 6) == log[3:6] and replayed(tmp_path, path, 8) == log[6:8]
     out = capsys.readouterr().out
     assert "it has the same bits" in out and "not finite" not in out
+
+
+@pytest.mark.full
+def test_a_job_of_two_processes(script, tmp_path):
+    """Both make the step again, the first says so; and so does one process alone, with as many devices."""
+    text = TRAIN.replace("import jdp\n", "import jdp\n    jdp.distributed.initialize()\n", 1)
+    text = text.replace("if batches.taken == bad", "if False").replace("best.save(batches.taken, state)", "")
+    text = text.replace('open("log"', 'open(f"log{jax.process_index()}"')
+    path = script(text)
+    launch = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2"]
+
+    def run(*command, **more):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, **more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(*launch, path, "0", "4")
+    logs = [(tmp_path / f"log{i}").read_text().splitlines() for i in range(2)]
+    before = contents(tmp_path / "run")
+    out = run(*launch, "-m", "jdp", "replay", "run", "--step", "8", path, "0", "4")
+    again = [(tmp_path / f"log{i}").read_text().splitlines()[15:] for i in range(2)]
+    assert again == [log[4:8] for log in logs] and out.count("it has the same bits") == 1
+    flags = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    alone = run(sys.executable, "-m", "jdp", "replay", "run", "--step", "8", path, "0", "4", env=flags)
+    norms = [float(re.search(r"norm (\S+)", text)[1]) for text in (alone, out)]
+    np.testing.assert_allclose(*norms, rtol=1e-6)  # processes add up in another order
+    assert contents(tmp_path / "run") == before
 
 
 def test_the_norm_of_the_gradient(script, tmp_path, capsys):
