@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -24,18 +23,20 @@ class Replay(Protocol):
         ...
 
 
-_replay: contextvars.ContextVar[Replay | None] = contextvars.ContextVar("jdp_replay", default=None)
+# Not a ContextVar: a Checkpointer that the script makes in a thread must not write either.
+_replays: list[Replay] = []
 
 
 @contextlib.contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
     """Every Checkpointer that is made in here reads only, and tells `replay`."""
-    token = _replay.set(replay)
+    _replays.append(replay)
     try:
         yield
     finally:
-        _replay.reset(token)
+        _replays.remove(replay)
 
 
 def current() -> Replay | None:
-    return _replay.get()
+    """Who makes the run of this process again, if somebody does."""
+    return _replays[-1] if _replays else None

@@ -344,6 +344,17 @@ def test_a_step_that_is_none(script, capsys, options):
     assert "argument --step" in errors or "required: --step" in errors
 
 
+def test_a_script_that_trains_in_a_thread_writes_nothing_either(script, tmp_path, capsys):
+    train(script(SMALL + LOOP))
+    loop = textwrap.indent(textwrap.dedent(LOOP), " " * 8).replace("checkpointer.restore(state)", "checkpointer.restore(begin)")
+    text = f"{SMALL}    begin = state\n    def main():{loop}\n    import threading\n    threading.excepthook = print\n"
+    before = contents(tmp_path / "run")
+    path = script(text + "    thread = threading.Thread(target=main)\n    thread.start()\n    thread.join()\n")
+    assert main(["replay", "run", "--step", "4", path]) == 1
+    assert "did not make step 4; replay knows" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+
+
 def test_help(capsys):
     assert main(["replay", "--help"]) == 0 and main(["--help"]) == 0
     assert capsys.readouterr().out.count("replay CHECKPOINTS --step 1200") == 2
