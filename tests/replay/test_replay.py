@@ -346,7 +346,7 @@ def test_a_step_that_is_none(script, capsys, options):
 
 def test_a_script_that_trains_in_a_thread_writes_nothing_either(script, tmp_path, capsys):
     train(script(SMALL + LOOP))
-    loop = textwrap.indent(textwrap.dedent(LOOP), " " * 8).replace("checkpointer.restore(state)", "checkpointer.restore(begin)")
+    loop = textwrap.indent(textwrap.dedent(LOOP), " " * 8).replace("restore(state)", "restore(begin)")
     text = f"{SMALL}    begin = state\n    def main():{loop}\n    import threading\n    threading.excepthook = print\n"
     before = contents(tmp_path / "run")
     path = script(text + "    thread = threading.Thread(target=main)\n    thread.start()\n    thread.join()\n")
