@@ -19,6 +19,7 @@ ORDER = {
     "_tables": "",
     "_page": "",
     "_version": "",
+    "_script": "",
     "_processes": "_jax _launch",
     "_core": "_page _jax _processes",
     "_topology": "_core",
@@ -27,7 +28,8 @@ ORDER = {
     "_wrapper": "_page _jax _processes _core _model _train",
     "_checkpoint": "_version _jax _processes _core",
     "_explain": "_tables _page _jax _processes _core _topology _model _train",
-    "_plan": "_tables _page _jax _processes _core _topology _model _train _explain",
+    "_plan": "_script _tables _page _jax _processes _core _topology _model _train _explain",
+    "_replay": "_script _core _train _checkpoint",
     "_doctor": "_version _tables _jax _core _launch _wrapper",
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
@@ -45,8 +47,8 @@ FOREIGN = {
     "rich": {"_tables"},
     "matplotlib": {"_plan"},
     "jaxlib": {"_jax"},
-    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version"},
-    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version"},
+    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version", "_script"},
+    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version", "_script"},
 }
 
 

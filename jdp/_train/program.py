@@ -19,7 +19,7 @@ from .._core.gather import join
 from .._core.global_arrays import put
 from .._core.layout import Layout, Shard, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
-from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
+from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain, stepped
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._core.shards import as_shards, shard_axis
 from .._jax.pieces import run_over
@@ -157,6 +157,7 @@ class Program:
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
         state, metrics = self._dispatched(state, batch, flat, keep)
+        stepped(self, state, metrics)
         if self.options.check_replicas:
             self._compare_replicas(state)
         return state, metrics
