@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._jax.jaxprs import Hidden, with_index
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
-from .scattered import Scattered, flatten_call
+from .scattered import Scattered, Signature, flatten_call
 from .turns import weighted
 from .uneven import collectives, run_body, trace_bodies
 
@@ -46,6 +46,19 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None, index: Any) -> tuple[Parts, Outputs]:
         operands, signature = flatten_call(replicas, inputs, kwargs)
+        found: list[Outputs] = []
+
+        def local(index: Any, *operands: Any) -> Parts:
+            parts, out = of_one(signature, operands, index)
+            found.append(out)
+            return parts
+
+        # As a device of one: for the axis has a name there, and a wrapper that is called in there runs its model.
+        mesh, whole = AbstractMesh((1,), (signature.axis_name,)), PartitionSpec()
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        return mapped(index, *operands), found[-1]
+
+    def of_one(signature: Signature, operands: Sequence[Any], index: Any) -> tuple[Parts, Outputs]:
         operands = list(signature.fold_keys(operands, index))
         bodies = trace_bodies(functools.partial(body, signature), operands, signature)
         for name in collectives(next(iter(bodies.values())).jaxpr.jaxpr, signature.axis_name):
@@ -55,7 +68,7 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
                 f"out, or deterministic."
             )
         try:
-            place = signature.axis_name, index, len(signature.layout.devices)
+            place = signature.axis_name, index
             found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         except Hidden as hidden:
             raise ValueError(

@@ -750,7 +750,8 @@ def test_a_job_that_loses_processes_ends_with_the_bits_of_one(start, row, tmp_pa
     for note in job.notes("step"):
         assert note["loss"] == losses[note["taken"]], note
     assert {note["processes"] for note in job.notes("step")} == {4, 2, 1}
-    row("the last process dies for good, three times: 4 -> 2 -> 2 -> 1", job, 0.0, said="the bits of one process from the start")
+    said = "the bits of one process from the start"
+    row("the last process dies for good, three times: 4 -> 2 -> 2 -> 1", job, 0.0, said=said)
 
 
 def test_every_row_once_with_other_numbers_of_processes(start, row, tmp_path):
