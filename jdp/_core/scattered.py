@@ -67,6 +67,7 @@ class Scattered(Sequence[Tree]):
         __hash__ = object.__hash__
         __array__ = _used_as_array
         __array_ufunc__ = None  # so that numpy's operators ask these, too
+        __array_function__ = _used_as_array  # np.array_equal would swallow the error of __array__, and say False
         __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
         __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _used_as_array
