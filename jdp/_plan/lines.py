@@ -10,11 +10,10 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from .._core.devices import Device, make_mesh
+from .._explain.estimate import Network, wire_bytes
 from .._explain.explain import explain
-from .._explain.hlo import parse
 from .._explain.report import Report
 from .._topology.quiet import quiet
-from .estimate import Network, simulate, wire_bytes
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
@@ -71,11 +70,10 @@ def line(
             return found
         found.fits = False
     else:
-        times = simulate(parse(compiled.hlo), network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
-        found.seconds, found.exposed_seconds = times.seconds, times.exposed_seconds
+        found.seconds, found.exposed_seconds = compiled.seconds, compiled.exposed_seconds
         found.peak_bytes, found.fits = compiled.peak_bytes, compiled.fits
         found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in compiled.collectives)
-        found.efficiency = None if alone is None else alone / found.seconds
+        found.efficiency = alone / compiled.schedule.seconds if alone else None
         found.in_flight, found.compile_seconds = compiled.in_flight, compiled.compile_seconds
     if search and step.is_cut:
 
