@@ -255,8 +255,8 @@ MUTANTS = (
     Mutant(
         "known-of-another-module",
         "jdp/_wrapper/calls.py",
-        "if known is None or known.module is not dp.module:",
-        "if known is None:",
+        "if known is None or known.module is not dp.module:\n        return None",
+        "if known is None:\n        return None",
         "a module that takes the place of another is not run",
         ("wrapper/test_known_calls.py::test_a_module_that_takes_the_place_of_another",),
     ),

@@ -80,7 +80,8 @@ class Static:
 
 
 Leaf = Cut | Stack | Whole | Shard | Static
-_LEAF = jax.tree.structure(0)
+LEAF = jax.tree.structure(0)
+"""The treedef of an array alone."""
 _layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
 
 
@@ -157,7 +158,7 @@ class Layout:
     @functools.cached_property
     def each(self) -> tuple[Layout, ...]:
         """The layout of each array alone."""
-        return tuple(self.of(_LEAF, [leaf]) for leaf in self.arrays)
+        return tuple(self.of(LEAF, [leaf]) for leaf in self.arrays)
 
     @property
     def by_device(self) -> tuple[int, ...]:

@@ -93,7 +93,9 @@ def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
     return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
-def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Callable[..., Scattered]:
+def on_replicas(
+    call_of: CallOf, label: str, gather: Gather = "as used", verb: str = "parallel_apply"
+) -> Callable[..., Scattered]:
     """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
 
     `gather` is for parameters that are cut: each as it is used, all at once, or left to the call, which gets the
@@ -104,7 +106,7 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
     body = body_of(call_of, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        operands, signature = flatten_call(replicas, inputs, kwargs)
+        operands, signature = flatten_call(replicas, inputs, kwargs, verb)
         mesh, in_specs = signature.layout.mesh, signature.specs
         (axis_name,) = mesh.axis_names
         _warn_new_values(seen, operands, signature, label)

@@ -42,7 +42,7 @@ class Compiled:
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
         self.__name__: str = run.__name__
         self._run, self._donates = run, donates
-        self.programs: Recent[Any, Any] = Recent()  # by the layouts
+        self.programs: Recent[Any, Any] = Recent()  # by treedef and layouts
 
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         intercepted(self, replicas, inputs, kwargs)
@@ -50,18 +50,19 @@ class Compiled:
         if spans_processes(inputs._layout.mesh):
             donated, held = (replicas[0], replicas[1:]) if self._donates else (None, replicas)
             return self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
-        program = self.flat(inputs._layout, kw)
         leaves, treedef = jax.tree.flatten(replicas)
+        program = self.flat(treedef, inputs._layout, kw)
         count = treedef.children()[0].num_leaves if self._donates else 0
-        operands = (treedef, leaves[:count], leaves[count:], *inputs._arrays, *rest)
+        operands = (leaves[:count], leaves[count:], *inputs._arrays, *rest)
         out = program.run(*operands) if is_plain() else arguments_of_this_jit_need_jdp_replicate(program.run, operands)
         return program.scattered(out)
 
-    def flat(self, inputs: Layout, kwargs: Layout | None) -> Flat:
-        """The program for inputs and kwargs of these layouts."""
-        found = self.programs.used((inputs, kwargs))
+    def flat(self, replicas: Any, inputs: Layout, kwargs: Layout | None) -> Flat:
+        """The program for replicas of this treedef, and for inputs and kwargs of these layouts."""
+        key = replicas, inputs, kwargs
+        found = self.programs.used(key)
         if found is None:
-            found = self.programs[inputs, kwargs] = Flat(self._run, inputs, kwargs)
+            found = self.programs[key] = Flat(self._run, *key)
         return found
 
     def _of_trees(self, inputs: Scattered, kwargs: Scattered | None) -> Callable[..., Scattered]:
@@ -90,20 +91,20 @@ def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
 
 
 class Flat:
-    """A program for inputs and kwargs of some layouts, in which JAX has no tree to flatten but what comes out.
+    """A program for replicas of a treedef and a batch of some layouts: JAX has no tree to flatten but what comes out.
 
     To see where parameters lie each call flattens them; JAX would do it again, and sort the keys of every dict.
-    `run` takes the replicas' treedef, their leaves that are donated, the others, and the arrays of inputs and kwargs.
+    `run` takes the replicas' leaves that are donated, the others, and the arrays of inputs and kwargs.
     """
 
-    def __init__(self, run: Callable[..., Scattered], inputs: Layout, kwargs: Layout | None) -> None:
+    def __init__(self, run: Callable[..., Scattered], replicas: Any, inputs: Layout, kwargs: Layout | None) -> None:
         # Of what comes out: each is known once JAX has traced the program for operands of some shapes.
         layouts: list[Layout] = []
         cut = len(inputs.arrays)
 
-        def of_leaves(treedef: Any, donated: list[Any], held: list[Any], *arrays: Any) -> tuple[Any, ...]:
+        def of_leaves(donated: list[Any], held: list[Any], *arrays: Any) -> tuple[Any, ...]:
             kw = None if kwargs is None else Scattered(arrays[cut:], kwargs)
-            out = run(treedef.unflatten([*donated, *held]), Scattered(arrays[:cut], inputs), kw)
+            out = run(replicas.unflatten([*donated, *held]), Scattered(arrays[:cut], inputs), kw)
             layout = out._layout
             if layout not in layouts:
                 layouts.append(layout)
@@ -115,7 +116,7 @@ class Flat:
         # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
         # before it costs, and into the one program that placed arrays run as well.
         where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
-        self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), static_argnums=0, donate_argnums=1)
+        self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), donate_argnums=0)
         self._layouts = layouts
 
     def layout(self, out: tuple[Any, ...]) -> Layout:

@@ -69,6 +69,7 @@ class Scattered(Sequence[Tree]):
         __hash__ = object.__hash__
         __array__ = _used_as_array
         __array_ufunc__ = None  # so that numpy's operators ask these, too
+        __array_function__ = _used_as_array  # np.array_equal would swallow the error of __array__, and say False
         __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
         __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _used_as_array
@@ -285,10 +286,11 @@ class Signature(NamedTuple):
 
     treedef: Any
     nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
-    weights: int  # how many of the operands are the replicas'
+    first_input: int  # the number of the operand that is the first after those of the replicas
     layout: Layout  # the chunks that all agree on
     leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
     axis_name: str
+    verb: str  # the door, in errors
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -313,20 +315,22 @@ class Signature(NamedTuple):
     def fold_keys(self, operands: Sequence[Any], index: Any) -> tuple[Any, ...]:
         """The operands, with each key among the inputs made the replica's own."""
         return tuple(
-            fold_key(x, index) if i >= self.weights and isinstance(leaf, Whole) else x
+            fold_key(x, index) if i >= self.first_input and isinstance(leaf, Whole) else x
             for i, (x, leaf) in enumerate(zip(operands, self.leaves, strict=True))
         )
 
 
-def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> tuple[list[Any], Signature]:
+def flatten_call(
+    replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str
+) -> tuple[list[Any], Signature]:
     """The operands of a call, and its signature."""
     nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
     operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]
-    weights = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
+    first_input = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
     layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
     leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
     layout = _common_layout([x for x in layouts if x])
-    return operands, Signature(treedef, layouts, weights, layout, leaves, layout.mesh.axis_names[0])
+    return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_names[0], verb)
 
 
 def fold_key(x: Any, index: Any) -> Any:

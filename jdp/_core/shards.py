@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._jax.jaxprs import constants
 from .._jax.pieces import Sharded, run_in_pieces
 from .devices import memory_bytes
-from .layout import Layout, Shard, Tree
+from .layout import LEAF, Layout, Shard, Tree
 from .outputs import Outputs, path_name
 from .scattered import Scattered, Signature, concrete
 
@@ -53,10 +53,7 @@ def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
 
 def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
     """An array that is cut over the mesh along an axis, as an operand of the replicas' program."""
-    return Scattered((x,), Layout(_LEAF, (Shard(axis),), (1,), mesh, 0, 1))
-
-
-_LEAF = jax.tree.structure(0)
+    return Scattered((x,), Layout(LEAF, (Shard(axis),), (1,), mesh, 0, 1))
 
 
 def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:

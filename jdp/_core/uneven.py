@@ -92,7 +92,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
         if n > 1:
             _refuse_ordered(jaxpr, n)
         if layout.used and is_uneven(signature):
-            _refuse_collectives(jaxpr.jaxpr, layout)
+            _refuse_collectives(jaxpr.jaxpr, signature)
         if layout.devices[0].platform == "cpu":
             jaxpr = canonical(jaxpr)
         bodies[sizes] = Body(replica, jaxpr, out)
@@ -128,7 +128,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
-        values = _on_no_rows(lead, branch(lead.jaxpr), idle, operands, layout, index)
+        values = _on_no_rows(lead, branch(lead.jaxpr), idle, operands, signature, index)
     elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
         jaxprs = [bodies[s].jaxpr for s in order]
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
@@ -149,10 +149,15 @@ def _rows(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
 
 
 def _on_no_rows(
-    lead: Body, run: Callable[..., Any], idle: Callable[..., Any], operands: Sequence[Any], layout: Layout, index: Any
+    lead: Body,
+    run: Callable[..., Any],
+    idle: Callable[..., Any],
+    operands: Sequence[Any],
+    signature: Signature,
+    index: Any,
 ) -> list[Any]:
     """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
-    _refuse_collectives(lead.jaxpr.jaxpr, layout)
+    _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:
         made = zip(run(*operands), idle(*operands), lead.out.rules, strict=True)
@@ -202,22 +207,31 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x
 
 
-def _refuse_collectives(jaxpr: Any, layout: Layout) -> None:
-    (axis_name,) = layout.mesh.axis_names
+# What reduces by rows, and so takes unequal chunks, by the door that was called.
+_BY_ROWS = {
+    "value_and_grad": "leave the collectives out: gradients and losses are reduced by rows anyway (and "
+    "sync_batch_norm=True stands for the axis_name of a BatchNorm)",
+    "parallel": "write the step for dp.train_step, which reduces by rows (sync_batch_norm=True there stands for the "
+    "axis_name of a BatchNorm)",
+    "parallel_apply": "leave the collectives to dp.train_step or dp.value_and_grad, which reduce by rows "
+    "(sync_batch_norm=True there stands for the axis_name of a BatchNorm)",
+}
+
+
+def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
+    layout, axis_name, verb = signature.layout, signature.axis_name, signature.verb
     n = len(layout.devices)
     for name in collectives(jaxpr, axis_name):
         if not layout.is_cut:
             raise ValueError(
-                f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
+                f"jdp.{verb}: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
                 f"that it runs on the primary device alone; it would wait for {n - 1} others for ever. Pass a batch, "
                 f"or leave the collective out (drop and pad do not help; sync_batch_norm of dp.train_step does)."
             )
         raise ValueError(
-            f"jdp.parallel_apply: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
+            f"jdp.{verb}: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
             f"{layout.sizes} on {layout.mesh.size} devices; replicas with unequal chunks run different code and would "
-            f"wait for each other for ever. Drop rows or pad the batch to a multiple of {n}, or leave the collectives "
-            f"to dp.train_step or dp.value_and_grad, which reduce by rows (sync_batch_norm=True there stands for the "
-            f"axis_name of a BatchNorm)."
+            f"wait for each other for ever. Drop rows or pad the batch to a multiple of {n}, or {_BY_ROWS[verb]}."
         )
 
 
@@ -233,7 +247,10 @@ def _refuse_ordered(traced: Any, n: int) -> None:
 
 
 def collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
-    """The primitives that communicate over the axis, nested ones too: those of `sync_batch_norm`, or the others."""
+    """The primitives that communicate over the axis, nested ones too.
+
+    With `synced` only those of `sync_batch_norm`, else all but those.
+    """
     for eqn in equations(jaxpr):
         if axis_name in axes(eqn) and eqn.primitive.name != "axis_index" and is_synced(eqn) == synced:
             yield eqn.primitive.name

@@ -145,7 +145,7 @@ def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any,
     for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True)):
         if isinstance(leaf, Cut):
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)
-        elif isinstance(leaf, Whole) and i >= signature.weights and is_key(x) and not x.ndim:
+        elif isinstance(leaf, Whole) and i >= signature.first_input and is_key(x) and not x.ndim:
             # The replicas fold in 1 to n - 1: no microbatch of the primary draws what a replica draws.
             x = jnp.where(number == 0, x, jax.random.fold_in(x, len(signature.layout.devices) + number))
         part.append(x)

@@ -116,7 +116,8 @@ def parallel(
     reduce_state, dim = config.reduce_state, config.dim  # not the config, which a program must not keep alive
 
     def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return Compiled(on_replicas(_call_of(step_fn, out_axes, reduce_state, dim), label), donates=bool(donated))
+        run = on_replicas(_call_of(step_fn, out_axes, reduce_state, dim), label, verb=VERB)
+        return Compiled(run, donates=bool(donated))
 
     options = repr((in_axes, out_axes, static, donated))
     program = kept(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
@@ -315,7 +316,9 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
             ]
             # What is whole is the same on all replicas, but for keys among the inputs, which are folded.
             known = [
-                Value(False, None, 1 << i) if i < signature.weights else Value(not isinstance(leaf, Whole) or is_key(x))
+                Value(False, None, 1 << i)
+                if i < signature.first_input
+                else Value(not isinstance(leaf, Whole) or is_key(x))
                 for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
             ]
             results = numbered(arrays, varying(jaxpr, known, signature.axis_name))

@@ -219,7 +219,7 @@ def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, 
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
         loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, sync)
         call_of = gradients(loss, options.accumulate_steps, options.reduce_dtype)
-        return Compiled(on_replicas(call_of, label, "in the call"))
+        return Compiled(on_replicas(call_of, label, "in the call", VERB))
 
     return kept(loss_fn, (VERB, weakref.ref(config), options, division), make)
 

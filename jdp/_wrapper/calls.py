@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Tree, is_key, replicated
-from .._core.programs import Flat, dispatch, is_plain, may_deadlock
+from .._core.programs import Flat, Recent, dispatch, is_plain, may_deadlock
 from .._core.replicate import all_lie
 from .._core.scattered import Scattered
 from .._jax.jaxprs import communicates
@@ -33,22 +33,23 @@ class Known:
     """A call that ran: what it takes to run its program again."""
 
     module: Any
-    program: Flat
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
-    # Whether its replicas wait for each other, which is known of parameters with one treedef.
-    waits: bool = True
-    looked_at: Any = None
+    programs: Recent[Any, Ran]  # by the treedef of the parameters
 
-    def run(self, mesh: Mesh, treedef: Any, *operands: Any) -> tuple[Any, ...]:
-        """Runs the program. Where its replicas wait for each other, few runs of it are in flight at a time."""
-        if not may_deadlock(mesh):
-            return self.program.run(treedef, [], *operands)
-        if self.looked_at is None or self.looked_at != treedef:
-            jaxpr = self.program.run.trace(treedef, [], *operands).jaxpr  # most often JAX has it from the first call
-            self.looked_at, self.waits = treedef, communicates(jaxpr)
-        if self.waits:
-            return dispatch(self.program.run, mesh, treedef, [], *operands)
-        return self.program.run(treedef, [], *operands)
+
+@dataclasses.dataclass(slots=True)
+class Ran:
+    """A program that ran."""
+
+    program: Flat
+    waits: bool | None = None  # whether its replicas wait for each other; None before its second run
+
+    def again(self, mesh: Mesh, *operands: Any) -> tuple[Any, ...]:
+        """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
+        run = self.program.run
+        if self.waits is None:  # most often JAX has the trace from the first run
+            self.waits = may_deadlock(mesh) and communicates(run.trace([], *operands).jaxpr)
+        return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
 
 
 def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Flat, tuple[Any, ...]] | None:
@@ -63,13 +64,14 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Fl
     if not is_plain() or not jax.sharding.get_abstract_mesh().empty:
         return None
     leaves, treedef = jax.tree.flatten(params)
-    if not leaves or not all_lie(leaves, replicated(config.mesh)):
+    ran = known.programs.used(treedef)
+    if ran is None or not leaves or not all_lie(leaves, replicated(config.mesh)):
         return None
     batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
-    return known.program, known.run(config.mesh, treedef, leaves, *batch)
+    return ran.program, ran.again(config.mesh, leaves, *batch)
 
 
-def remember(dp: Wrapper, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
+def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
     if config.state_axes or spans_processes(config.mesh):
@@ -79,9 +81,13 @@ def remember(dp: Wrapper, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Sca
     arrays = [*inputs._arrays, *kw._arrays]
     if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
         return
-    if is_plain():
-        program = config.program(dp.module).flat(inputs._layout, kw._layout)
-        config.calls[key] = Known(dp.module, program, None if len(at) == len(leaves) else at)
+    if not is_plain():
+        return
+    known: Known | None = config.calls.used(key)
+    if known is None or known.module is not dp.module:
+        known = config.calls[key] = Known(dp.module, None if len(at) == len(leaves) else at, Recent())
+    treedef = jax.tree.structure(params)
+    known.programs[treedef] = Ran(config.program(dp.module).flat(treedef, inputs._layout, kw._layout))
 
 
 _STATICS = (bool, int, str)

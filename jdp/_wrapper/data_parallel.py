@@ -444,7 +444,7 @@ class DataParallel(nnx.Module, Generic[M]):
         outputs = self.parallel_apply(replicas, inputs, kw)
         in_place, beside = replicas is params, type(params) is Held
         if in_place and not cut and not beside and self._takes_own_steps:
-            remember(self, args, kwargs, inputs, kw)
+            remember(self, params, args, kwargs, inputs, kw)
         stay = self._stays(params, params if home is None else home, in_place)
         if not beside:
             return self._gather(outputs, stay, stateful)

@@ -182,6 +182,8 @@ AS_AN_ARRAY = {
     "np.asarray": np.asarray,
     "jnp.asarray": jnp.asarray,
     "np.mean": np.mean,
+    "np.array_equal": lambda s: np.array_equal(np.arange(5), s),
+    "np.allclose": lambda s: np.allclose(s, np.arange(5)),
     "one_hot": lambda s: jax.nn.one_hot(s, 3),
 }
 

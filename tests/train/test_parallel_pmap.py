@@ -272,7 +272,7 @@ def test_replicas_that_differ_in_shape_are_told_what_holds_at_every_door(refused
 
 
 def test_an_uneven_batch_is_sent_to_train_step(refused):
-    with refused(ValueError, "parallel_apply", match=r"(?s)Drop rows or pad .* dp.train_step"):
+    with refused(ValueError, "parallel", match=r"(?s)Drop rows or pad .* dp.train_step, which reduces by rows"):
         DP.parallel(train)({"w": W, "step": 0}, X[:-1])
 
 
