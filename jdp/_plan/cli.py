@@ -6,15 +6,14 @@ import argparse
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .._core.devices import Device
-from .._tables import say
-from .._topology.chips import CHIPS, Chip
+from .._topology.chips import CHIPS
 from .._topology.topology import how_to_install, topology
-from .lines import Line, line
+from .lines import lines
 from .print import as_json, picture, show
-from .script import WAYS, PlanError, Step, capture_step
+from .script import PlanError, capture_step
 
 ABOUT = """\
 Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
@@ -44,23 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _refuse_missing(args)
         devices = _topologies(args)
+        if pathlib.Path(args.script).is_file():
+            print(f"jdp plan: running {args.script} up to its first step", file=sys.stderr, flush=True)
         step = capture_step(args.script, given[at + 1 :], args.values)
         if args.batch_per_device is not None and not step.is_cut:
             raise PlanError(
                 "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
             )
         chip, title = CHIPS[args.topology], f"train_step of {step.program.label}"
-        lines = list(_lines(step, chip, devices, args.batch_per_device or step.rows, args.search))
+        found = list(lines(step, chip, devices, args.batch_per_device or step.rows, args.search))
         if args.picture is not None:
-            picture(lines, chip, title).savefig(args.picture, dpi=120)
-        print(as_json(lines, chip)) if args.json else show(lines, chip, title, sys.stdout)
+            picture(found, chip, title).savefig(args.picture, dpi=120)
+        print(as_json(found, chip)) if args.json else show(found, chip, title, sys.stdout)
     except (PlanError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("jdp plan: interrupted", file=sys.stderr)
         return 130
-    return 0 if any(one.compiles for one in lines) else 1
+    return 0 if any(one.compiles for one in found) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,23 +138,3 @@ def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]
         devices = topology(args.topology, hosts=hosts, per_host=args.per_host)
         found.append((f"{hosts} x {len(devices) // hosts}", devices))
     return found
-
-
-def _lines(
-    step: Step, chip: Chip, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
-) -> Iterator[Line]:
-    (where, one), *asked = devices
-    near: dict[str, Line] = {}  # the last line of each way that knows the most rows
-    try:
-        say("plan", f"compiling for one {chip.name}")
-        alone = line(step, where, one, rows, step.way).seconds
-        for where, these in asked:
-            beside = None
-            for way in WAYS if len(these) > 1 else (step.way,):  # one device has nobody to share with
-                say("plan", f"compiling for {len(these)} {chip.name}s, {way}")
-                beside = line(step, where, these, rows, way, alone, near.get(way, beside), search)
-                if beside.most is not None:
-                    near[way] = beside
-                yield beside
-    finally:
-        say("plan", "")
