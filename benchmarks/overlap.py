@@ -33,9 +33,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp._explain import collectives, hlo
-from jdp._plan import estimate
-from jdp._plan.estimate import Network
+from jdp._explain import collectives, estimate, hlo
+from jdp._explain.estimate import Network
 from jdp._topology.quiet import quiet
 
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8

@@ -44,9 +44,8 @@ from shard_torch import fsdp2
 from train import clock
 
 import jdp
-from jdp._explain import collectives, hlo
-from jdp._plan import estimate
-from jdp._plan.estimate import Network
+from jdp._explain import collectives, estimate, hlo
+from jdp._explain.estimate import Network
 from jdp._topology.quiet import quiet
 
 Gather = Callable[[Any], Any]

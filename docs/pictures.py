@@ -146,7 +146,22 @@ def accumulate() -> str:
     return svg(730, 150, "accumulate_steps=4 on two devices", parts)
 
 
-PICTURES = {"chunks": chunks, "pipeline": pipeline, "uneven": uneven, "memory": memory, "accumulate": accumulate}
+def exposed() -> str:
+    """A step on one device: what computes, what waits, and the collectives on the links beside it."""
+    parts = [text(92, 39, "the device", "out end"), text(92, 83, "the links", "out end")]
+    for x, width, name, kind in (
+        (104, 250, "computes", "d0"),
+        (354, 120, "waits: exposed", "d3"),
+        (474, 100, "computes", "d0"),
+        (574, 80, "waits", "d3"),
+    ):
+        parts += [box(x, 20, width, 28, kind, 0), text(x + width / 2, 39, name)]
+    for x, width, name in ((204, 270, "all-reduce of layer2, layer1"), (574, 80, "of layer0")):
+        parts += [box(x, 64, width, 28, "d2", 0), text(x + width / 2, 83, name)]
+    return svg(670, 104, "A step in time: a collective is exposed where the device waits for it", parts)
+
+
+PICTURES = {draw.__name__: draw for draw in (chunks, pipeline, uneven, memory, accumulate, exposed)}
 
 
 def main(arguments: list[str] | None = None, here: Path = Path(__file__).parent) -> None:

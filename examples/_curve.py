@@ -16,8 +16,9 @@ def curve(
     axes = figure.subplots()
     window = max(1, len(losses) // 25)
     mean = np.convolve(losses, np.ones(window) / window, mode="valid")
-    axes.plot(range(1, len(losses) + 1), losses, color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(np.arange(len(mean)) + (window + 1) / 2, mean, color=BLUE, linewidth=2, label="training")
+    axes.plot(range(1, len(losses) + 1), losses, color=BLUE, alpha=0.25, linewidth=0.8, label="a step")
+    steps = np.arange(len(mean)) + (window + 1) / 2
+    axes.plot(steps, mean, color=BLUE, linewidth=2, label=f"training, mean over {window} steps")
     axes.plot(list(held_out), list(held_out.values()), "o-", color=RED, label="held out")
     axes.axhline(baseline[1], color=GREY, linestyle="--", linewidth=1, label=f"{baseline[0]}: {baseline[1]:.2f}")
     axes.set(title=title, xlabel="step", ylabel=ylabel, xlim=(0, 1.02 * len(losses)), ylim=(0, None))

@@ -40,15 +40,17 @@ def picture(
 
 
 def learning_curve(axes: Axes, losses: Sequence[float], accuracies: Sequence[float]) -> None:
-    """Each step's loss, faint, and the running mean; on the right-hand axis the accuracy of each epoch."""
+    """Each step's loss, thin, and the running mean, thick; on the right-hand axis the accuracy of each epoch."""
     epochs = np.linspace(0, len(accuracies), len(losses) + 1)[1:]
     window = max(1, len(losses) // 25)
     mean = np.convolve(losses, np.ones(window) / window, mode="valid")
-    axes.plot(epochs, losses, color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(epochs[window - 1 :], mean, color=BLUE, linewidth=2)
+    axes.plot(epochs, losses, color=BLUE, alpha=0.25, linewidth=0.8, label="loss of a step")
+    axes.plot(epochs[window - 1 :], mean, color=BLUE, linewidth=2, label=f"its mean over {window} steps")
     axes.set(xlabel="epoch", yscale="log", xlim=(0, 1.03 * len(accuracies)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("training loss", color=BLUE)
     right = axes.twinx()
-    right.plot(range(1, len(accuracies) + 1), 100 * np.array(accuracies), "o-", color=RED)
+    accuracy = right.plot(range(1, len(accuracies) + 1), 100 * np.array(accuracies), "o-", color=RED, label="accuracy")
     right.set_ylabel("test accuracy, %", color=RED)
+    lines = [*axes.lines, *accuracy]
+    right.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)

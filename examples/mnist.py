@@ -7,8 +7,6 @@ Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the 
 all test rows, and a picture of the learning curve and of the digits that the model got wrong.
 """
 
-from functools import partial
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -43,31 +41,27 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     key = jax.random.key(args.seed)
 
-    dp = jdp.DataParallel(CNN(), devices)
-    params = dp.init(key, data.train_images[:1])["params"]
+    model = CNN()
+    dp = jdp.DataParallel(model, devices)
     steps = args.epochs * (len(data.train_labels) // args.batch_size)
     tx = optax.adam(optax.cosine_decay_schedule(args.lr, steps))
-    # Where the parameters are: else `step` would compile once for this, and again for what it returns.
-    opt_state = jdp.replicate(tx.init(params), devices)
 
-    def loss_fn(params, images, labels, key):
-        logits = dp.apply({"params": params}, images, train=True, rngs={"dropout": key})
+    def loss_fn(variables, batch, key):
+        images, labels = batch
+        logits = model.apply(variables, images, train=True, rngs={"dropout": key})
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return loss, jnp.mean(logits.argmax(axis=-1) == labels)
+        return loss, {"accuracy": jnp.mean(logits.argmax(axis=-1) == labels)}
 
-    @jax.jit
-    def step(params, opt_state, images, labels, key):
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, images, labels, key)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, accuracy
+    step = dp.train_step(loss_fn, tx)
+    state = step.init(dp.init(key, data.train_images[:1]), key=key)
 
     with Show(args, devices, data) as show:
         for _ in range(args.epochs):
-            for images, labels in data.batches(args.batch_size, rng):
-                key, dropout_key = jax.random.split(key)
-                params, opt_state, loss, accuracy = step(params, opt_state, images, labels, dropout_key)
-                show.step(loss, accuracy)
-            show.epoch(partial(dp.apply, {"params": params}))
+            for batch in data.batches(args.batch_size, rng):
+                state, metrics = step(state, batch)
+                show.step(metrics["loss"], metrics["accuracy"])
+            logits = [dp.apply({"params": state.params}, images) for images in data.test_batches()]
+            show.epoch([np.asarray(x).argmax(axis=-1) for x in logits])
     show.result()
 
 

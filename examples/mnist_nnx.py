@@ -45,26 +45,21 @@ def main() -> None:
     dp = jdp.DataParallel(CNN(nnx.Rngs(args.seed)), devices)
     steps = args.epochs * (len(data.train_labels) // args.batch_size)
     tx = optax.adam(optax.cosine_decay_schedule(args.lr, steps))
-    optimizer = nnx.Optimizer(dp, tx, wrt=nnx.Param)
-    # Where the params are: else `step` would compile twice.
-    nnx.update(optimizer, jdp.replicate(nnx.state(optimizer), devices))
 
-    @nnx.jit
-    def step(dp, optimizer, images, labels):
-        def loss_fn(dp):
-            logits = dp(images, train=True)
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-            return loss, jnp.mean(logits.argmax(axis=-1) == labels)
+    def loss_fn(model, batch):
+        images, labels = batch
+        logits = model(images, train=True)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, {"accuracy": jnp.mean(logits.argmax(axis=-1) == labels)}
 
-        (loss, accuracy), grads = nnx.value_and_grad(loss_fn, has_aux=True)(dp)
-        optimizer.update(dp, grads)
-        return loss, accuracy
+    step = dp.train_step(loss_fn, tx)
 
     with Show(args, devices, data) as show:
         for _ in range(args.epochs):
-            for images, labels in data.batches(args.batch_size, rng):
-                show.step(*step(dp, optimizer, images, labels))
-            show.epoch(dp)
+            for batch in data.batches(args.batch_size, rng):
+                metrics = step(batch)
+                show.step(metrics["loss"], metrics["accuracy"])
+            show.epoch([np.asarray(dp(images)).argmax(axis=-1) for images in data.test_batches()])
     show.result()
 
 

@@ -22,17 +22,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 from _curve import curve
 from _mnist_data import MNIST, add_arguments, from_arguments
 from _run import machine, natural, parse, positive, rate, sha256
-from mnist import CNN
 
 import jdp
 
 SETTINGS = ("epochs", "batch_size", "lr", "seed", "train_rows", "data_dir")  # a run keeps to these
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        x = images[..., None] / 255  # (rows, 28, 28) uint8 -> (rows, 28, 28, 1) float32
+        x = nn.relu(nn.Conv(16, (5, 5))(x))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = nn.relu(nn.Conv(32, (3, 3))(x))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(128)(x))
+        x = nn.Dropout(0.25, deterministic=not train)(x)
+        return nn.Dense(10)(x)
 
 
 class Batch(NamedTuple):

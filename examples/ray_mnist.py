@@ -11,6 +11,7 @@ ends as one that is not, to the last bit if it has as many workers. Compare the 
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,31 @@ from ray.train.v2.jax import JaxTrainer
 
 def loop(config: dict[str, Any]) -> None:
     """What each worker does. JAX starts here, when Ray has said which devices the worker has."""
+    import flax.linen as nn
     import jax
+    import numpy as np
     import optax
     from _run import machine, sha256
-    from mnist import CNN
-    from multi_process import batches
 
     import jdp
+
+    class CNN(nn.Module):
+        @nn.compact
+        def __call__(self, images: jax.Array) -> jax.Array:
+            x = images[..., None] / 255  # (rows, 28, 28) uint8 -> (rows, 28, 28, 1) float32
+            x = nn.max_pool(nn.relu(nn.Conv(16, (5, 5))(x)), (2, 2), (2, 2))
+            x = nn.max_pool(nn.relu(nn.Conv(32, (3, 3))(x)), (2, 2), (2, 2))
+            x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
+            return nn.Dense(10)(x)
+
+    def batches(steps: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """This worker's part of the batches of these steps."""
+        rows, size = len(data.train_labels), args.batch_size
+        for step in steps:
+            epoch, number = divmod(step, -(-rows // size))
+            order = np.random.default_rng((args.seed, epoch)).permutation(rows)[number * size : (number + 1) * size]
+            mine = np.array_split(order, jax.process_count())[jax.process_index()]
+            yield data.train_images[mine], data.train_labels[mine]
 
     jdp.distributed.initialize()
     args = argparse.Namespace(**config)
@@ -36,8 +55,9 @@ def loop(config: dict[str, Any]) -> None:
     dp = jdp.DataParallel(model := CNN())
 
     def loss_fn(variables, batch):
-        logits = model.apply(variables, batch.images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+        images, labels = batch
+        logits = model.apply(variables, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     step = dp.train_step(loss_fn, optax.adam(2e-3))
     state = step.init(dp.init(jax.random.key(args.seed), data.train_images[:1]))
@@ -47,7 +67,7 @@ def loop(config: dict[str, Any]) -> None:
         if first:
             devices = f"{machine(jax.devices())} in {jax.process_count()} worker(s)"
             print(f"{devices}: steps {todo.start} to {steps}", flush=True)
-        for number, batch in zip(todo, dp.prefetch(batches(data, args.batch_size, args.seed, todo)), strict=True):
+        for number, batch in zip(todo, dp.prefetch(batches(todo)), strict=True):
             state, metrics = step(state, batch)
             checkpointer.save(number + 1, state)  # in every step: it acts on Ray's notice, too
             if first and (number + 1) % 20 == 0:

@@ -67,12 +67,6 @@ class _Console(rich.console.Console):
         raise  # a reader that has seen enough: the caller's to judge, where rich ends the process
 
 
-def scaled(amount: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
-    """The amount in the largest of the units that it reaches, or in the last."""
-    size, unit = next((one for one in units if amount >= one[0]), units[-1])
-    return f"{amount / size:.{digits}g} {unit}"
-
-
 def _wrapped(text: str, width: int, hang: int = 0) -> list[str]:
     pieces = []
     for line in text.splitlines():

@@ -393,12 +393,20 @@ MUTANTS = (
         ("explain/test_collectives.py::test_in_a_loop_it_runs_as_often_as_the_loop",),
     ),
     Mutant(
+        "a-loop-drawn-once",
+        "jdp/_explain/estimate.py",
+        "[span.stretched(before.seconds, times) for",
+        "[span.stretched(before.seconds, 1) for",
+        "a report draws a loop as long as one iteration, and what is exposed is less than it says",
+        ("explain/test_schedule.py::test_the_spans_of_a_loop_are_drawn_out_to_its_length",),
+    ),
+    Mutant(
         "levels-in-turn",
-        "jdp/_plan/estimate.py",
+        "jdp/_explain/estimate.py",
         "return _TIMES[kind] * (max(local, remote) + hops)",
         "return _TIMES[kind] * (local + remote + hops)",
         "a collective over hosts takes the time within and between them one after the other",
-        ("plan/test_links.py::test_between_hosts_the_network_cards_decide",),
+        ("explain/test_links.py::test_between_hosts_the_network_cards_decide",),
     ),
     Mutant(
         "left-out-is-well",

@@ -17,16 +17,17 @@ ORDER = {
     "_launch": "",
     "_jax": "",
     "_tables": "",
+    "_page": "",
     "_version": "",
     "_processes": "_jax _launch",
-    "_core": "_jax _processes",
+    "_core": "_page _jax _processes",
     "_topology": "_core",
     "_model": "_jax _processes _core",
-    "_train": "_jax _processes _core _model",
-    "_wrapper": "_jax _processes _core _model _train",
+    "_train": "_page _jax _processes _core _model",
+    "_wrapper": "_page _jax _processes _core _model _train",
     "_checkpoint": "_version _jax _processes _core",
-    "_explain": "_tables _jax _processes _core _topology _model _train",
-    "_plan": "_tables _jax _processes _core _topology _model _train _explain",
+    "_explain": "_tables _page _jax _processes _core _topology _model _train",
+    "_plan": "_tables _page _jax _processes _core _topology _model _train _explain",
     "_doctor": "_version _tables _jax _core _launch",
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
@@ -44,8 +45,8 @@ FOREIGN = {
     "rich": {"_tables"},
     "matplotlib": {"_plan"},
     "jaxlib": {"_jax"},
-    "jax": {*ORDER} - {"_launch", "_tables", "_version"},
-    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_version"},
+    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version"},
+    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version"},
 }
 
 
@@ -146,6 +147,7 @@ def test_what_jax_does_not_promise_is_in_one_file(path):
         ("_processes/agree.py", "import flax"),
         ("_train/step.py", "import torch"),
         ("_tables.py", "import jax"),
+        ("_page.py", "import jax"),
     ],
 )
 def test_a_foreign_import_in_the_wrong_package_is_seen(path, source):

@@ -3,6 +3,7 @@
     devices.py         which devices, the mesh, which of them are this process's own
     inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
     layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
+    outline.py         a tree in a few lines, without its values
     scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
     global_arrays.py   arrays over several processes, out of each one's parts, and apart again
     agreement.py       the processes agree on a batch: what it is, how many rows each device has
@@ -19,6 +20,6 @@
     fingerprint.py     whether all replicas have one value, bit for bit
 
 To follow one call, read the functions `scatter`, `replicate`, `parallel_apply` and `gather`, each in the file of its
-name, and come back to the rest when it is named. The package imports `_jax` and `_processes`, and of other projects jax
-and numpy alone. Every package above it may import it; `_topology` has only `devices.py`.
+name, and come back to the rest when it is named. The package imports `_jax`, `_processes` and `_page`, and of other
+projects jax and numpy alone. Every package above it may import it; `_topology` has only `devices.py`.
 """

@@ -15,8 +15,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
+from .._page import Page, bars, in_notebook, text
 from .devices import Device, names_of, spans_processes
-from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, outline_of_leaf, replicated, unpad
+from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, replicated, unpad
+from .outline import outline_of_leaf, page_of
 
 
 @jax.tree_util.register_pytree_node_class
@@ -123,6 +125,22 @@ class Scattered(Sequence[Tree]):
         arrays = map(outline_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        """The chunks, drawn: the rows of each replica, and its device."""
+        sizes, is_cut = self.sizes, self._layout.is_cut
+        page = page_of(
+            f"Scattered: {sum(sizes)} rows in {len(sizes)} chunks" if is_cut else "Scattered: nothing is cut",
+            [],
+            {"arrays of all replicas, padded": self._layout.fill(self._arrays)},
+        )
+        chunks = [
+            (f"replica {i} on {device}", size, f"{size} row{'s' * (size != 1)}")
+            for i, (size, device) in enumerate(zip(sizes[:64], self.devices, strict=False))
+        ]
+        more = [text(f"and {len(sizes) - 64} replicas more")] * (len(sizes) > 64)
+        return page._replace(body=[*([bars(chunks), *more] if is_cut else []), *page.body])
 
 
 _OF_ARRAYS = {*"shape ndim dtype size T astype reshape ravel sum mean max min argmax argmin tolist item".split()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 import time
 from collections.abc import Callable
@@ -14,13 +13,15 @@ from typing import Any
 import jax
 
 from .._core.devices import memory_bytes
-from .._core.layout import Tree, Whole
+from .._core.layout import Whole
+from .._core.outline import bytes_on_each
 from .._core.outputs import path_name
 from .._jax.jaxprs import constants
 from .._topology.chips import chip_of
 from .calls import Call, capture, unused_donations
 from .collectives import Collective, carried, collectives
 from .cost import totals
+from .estimate import Network
 from .hlo import Module, parse
 from .report import Report, Work
 
@@ -130,7 +131,7 @@ def _report(of: CompiledCall) -> Report:
     call, compiled = of.call, of.compiled
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
     module, chip = parse(hlo), chip_of(device.device_kind)
-    sizes = {role: _bytes_on_each(tree) for role, tree in call.roles.items()}
+    sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
     return Report(
         label=call.label,
         platform=device.platform,
@@ -143,7 +144,7 @@ def _report(of: CompiledCall) -> Report:
         gradient_bytes=sizes.get("gradients", 0),
         optimizer_bytes=sizes.get("optimizer", 0),
         state_bytes=sizes.get("state", 0),
-        batch_bytes=_bytes_on_each(call.batch),
+        batch_bytes=bytes_on_each(call.batch),
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=_output_bytes(memory),
         peak_bytes=of.peak_bytes,
@@ -156,6 +157,7 @@ def _report(of: CompiledCall) -> Report:
         compile_seconds=of.seconds,
         hlo=hlo,
         _alone=functools.partial(work_alone, call),
+        _network=Network.of([*call.mesh.devices.flat]) if chip else None,
     )
 
 
@@ -193,13 +195,6 @@ def _rows(batch: Any) -> tuple[int, ...]:
     """The rows on each device that has chunks."""
     layout = batch._layout
     return layout.by_device[: -(-len(layout.sizes) // layout.per_device)]
-
-
-def _bytes_on_each(tree: Tree) -> int:
-    """Bytes of the arrays of a tree that lie on one device."""
-    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    shapes = (x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in arrays)
-    return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(arrays, shapes, strict=True))
 
 
 def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:

@@ -5,10 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .._tables import Block, Table, Text, Title, scaled, show_blocks
+from .._page import (
+    Html,
+    Page,
+    bars,
+    in_bytes,
+    in_notebook,
+    in_seconds,
+    lane,
+    legend,
+    scaled,
+    section,
+    stack,
+    table,
+    tag,
+    text,
+)
+from .._tables import Block, Table, Text, Title, show_blocks
 from .collectives import Collective
+from .estimate import Network, Schedule, Span, schedule_of
+from .hlo import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +83,7 @@ class Report:
     hlo: str = dataclasses.field(repr=False)
     """The optimized program."""
     _alone: Callable[[], Work | None] = dataclasses.field(repr=False)
+    _network: Network | None = dataclasses.field(repr=False)
 
     @property
     def flops(self) -> float:
@@ -93,9 +113,43 @@ class Report:
         return sum(c.bytes * (c.runs or 1) for c in self.collectives if c.in_flight) / self.collective_bytes
 
     @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The program, followed in the order of its schedule, instruction by instruction: see `seconds`."""
+        return schedule_of(parse(self.hlo), self._network)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimated time of a call, as by `jdp plan`; None for devices of which no figures are published (CPUs).
+
+        Their `schedule` counts bytes that are read, written and sent in the place of seconds.
+        """
+        return None if self._network is None else self.schedule.seconds
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of these, those in which a device computes nothing, because it waits for a collective."""
+        return None if self._network is None else self.schedule.exposed_seconds
+
+    @functools.cached_property
     def one_device(self) -> Work | None:
         """The work of the primary device alone with the whole batch; compiled at first use, None where that fails."""
         return self.work if self.devices == 1 else self._alone()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a page: one file of HTML, which asks no other host for anything.
+
+        Raises:
+            ValueError: the file's name does not end in .html.
+        """
+        page_of_report(self).save(path)
+
+    def show(self) -> None:
+        """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints its path."""
+        page_of_report(self).show()
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        return page_of_report(self, waits=False)
 
     def __repr__(self) -> str:
         where = f"{self.devices} x {self.device_kind}"
@@ -109,8 +163,7 @@ class Report:
 
 
 def _blocks(r: Report) -> Iterator[Block]:
-    over = f"{r.devices} x {r.device_kind}" + (f", {r.processes} processes" if r.processes > 1 else "")
-    yield Title(f"{r.label} on {over}; {sum(r.rows)} rows, at most {max(r.rows)} on a device")
+    yield Title(_title(r))
     yield Table(("each device", "amount", "of one device", "from"), tuple(_amounts(r)))
     yield Title("collectives, in the order of the program")
     if r.collectives:
@@ -126,14 +179,20 @@ def _blocks(r: Report) -> Iterator[Block]:
         yield from (Text(note) for note in notes)
 
 
+def _title(r: Report) -> str:
+    over = f"{r.devices} x {r.device_kind}" + (f", {r.processes} processes" if r.processes > 1 else "")
+    return f"{r.label} on {over}; {sum(r.rows)} rows, at most {max(r.rows)} on a device"
+
+
 _MANY = 24  # collectives
 
 
-def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
-    alone = r.one_device  # with all rows
+def _amounts(r: Report, waits: bool = True) -> Iterator[tuple[str, str, str, str]]:
+    """What each device does and holds. Its shares of what one does alone are left out where that is to be compiled."""
+    alone = r.one_device if waits or "one_device" in vars(r) else Work(0, 0, "")  # with all rows
     operations = scaled(r.flops, ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop"), (1, "flop")))
     yield "flops", operations, _share(r.flops, alone and alone.flops), r.work.source
-    yield "bytes read and written", _bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
+    yield "bytes read and written", in_bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
     for name, size in (
         ("parameters", r.parameter_bytes),
         ("optimizer's state", r.optimizer_bytes),
@@ -141,12 +200,12 @@ def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
         ("batch", r.batch_bytes),
     ):
         if size:
-            yield name, _bytes(size), "", "shapes"
-    yield "temporaries", _bytes(r.temp_bytes), "", "compiled"
+            yield name, in_bytes(size), "", "shapes"
+    yield "temporaries", in_bytes(r.temp_bytes), "", "compiled"
     if r.gradient_bytes:
-        yield "  gradients", _bytes(r.gradient_bytes), "", "shapes"
-    yield "peak of memory", _bytes(r.peak_bytes), "", "compiled"
-    yield "given to collectives", _bytes(r.collective_bytes), "", "compiled"
+        yield "  gradients", in_bytes(r.gradient_bytes), "", "shapes"
+    yield "peak of memory", in_bytes(r.peak_bytes), "", "compiled"
+    yield "given to collectives", in_bytes(r.collective_bytes), "", "compiled"
     if r.in_flight is not None and r.collective_bytes:
         yield "  in flight while it computes", f"{r.in_flight:.1%}", "", "compiled"
     if r.compilations is not None:
@@ -155,13 +214,13 @@ def _amounts(r: Report) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _share(amount: float, alone: float | None) -> str:
-    return f"{amount / alone:.3f}" if alone else "too large"
+    return f"{amount / alone:.3f}" if alone else "" if alone == 0 else "too large"
 
 
 def _collective(c: Collective) -> tuple[str, str, str, str, str, str]:
     where = f"loop, {c.runs or '?'}" if c.in_loop else "once"
     flight = "yes" if c.in_flight else "no" if c.asynchronous else "waits"
-    return c.kind, c.dtype, _bytes(c.bytes), where, flight, _few(c.parameters)
+    return c.kind, c.dtype, in_bytes(c.bytes), where, flight, _few(c.parameters)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -178,7 +237,7 @@ _WIDTH = 24  # of the names, so that the table fits 80 columns
 def _notes(r: Report) -> Iterator[str]:
     if r.fits is False:
         yield (
-            f"it does not fit: a device has {_bytes(r.memory_bytes or 0)} for programs. Pass fewer rows, or make the "
+            f"it does not fit: a device has {in_bytes(r.memory_bytes or 0)} for programs. Pass fewer rows, or make the "
             f"step with accumulate_steps, shard_optimizer=True or shard_params=True."
         )
     for name in r.unscattered:
@@ -192,5 +251,81 @@ def _notes(r: Report) -> Iterator[str]:
         yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
 
 
-def _bytes(x: float) -> str:
-    return scaled(x, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
+def page_of_report(r: Report, waits: bool = True) -> Page:
+    """The report as a page; who does not wait has it without what would first be compiled."""
+    notes = [text(note, "bad") for note in _notes(r)]
+    amounts = table(("each device", "amount", "of one device", "from"), _amounts(r, waits))
+    body = [*notes, section("what happens when", *_timeline(r)), section("memory of a device", *_memory(r))]
+    body += [section("collectives, in the order of the program", *_collectives(r)), section("amounts", amounts)]
+    return Page(_title(r), body)
+
+
+def _timeline(r: Report) -> Iterator[Html]:
+    """What computes, what is sent beside it, and where that is waited for."""
+    schedule, carried = r.schedule, {c.name: c for c in r.collectives}
+    whole, words = schedule.seconds or 1.0, in_seconds if r.seconds is not None else in_bytes
+    kinds = {"computes": [], "waits": [], "sends": []}
+    for span in _joined(schedule.spans):
+        what = carried[span.name] if span.lane == "sends" else None
+        told = f"{what.kind} of {in_bytes(what.bytes)}: {', '.join(what.parameters)}" if what else span.lane
+        kinds[span.lane].append((span.lane, span.start, span.end, f"{told}, {words(span.end - span.start)}"))
+    computed, sent, exposed, total = map(
+        words, (schedule.compute_seconds, schedule.collective_seconds, schedule.exposed_seconds, schedule.seconds)
+    )
+    share = f"{schedule.exposed_seconds / whole:.1%}"
+    if r.seconds is None:
+        yield text(f"The device reads and writes {computed}, and collectives carry {sent}.", "")
+        yield text(f"While {exposed} travel, {share} of all bytes, it computes nothing (exposed).", "")
+    else:
+        yield text(f"{total}: the device computes for {computed}, collectives take {sent}.", "")
+        yield text(f"For {exposed}, {share} of the time, it waits for one and computes nothing (exposed).", "")
+    lanes = lane([*kinds["computes"], *kinds["waits"]], whole), lane(kinds["sends"], whole)
+    yield tag("div", text("the device"), lanes[0], text("the links"), lanes[1], class_="lanes")
+    yield legend({"computes": "computes", "waits": "waits: exposed", "sends": "a collective is under way"})
+    if r.seconds is None:
+        yield text(f"In bytes, and not in time: no figures are published of a {r.device_kind}.")
+    else:
+        yield text("Estimated, as jdp plan does: an ideal machine, by the published figures of its chips and links.")
+    yield text("In the order of the compiled program. A loop is drawn as one long iteration.")
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, with what is computed without a pause as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.lane, span.start)):
+        if found and found[-1].lane == span.lane == "computes" and span.start <= found[-1].end * (1 + 1e-9):
+            found[-1] = found[-1]._replace(end=span.end)
+        else:
+            found.append(span)
+    return found
+
+
+def _memory(r: Report) -> Iterator[Html]:
+    """The peak, by what it is made of."""
+    kinds = [
+        ("parameters", r.parameter_bytes),
+        ("optimizer's state", r.optimizer_bytes),
+        ("other state", r.state_bytes),
+        ("batch", r.batch_bytes),
+        ("results", r.output_bytes),
+        ("temporaries", r.temp_bytes),
+    ]
+    rest = r.peak_bytes - sum(size for _, size in kinds)
+    kinds = [(name, size) for name, size in [*kinds, ("other arguments", rest)] if size > 0]
+    whole, limit = sum(size for _, size in kinds) or 1, r.memory_bytes
+    of = f", {max(0.001, r.peak_bytes / limit):.1%} of the {in_bytes(limit)} that a program can have" if limit else ""
+    yield text(f"At its peak {in_bytes(r.peak_bytes)}{of}.", "")
+    yield stack(kinds, whole, limit if limit and limit < whole else None)
+    yield bars([(name, size, in_bytes(size)) for name, size in kinds])
+    if r.gradient_bytes:
+        yield text(f"The gradients, {in_bytes(r.gradient_bytes)}, are temporaries.")
+    if rest < 0:
+        yield text(f"Of these arguments the program does not use {in_bytes(-rest)}.")
+
+
+def _collectives(r: Report) -> Iterator[Html]:
+    if not r.collectives:
+        yield text("none: the devices do not wait for each other")
+        return
+    rows = [(*_collective(c)[:-1], tag("div", ", ".join(c.parameters), class_="names")) for c in r.collectives]
+    yield table(("kind", "of", "amount", "runs", "in flight", "carries"), rows)

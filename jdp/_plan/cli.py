@@ -12,7 +12,7 @@ from .._core.devices import Device
 from .._topology.chips import CHIPS
 from .._topology.topology import how_to_install, topology
 from .lines import lines
-from .print import as_json, picture, show
+from .print import as_json, page, picture, show
 from .script import PlanError, capture_step
 
 ABOUT = """\
@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = list(lines(step, chip, devices, args.batch_per_device or step.rows, args.search))
         if args.picture is not None:
             picture(found, chip, title).savefig(args.picture, dpi=120)
+        if args.html is not None:
+            page(found, chip, title).save(args.html)
         print(as_json(found, chip)) if args.json else show(found, chip, title, sys.stdout)
     except (PlanError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="one JSON document on stdout")
     add("--picture", type=pathlib.Path, metavar="FILE.png", help="efficiency against devices, drawn by matplotlib")
+    add("--html", type=pathlib.Path, metavar="FILE.html", help="all of it as one page, with curves over the devices")
     return parser
 
 
@@ -104,7 +107,7 @@ def _counts(text: str) -> list[int]:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses what makes no sense before the script is run."""
-    name, path = args.topology, args.picture
+    name, path, html = args.topology, args.picture, args.html
     kind = CHIPS[name].kind if name in CHIPS else "unknown"
     for is_wrong, said in (
         (kind == "gpu" and args.shapes is not None, f"--shapes: {name} is a GPU; give --hosts"),
@@ -112,6 +115,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         (kind == "tpu" and args.shapes is None, f"--shapes: {name} is a TPU; give shapes of its slices"),
         (path and path.suffix not in (".png", ".svg", ".pdf"), f"--picture: {path} ends in none of .png, .svg, .pdf"),
         (path and not path.absolute().parent.is_dir(), f"--picture: there is no folder {path and path.parent}"),
+        (html and html.suffix != ".html", f"--html: {html} does not end in .html"),
+        (html and not html.absolute().parent.is_dir(), f"--html: there is no folder {html and html.parent}"),
     ):
         if is_wrong:
             parser.error(f"argument {said}")

@@ -16,12 +16,12 @@ from typing import NamedTuple, TextIO, TypeVar
 
 from .._core.devices import Device, make_mesh
 from .._explain.calls import step_call
+from .._explain.estimate import Network, wire_bytes
 from .._explain.explain import CompiledCall, compiled_call
-from .._explain.hlo import parse
-from .._tables import say, scaled
+from .._page import scaled
+from .._tables import say
 from .._topology.chips import Chip
 from .._topology.quiet import quiet
-from .estimate import Network, simulate, wire_bytes
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
@@ -213,8 +213,7 @@ def line(
         found.fits, found.measured[rows] = False, math.inf
     else:
         report = compiled.report()
-        times = simulate(parse(report.hlo), network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
-        found.seconds, found.exposed_seconds = times.seconds, times.exposed_seconds
+        found.seconds, found.exposed_seconds = report.seconds, report.exposed_seconds
         found.peak_bytes, found.temp_bytes, found.fits = report.peak_bytes, report.temp_bytes, report.fits
         found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in report.collectives)
         found.in_flight, found.compile_seconds = report.in_flight, report.compile_seconds

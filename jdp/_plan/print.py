@@ -1,4 +1,4 @@
-"""A plan for people, for machines, and as a picture."""
+"""A plan for people, for machines, as a picture and as a page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._tables import Block, Table, Text, Title, scaled, show_blocks
+from .._explain.estimate import SOURCES
+from .._page import Page, curves, in_seconds, legend, scaled, section, table, text
+from .._tables import Block, Table, Text, Title, show_blocks
 from .._topology.chips import GB, TERA, Chip
-from .estimate import SOURCES
 from .lines import Line
 from .script import WAYS
 
@@ -23,13 +24,48 @@ def show(lines: Sequence[Line], chip: Chip, title: str, out: TextIO) -> None:
 
 
 def _blocks(lines: Sequence[Line], chip: Chip, title: str) -> Iterator[Block]:
-    yield Title(f"{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device")
-    yield Table(("devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD), [_row(one) for one in lines])
+    yield Title(_title(lines, chip, title))
+    yield Table(_head(chip), [_row(one) for one in lines])
     yield from map(Text, _notes(lines, chip))
     yield Title("figures, and where they are from")
     yield from (Text(f"{figure}\n    {chip.sources[name]}") for figure, name in _figures(chip))
     yield Title("formulas")
     yield from map(Text, SOURCES)
+
+
+def _title(lines: Sequence[Line], chip: Chip, title: str) -> str:
+    return f"{title} on {chip.device_kind}, {lines[0].rows:,} rows on each device"
+
+
+def _head(chip: Chip) -> tuple[str, ...]:
+    return "devices", "shape" if chip.kind == "tpu" else "hosts", *HEAD
+
+
+def page(lines: Sequence[Line], chip: Chip, title: str) -> Page:
+    """The plan as a page: `page(...).save("plan.html")`, or `.show()`."""
+    memory = chip.available_bytes
+    drawn = (
+        ("efficiency, estimated", "efficiency", "{:.0%}".format),
+        ("the time of a step, estimated", "seconds", in_seconds),
+        ("of it exposed: the device waits for a collective", "exposed_seconds", in_seconds),
+        (f"peak of a device's memory; a program can have {_bytes(memory)}", "peak_bytes", _bytes),
+    )
+    figures = []
+    for what, name, said in drawn:
+        known = [(one, y) for one in lines if (y := getattr(one, name)) is not None]
+        series = {way: {one.devices: y for one, y in known if one.way == way} for way in WAYS}
+        figures.append(curves(what, series, said))
+    key = legend({f"c{i}": way for i, way in enumerate(WAYS)})
+    sources = [text(f"{figure} ({chip.sources[name]})") for figure, name in _figures(chip)]
+    return Page(
+        _title(lines, chip, title),
+        [
+            section("over devices", key, *figures),
+            section("each line", table(_head(chip), map(_row, lines)), *map(text, _notes(lines, chip))),
+            section("figures, and where they are from", *sources),
+            section("formulas", *map(text, SOURCES)),
+        ],
+    )
 
 
 def _row(one: Line) -> tuple[str, ...]:
@@ -105,7 +141,7 @@ def _bytes(size: float | None) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else scaled(seconds, ((1, "s"), (1e-3, "ms"), (1e-6, "us")), 3)
+    return "" if seconds is None else in_seconds(seconds)
 
 
 def as_json(lines: Sequence[Line], chip: Chip) -> str:

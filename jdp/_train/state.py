@@ -19,9 +19,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from .._core.inputs import is_unbound_axis
-from .._core.layout import Tree, cut_along, outline, replicated
+from .._core.layout import Tree, cut_along, replicated
+from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.outputs import path_name
 from .._core.scattered import Scattered
+from .._page import Page, in_notebook
 
 
 class TrainState(struct.PyTreeNode):
@@ -57,6 +59,12 @@ class TrainState(struct.PyTreeNode):
 
     def __repr__(self) -> str:
         return outline("TrainState", self)
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        parts = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
+        key = "none" if self.key is None else outline_of_leaf(self.key)
+        return page_of("TrainState", [("step", outline_of_leaf(self.step)), ("key", key)], parts)
 
 
 def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:

@@ -16,12 +16,14 @@ from jax.typing import DTypeLike
 
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
+from .._core.outline import page_of
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered
 from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
+from .._page import Page, in_notebook
 from .gradients import Loss
 from .loss import (
     FORMS,
@@ -453,6 +455,15 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
             error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))
             raise
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        """The state that it trains: that of the model, and the optimizer's."""
+        params, others = nnx.split_state(nnx.state(self._dp.module), self.optimizer.wrt, ...)
+        trees = {"parameters": params, "other state": others, "optimizer's state": self.optimizer.opt_state}
+        title = f"{type(self).__name__} of {self._program.label}"
+        facts = [("model", type(self._dp.module).__name__), ("devices", len(self._dp.devices))]
+        return page_of(title, facts, {name: nnx.as_pure(tree) for name, tree in trees.items()})
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`."""

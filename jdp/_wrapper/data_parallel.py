@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 import jax
 from flax import nnx
 
-from .._core.devices import Device, DeviceLike, Devices, named_once, spans_processes
+from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
+from .._core.outline import bytes_on_each, page_of
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated, sharded
 from .._core.scatter import Cutting, refuse_other_replicas, split
@@ -24,6 +25,7 @@ from .._model import linen as _linen
 from .._model import nnx as _nnx
 from .._model.config import Config, kind_of
 from .._model.nnx import Held
+from .._page import Page, in_bytes, in_notebook
 from .._train.parallel import parallel
 from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
@@ -500,6 +502,20 @@ class DataParallel(nnx.Module, Generic[M]):
         return f"DataParallel(\n{textwrap.indent(f'(module): {self.module!r}', '  ')}\n  (devices): {devices}\n)"
 
     __str__ = __repr__
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        devices, more = self.devices, f" and {len(self.devices) - 8} more" * (len(self.devices) > 8)
+        name = getattr(self.module, "__qualname__", type(self.module).__qualname__)
+        facts: list[tuple[str, object]] = [("model", name), ("devices", f"{names_of(devices[:8])}{more}")]
+        facts.append(("replicas", self._config.replicas or len(devices)))
+        if self._config.kind != "nnx":
+            facts.append(("parameters", "not held here: each call takes them"))
+            return page_of(f"DataParallel of {name}", facts, {})
+        params, others = map(nnx.as_pure, nnx.split_state(nnx.state(self.module), nnx.Param, ...))
+        numbers = sum(x.size for x in jax.tree.leaves(params))
+        facts.append(("parameters", f"{numbers:,}, {in_bytes(bytes_on_each(params))} on each device"))
+        return page_of(f"DataParallel of {name}", facts, {"parameters": params, "other state": others})
 
 
 _STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather

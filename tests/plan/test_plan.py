@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from laws import examples
+from markup import read
 
 import jdp
 from jdp.__main__ import main
@@ -23,7 +24,7 @@ from jdp._explain.explain import compiled_call
 from jdp._model.config import scatter_batch
 from jdp._plan import cli
 from jdp._plan.lines import Line, Most, most
-from jdp._plan.print import show
+from jdp._plan.print import page, show
 from jdp._plan.script import WAYS, PlanError, capture_step
 from jdp._topology.chips import CHIPS, Chip, Protocol
 
@@ -284,6 +285,42 @@ def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tm
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_page_has_the_lines_and_their_curves(script, cpus, capsys, tmp_path):
+    command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1,2,4", "--no-search", "--json"]
+    assert main([*command, "--html", "plan.html"]) == 0
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    drawn = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    rows = drawn.section("each line").rows()
+    assert [row[:3] for row in rows] == [
+        [str(one["devices"]), one["where"], one["way"] + "*" * one["is_own"]] for one in lines
+    ]
+    figures = [*drawn.section("over devices").all("figure")]
+    names = ("estimated_efficiency", "estimated_seconds", "estimated_exposed_seconds", "peak_bytes")
+    for figure, name in zip(figures, names, strict=True):
+        points = [(c.attributes["class"], c.number("cx"), c.number("cy")) for c in figure.all("circle")]
+        want = [(f"c{WAYS.index(one['way'])}", one["devices"], one[name]) for one in lines]
+        assert len(points) == len(want) == 9
+        bottom = max(line.number("y1") for line in figure.all("line", "grid"))
+        ordered = sorted(want, key=lambda one: one[:2])
+        heights = np.array([bottom - y for _, _, y in points]) / np.array([y for _, _, y in ordered])
+        np.testing.assert_allclose(heights, heights[0], atol=0.01 / min(y for *_, y in want), err_msg=name)
+        assert [kind for kind, *_ in points] == [kind for kind, *_ in ordered]
+        assert len({x for _, x, _ in points}) == 3
+    assert "made up" in drawn.section("figures, and where they are from").text
+    assert "NCCL Tests" in drawn.section("formulas").text
+
+
+def test_a_line_that_does_not_compile_has_no_point():
+    lines = [Line(f"{n} x 8", 8 * n, n, 5, compiles=n == 1, reason="<too much>" * (n > 1)) for n in (1, 2)]
+    lines[0].peak_bytes, lines[0].seconds, lines[0].exposed_seconds, lines[0].efficiency = 2 * 10**9, 0.1, 0.0, 0.9
+    found = page(lines, CHIPS["h100"], "train_step of <lambda>")
+    drawn = read(found.document())
+    assert len([*drawn.all("circle")]) == 4 and len(drawn.section("each line").rows()) == 2
+    assert "<lambda>" in drawn.one("h1").text and "2 x 8, replicated: <too much>" in drawn.section("each line").text
+    with pytest.raises(ValueError, match="jdp.save"):
+        found.save("plan.txt")
+
+
 def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "dumb")
@@ -328,6 +365,8 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
         (["--topology", "v5e"], "give shapes"),
         (["--picture", "plan.txt"], "ends in none"),
         (["--picture", "nowhere/plan.png"], "no folder nowhere"),
+        (["--html", "plan.txt"], "plan.txt does not end in .html"),
+        (["--html", "nowhere/plan.html"], "no folder nowhere"),
     ],
 )
 def test_arguments_that_make_no_sense(script, capsys, arguments, said):

@@ -563,11 +563,14 @@ def case_explain():
     dp = jdp.DataParallel(MLP)
     step = dp.train_step(mse, optax.adam(1e-2))
     state = step.init(variables())
+    s = jdp.scatter(BATCH)
     from jdp._processes.exchange import Exchange
 
     before = Exchange.calls
     reports = [jdp.explain(step, state, BATCH), jdp.explain(dp.apply, variables(), BATCH["x"])]
+    drawn = [reports[0], state, dp, s] if P == 0 else []  # what the others do not draw
     return {
+        "drawn": [x._repr_html_() is not None for x in drawn],
         "exchanged": Exchange.calls - before,
         "rows": [r.rows for r in reports],
         "processes": reports[0].processes,

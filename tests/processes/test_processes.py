@@ -303,6 +303,7 @@ def test_explain(found):
     for process, result in enumerate(found):
         mine = CHUNKS[:2] if process == 0 else CHUNKS[2:]
         assert result["exchanged"] == 0  # one process may ask alone
+        assert result["drawn"] == [True] * 4 * (process == 0)
         assert result["rows"] == [(*mine, *mine)] * 2  # as if all had as many rows as this one
         assert result["processes"] == PROCESSES and result["alone"]
         assert result["bytes"] == [4 * sum(x.size for x in leaves) + 4, 0]

@@ -1,14 +1,39 @@
 """The examples run as a person runs them, on small settings; and the default learns what it promises."""
 
+import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_what_an_example_shows_stands_in_it(path):
+    """It imports no other example, and what it shares with others, in files with an underscore, does nothing of jdp."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = {x.names[0].name if isinstance(x, ast.Import) else x.module for x in ast.walk(tree) if hasattr(x, "names")}
+    beside = {name for name in named if (EXAMPLES / f"{name}.py").exists()}
+    assert all(name.startswith("_") for name in beside)
+    of_jdp = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and getattr(x.value, "id", "") == "jdp"}
+    assert of_jdp <= {"chunk_sizes"} if path.name.startswith("_") else "DataParallel" in of_jdp
+
+
+def test_the_picture_of_a_run_says_what_its_lines_are(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    picture = importlib.import_module("_picture").picture
+    figure = picture("title", [3.0, 2.0, 1.0] * 50, [0.5, 0.9], np.zeros((4, 28, 28)), np.arange(4), np.arange(4))
+    axes = next(axes for axes in figure.subfigs[0].axes if axes.get_legend())
+    handles, words = axes.get_legend().legend_handles, [x.get_text() for x in axes.get_legend().texts]
+    assert words == ["loss of a step", "its mean over 6 steps", "accuracy"]
+    thin, thick, _ = (line.get_linewidth() for line in handles)
+    assert thin < 1 < thick
 
 
 def run(script, *args):

@@ -1,22 +1,17 @@
 """The site that `make docs` builds: no warning, every link and anchor resolves, nothing comes from another host."""
 
-import contextlib
-import functools
-import html
 import html.parser
-import http.server
 import importlib.util
-import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.parse
 
 import pytest
+from browser import in_browser, served, shown, wrong_pages
 from flax import nnx
 
 import jdp
@@ -113,83 +108,9 @@ def test_pages_show_no_marks_that_should_have_become_something(pages):
         assert not re.search(r"\]\(|^\s*\* |```|``|:: *$", text, re.MULTILINE), name
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-# Each page in a frame as wide as a telephone. What it says at the end: the pages that are wider than that.
-PROBE = """<!doctype html><title>probe</title><body><pre id="wide">[]</pre><script>
-const wide = [], names = %s;
-async function look(name) {
-  const frame = document.createElement("iframe");
-  frame.style = "width: 390px; height: 844px";
-  frame.src = name;
-  await new Promise(done => { frame.onload = done; document.body.append(frame); });
-  const page = frame.contentDocument;
-  for (const part of [page.documentElement, ...page.querySelectorAll(".page, .main, .content")])
-    if (part.scrollWidth > part.clientWidth)
-      wide.push(`${name}: ${part.className || part.localName} ${part.scrollWidth} of ${part.clientWidth}`);
-  frame.remove();
-}
-(async () => {
-  for (const name of names) await look(name);
-  document.getElementById("wide").textContent = JSON.stringify([names.length, wide]);
-})();
-</script></body>"""
-
-
-class Served(http.server.SimpleHTTPRequestHandler):
-    def __init__(self, *args, asked, probe, **kwargs):
-        self.asked, self.probe = asked, probe
-        super().__init__(*args, directory=str(SITE), **kwargs)
-
-    def do_GET(self):
-        if self.path != "/probe.html":
-            return super().do_GET()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(self.probe.encode())
-
-    def send_error(self, code, *args, **kwargs):
-        self.asked.append(f"{code} {self.path}")
-        super().send_error(code, *args, **kwargs)
-
-    def log_message(self, *args):
-        pass
-
-
-@contextlib.contextmanager
-def served(probe=""):
-    """The site on a port of this machine: its address, and what was asked for that is not there."""
-    asked = []
-    handler = functools.partial(Served, asked=asked, probe=probe)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-
-
-def shown(url, tmp_path):
-    """The page as the browser has it after its scripts, and what it wrote to its console."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=60000", "--enable-logging=stderr"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", url]  # no other host can be reached
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    return done.stdout, console
-
-
 @in_browser
 def test_no_page_is_wider_than_a_telephone_or_fails_in_the_console(pages, tmp_path):
-    names = sorted(pages)
-    with served(PROBE % json.dumps(names)) as (address, missing):
-        text, console = shown(f"{address}/probe.html", tmp_path)
-    looked, wide = json.loads(html.unescape(re.search(r'<pre id="wide">(.*?)</pre>', text)[1]))
-    assert looked == len(names)
-    assert not wide
-    assert not [path for path in missing if not path.endswith("/favicon.ico")]
-    assert not console
+    assert wrong_pages(SITE, sorted(pages), tmp_path) == ([], [], [])
 
 
 BOTH_SIZES = (
@@ -203,7 +124,7 @@ BOTH_SIZES = (
     [("train_step", "api.html#jdp.DataParallel.train_step"), (BOTH_SIZES, "errors.html")],
 )
 def test_search_finds(pages, tmp_path, words, found):
-    with served() as (address, missing):
+    with served(SITE) as (address, missing):
         text, console = shown(f"{address}/search.html?q={urllib.parse.quote(words)}", tmp_path)
     results = re.findall(r'<a href="([^"]+)"', text.partition('id="search-results"')[2])
     assert [link for link in results if link.startswith(found)], results

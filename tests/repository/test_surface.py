@@ -1,6 +1,7 @@
 """The public names, their docstrings and annotations, and the shape of the code."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -13,6 +14,7 @@ import typing
 import pytest
 
 import jdp
+from jdp._explain.report import Report
 from jdp._train import step, value_and_grad
 from jdp._wrapper import data_parallel
 
@@ -81,6 +83,17 @@ def test_the_names_of_distributed_are_pinned():
     assert sorted(public) == PUBLIC_MODULES["distributed.py"]
     assert "Example:" in jdp.distributed.initialize.__doc__ and "Source: " in jdp.distributed.initialize.__doc__
     assert typing.get_type_hints(jdp.distributed.initialize)
+
+
+def test_the_names_of_a_report_are_pinned():
+    names = {*dir(Report), *(field.name for field in dataclasses.fields(Report))}
+    assert sorted(name for name in names if name[0] != "_") == (
+        "batch_bytes bytes collective_bytes collectives compilations compile_seconds device_kind devices "
+        "exposed_seconds fits flops gradient_bytes hlo in_flight label memory_bytes one_device optimizer_bytes "
+        "output_bytes parameter_bytes peak_bytes platform processes rows save schedule seconds show state_bytes "
+        "temp_bytes unscattered unused_donations work".split()
+    )
+    assert [bare_signature(one) for one in (Report.save, Report.show)] == ["(self, path)", "(self)"]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """simulate: the time of a program on a chip with round numbers, against what the schedule says by hand."""
 
+import itertools
 import pathlib
 
 import pytest
 
+from jdp._explain.estimate import simulate
 from jdp._explain.hlo import parse
-from jdp._plan.estimate import simulate
 
-HLO = pathlib.Path(__file__).parents[1] / "explain" / "hlo"
+HLO = pathlib.Path(__file__).parent / "hlo"
 
 
 class Chip:
@@ -51,7 +52,15 @@ def lines(*pieces):
     return "\n".join(f"  {PIECES[piece]}" for piece in pieces)
 
 
+LANES = ("computes", "waits", "sends")
+
+
 def timed(*pieces, seconds=3.0, loop=()):
+    result = program(*pieces, seconds=seconds, loop=loop)
+    return result.seconds, result.compute_seconds, result.collective_seconds, result.exposed_seconds
+
+
+def program(*pieces, seconds=3.0, loop=()):
     """The simulation of a program of these pieces, in this order; with `loop`, of a loop of 5 after them."""
     text = "HloModule m, is_scheduled=true, num_partitions=4\n\n" + (BODY.format(lines(*loop)) if loop else "")
     text += "ENTRY %main (p: f32[100], x: f32[125]) -> f32[100] {\n  %p = f32[100]{0} parameter(0)\n"
@@ -60,8 +69,7 @@ def timed(*pieces, seconds=3.0, loop=()):
         text += "  %zero = s32[] constant(0)\n  %init = (s32[], f32[100]{0}) tuple(%zero, %p)\n"
         text += "  %loop = (s32[], f32[100]{0}) while(%init), condition=%cond, body=%body, "
         text += 'backend_config={"known_trip_count":{"n":"5"}}\n'
-    result = simulate(parse(text + "  ROOT %r = f32[100]{0} bitcast(%p)\n}\n"), Chip(), lambda one: seconds)
-    return result.seconds, result.compute_seconds, result.collective_seconds, result.exposed_seconds
+    return simulate(parse(text + "  ROOT %r = f32[100]{0} bitcast(%p)\n}\n"), Chip(), lambda one: seconds)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,46 @@ def test_saved_programs_keep_what_holds_for_any(name):
     assert slow.compute_seconds == pytest.approx(free.compute_seconds)
     assert slow.seconds == pytest.approx(slow.compute_seconds + slow.exposed_seconds)
     assert slow.collective_seconds % 1e9 == 0 and slow.collective_seconds * 0.9 < slow.exposed_seconds
+
+
+def sums(schedule):
+    """Of the spans, by lane; and that those of a device fill its time, with no gap and none twice."""
+    lanes = {lane: [s for s in schedule.spans if s.lane == lane] for lane in LANES}
+    now = 0.0
+    for span in sorted([*lanes["computes"], *lanes["waits"]], key=lambda s: s.start):
+        assert span.start == pytest.approx(now, rel=1e-9, abs=1e-9 * schedule.seconds)
+        now = span.end
+    assert now == pytest.approx(schedule.seconds)
+    for before, after in itertools.pairwise(sorted(lanes["sends"], key=lambda s: s.start)):
+        assert after.start >= before.end - 1e-9 * schedule.seconds
+    return [sum(s.end - s.start for s in lane) for lane in lanes.values()]
+
+
+@pytest.mark.parametrize("each", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("name", sorted(path.stem for path in HLO.glob("*.txt")))
+def test_the_spans_are_all_of_the_time(name, each):
+    schedule = simulate(parse((HLO / f"{name}.txt").read_text()), Chip(), lambda one: each)
+    want = [schedule.compute_seconds, schedule.exposed_seconds, schedule.collective_seconds]
+    assert sums(schedule) == pytest.approx(want, abs=1e-14 * schedule.seconds)  # instants are rounded to their own size
+
+
+def test_the_spans_of_a_loop_are_drawn_out_to_its_length():
+    schedule = program("sine", "start", "done", loop=("start", "sine", "done"))
+    computes, waits, sends = ([(s.start, s.end) for s in schedule.spans if s.lane == lane] for lane in LANES)
+    assert computes == [(0, 1), (4, 9)] and waits == [(1, 4), (9, 19)] and sends == [(1, 4), (4, 19)]
+    assert sums(schedule) == [6, 13, 18]
+
+
+def test_of_branches_the_spans_are_those_of_the_longest():
+    sine = "  %p = f32[125]{0} parameter(0)\n  ROOT %sine.N = f32[125]{0} sine(%p)\n}\n\n"
+    twice = sine.replace("  ROOT", "  %cosine = f32[125]{0} cosine(%p)\n  ROOT")
+    text = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
+    for name, body in (("short", sine), ("long", twice), ("other", sine)):
+        text += f"%{name} (p: f32[125]) -> f32[125] {{\n{body.replace('N', name)}"
+    text += "ENTRY %main (i: s32[], x: f32[125]) -> f32[125] {\n  %i = s32[] parameter(0)\n"
+    text += "  %x = f32[125]{0} parameter(1)\n  ROOT %c = f32[125]{0} conditional(%i, %x, %x, %x), "
+    schedule = simulate(parse(text + "branch_computations={%short, %long, %other}\n}\n"), Chip(), lambda one: 0.0)
+    assert [s.name for s in schedule.spans] == ["cosine", "sine.long"] and sums(schedule) == [2, 0, 0]
 
 
 @pytest.mark.parametrize("name, hidden", [("gpu_waits", False), ("gpu_all_reduce", True), ("tpu_loop", False)])

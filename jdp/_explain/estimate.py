@@ -6,12 +6,13 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from .._core.devices import Device
-from .._explain.collectives import Collective, of_computation
-from .._explain.cost import cost, trips
-from .._explain.hlo import CONTROL, Computation, Instruction, Module
 from .._topology.chips import CHIPS, Chip, Protocol, chip_of
+from .collectives import Collective, of_computation
+from .cost import cost, trips
+from .hlo import CONTROL, Computation, Instruction, Module
 
 SOURCES = (
     'one ring or tree: Chan et al., "Collective communication: theory, practice, and experience" (2007); bytes by '
@@ -107,6 +108,20 @@ class Network:
         return side == self.chip.domain[0]
 
 
+class Span(NamedTuple):
+    """A stretch of a schedule, from its beginning to its end."""
+
+    lane: Literal["computes", "waits", "sends"]
+    start: float
+    end: float
+    name: str
+    """Of the instruction; of the one that is waited for; of the one that begins the collective."""
+
+    def stretched(self, start: float, times: int) -> Span:
+        """The span so many times as long, and as far from `start`."""
+        return self._replace(start=start + times * (self.start - start), end=start + times * (self.end - start))
+
+
 @dataclasses.dataclass
 class Schedule:
     """Seconds of a program that has come so far, all estimated."""
@@ -116,6 +131,9 @@ class Schedule:
     collective_seconds: float = 0.0
     exposed_seconds: float = 0.0  # in which nothing is computed, because a collective is waited for
     link: float = 0.0  # when the collectives begun so far will be through
+    spans: tuple[Span, ...] = ()
+    """All of it: what computes and what waits fill the time, what sends runs beside. A loop is its first iteration,
+    drawn out to its whole length."""
 
     def wait(self, until: float) -> None:
         self.exposed_seconds += max(0.0, until - self.seconds)
@@ -137,41 +155,78 @@ def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collec
     Collectives run beside them, one after the other, from where they are begun; where the program waits for one,
     computing waits too. A loop takes its number of iterations times the first one; of branches the longest counts.
     """
+    walk = _Walk(module, chip, seconds_of_collective)
+    clock = walk.run(module.entry, Schedule())
+    return dataclasses.replace(clock, spans=tuple(walk.spans))
 
-    def run(computation: Computation, clock: Schedule) -> Schedule:
-        begins, ends = of_computation(module, computation), {}
+
+class _Walk:
+    """What `simulate` follows a program with."""
+
+    def __init__(self, module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> None:
+        self.module, self.chip, self.seconds_of_collective = module, chip, seconds_of_collective
+        self.spans: list[Span] = []
+
+    def run(self, computation: Computation, clock: Schedule) -> Schedule:
+        begins, ends = of_computation(self.module, computation), {}
         for instruction in computation:
             name = instruction.name
             if name in ends:
-                clock.wait(ends[name])
+                self.wait(clock, ends[name], name)
             for one in begins.get(name, []):
-                seconds = seconds_of_collective(one)
-                clock.link = max(clock.seconds, clock.link) + seconds
+                start, seconds = max(clock.seconds, clock.link), self.seconds_of_collective(one)
+                clock.link = start + seconds
                 clock.collective_seconds += seconds
+                self.add("sends", start, clock.link, name)
                 ends[one.done] = max(clock.link, ends.get(one.done, 0.0))
             if name in begins and name in ends:  # synchronous
-                clock.wait(ends[name])
+                self.wait(clock, ends[name], name)
             elif name not in begins and (name not in ends or instruction.root):
-                clock = step(computation, instruction, clock)
+                clock = self.step(computation, instruction, clock)
         return clock
 
-    def step(computation: Computation, instruction: Instruction, clock: Schedule) -> Schedule:
-        opcode, before = instruction.opcode, dataclasses.replace(clock)
+    def step(self, computation: Computation, instruction: Instruction, clock: Schedule) -> Schedule:
+        opcode, before, mark = instruction.opcode, dataclasses.replace(clock), len(self.spans)
         if opcode not in CONTROL:
-            work = cost(module, computation, instruction)
-            products = sum(flops / chip.flops(dtype) for dtype, flops in work.products.items())
-            seconds = max(products, work.bytes / chip.bytes_per_second)
+            work = cost(self.module, computation, instruction)
+            products = sum(flops / self.chip.flops(dtype) for dtype, flops in work.products.items())
+            seconds = max(products, work.bytes / self.chip.bytes_per_second)
             clock.seconds += seconds
             clock.compute_seconds += seconds
+            self.add("computes", before.seconds, clock.seconds, instruction.name)
             return clock
-        inside = [module.computations[name] for _, name in instruction.called]
+        inside = [self.module.computations[name] for _, name in instruction.called]
         if opcode == "conditional":
-            clocks = [run(branch, dataclasses.replace(before)) for branch in inside]
-            return max(clocks, key=lambda clock: clock.seconds, default=clock)
+            ran = []
+            for branch in inside:
+                ran.append((self.run(branch, dataclasses.replace(before)), self.spans[mark:]))
+                del self.spans[mark:]
+            clock, spans = max(ran, key=lambda one: one[0].seconds, default=(clock, []))
+            self.spans += spans
+            return clock
         for called in inside:
-            clock = run(called, clock)
+            clock = self.run(called, clock)
         if opcode == "while":
-            clock.again(before, (trips(module, computation, instruction) or 1) - 1)
+            times = trips(self.module, computation, instruction) or 1
+            clock.again(before, times - 1)
+            self.spans[mark:] = [span.stretched(before.seconds, times) for span in self.spans[mark:]]
         return clock
 
-    return run(module.entry, Schedule())
+    def wait(self, clock: Schedule, until: float, name: str) -> None:
+        self.add("waits", clock.seconds, until, name)
+        clock.wait(until)
+
+    def add(self, lane: Literal["computes", "waits", "sends"], start: float, end: float, name: str) -> None:
+        if end > start:
+            self.spans.append(Span(lane, start, end, name))
+
+
+BYTES = Chip("bytes", "", "", {"f32": math.inf}, 0, 1.0, 1.0, (1,), (), {})
+"""No chip: on it, a second is a byte that is read or written. For devices of which no figures are published."""
+
+
+def schedule_of(module: Module, network: Network | None) -> Schedule:
+    """The program on these devices; without them in bytes that are read, written and sent, in the place of seconds."""
+    if network is None:
+        return simulate(module, BYTES, lambda c: float(c.bytes))
+    return simulate(module, network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))
