@@ -5,8 +5,11 @@ import io
 import json
 import math
 import re
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -22,7 +25,7 @@ from jdp.__main__ import main
 from jdp._explain.calls import spread, step_call
 from jdp._explain.explain import compiled_call
 from jdp._model.config import scatter_batch
-from jdp._plan import cli
+from jdp._plan import plan
 from jdp._plan.lines import Line, Most, most
 from jdp._plan.print import page, show
 from jdp._plan.script import WAYS, PlanError, capture_step
@@ -84,7 +87,7 @@ def cpus(monkeypatch, devices):
         ("peaks", "memory_bytes", "bytes_per_second", "link", "network", "protocols"), "made up"), 1e8)  # fmt: skip
     monkeypatch.setitem(CHIPS, "h100", chip)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    monkeypatch.setattr(cli, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
+    monkeypatch.setattr(plan, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
     return chip
 
 
@@ -224,6 +227,54 @@ def test_only_with_its_parameters_cut_it_fits(script, cpus, capsys):
     assert main([*command, "--no-search", "--json", "--", "1600"]) == 0
     fits = {way: one["fits"] for (_, way), one in all_lines_of(capsys).items()}
     assert fits == {"replicated": False, "shard_optimizer": False, "shard_params": True}
+
+
+def test_help_does_not_wait_for_jax():
+    """Nor does any other command's; the modules are counted, and seconds on a busy machine are not."""
+    code = """
+import contextlib, io, sys
+from jdp.__main__ import main
+for command in ([], ["plan"], ["launch"], ["doctor"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        assert main([*command, "--help"]) == 0
+    assert "usage" in out.getvalue()
+print([name for name in ("jax", "numpy", "flax", "optax", "orbax") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["script", "compiler"])
+def test_ctrl_c_ends_it_at_once_with_one_line(script, where):
+    """While the script runs, or a compiler, which hears no signals and would go on for long."""
+    sleeps = "import time; print('at work', file=sys.stderr, flush=True); time.sleep(30)"
+    code = f"""
+import sys
+import jax, jdp
+jdp.virtual_cpu_devices(2)
+from jdp.__main__ import run
+from jdp._plan import plan, lines
+def compile(*args):
+    {sleeps}
+plan._topologies = lambda args: [("1 x 1", tuple(jax.devices()[:1])), ("1 x 2", tuple(jax.devices()))]
+lines.compiled_call, lines.Network.of = compile, lambda devices: None
+sys.argv = ["jdp", "plan", *sys.argv[1:]]
+run()
+"""
+    path = script(f"import sys; {sleeps}" if where == "script" else STEP)
+    command = [sys.executable, "-c", code, path, "--topology", "h100", "--no-search"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        told = ""
+        while "at work" not in told:
+            assert (line := process.stderr.readline()), told
+            told += line
+        begin = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait() == 130 and time.perf_counter() - begin < 10
+    assert [line for line in rest.splitlines() if line != "at work"][-1] == "jdp plan: interrupted"
+    assert "Traceback" not in rest and "interrupted, in" not in rest
 
 
 def test_one_device_has_one_line(script, cpus, capsys):
@@ -374,19 +425,41 @@ def test_arguments_that_make_no_sense(script, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "module, options",
-    [("rich", []), ("matplotlib", ["--picture", "plan.png"]), ("matplotlib", ["--picture", "x.svg", "--json"])],
-)
-def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, module, options):
-    """It is said before the script runs, with the extra that brings it."""
+def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, tmp_path):
+    """It is said before the script runs, with the extra that brings it; without a picture the plan goes on."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
-    assert main(["plan", script("raise KeyError"), "--topology", "h100", *options]) == 1
-    said = capsys.readouterr().err
-    with refused(RuntimeError, "plan", rf'{module} is not installed; .* pip install "jax-data-parallel\[examples\]"'):
-        raise RuntimeError(said.strip())
-    assert 'pip install -e ".[examples]" in a checkout; what PyPI calls jdp is another package.' in said
+
+    def hide(module):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
+
+    hide("rich")
+    command = ["plan", script("raise KeyError"), "--topology", "h100", "--no-search", "--per-host", "1"]
+    assert main(command) == 1
+    with refused(RuntimeError, "plan", r'rich is not installed; .* pip install "jax-data-parallel\[examples\]"'):
+        raise RuntimeError(capsys.readouterr().err.strip())
+    hide("matplotlib")
+    script(STEP)
+    assert main([*command, "--picture", "plan.png", "--json"]) == 0
+    told = capsys.readouterr()
+    line, after = told.err.splitlines()[:2]
+    assert line.startswith("jdp.plan: matplotlib is not installed; there will be no picture. Run pip install")
+    assert line.endswith('pip install -e ".[examples]" in a checkout; what PyPI calls jdp is another package.')
+    assert "running" in after and json.loads(told.out)["lines"] and not (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_an_interrupt_keeps_the_lines_that_are_finished(script, cpus, capsys, monkeypatch, tmp_path, after):
+    def some(step, chip, machines, rows, search):
+        for i in range(after):
+            yield Line(f"{i + 1} x 8", 8 * (i + 1), i + 1, rows, seconds=1.0, efficiency=1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "lines", some)
+    assert main(["plan", script(STEP), "--topology", "h100", "--picture", "plan.png"]) == 130
+    told = capsys.readouterr()
+    last = told.err.splitlines()[-1]
+    assert last == "jdp plan: interrupted" + "; 2 of its lines were finished" * (after > 0)
+    assert (tmp_path / "plan.png").exists() == (after > 0) == ("2 x 8" in told.out)
 
 
 def test_without_rich_there_is_json(script, cpus, capsys, monkeypatch):
