@@ -1,7 +1,7 @@
 """The newcomer's walk: what a person sees who clones the repository and tries what the README says, and how long each
-silence lasts.
+silence lasts, in a new environment.
 
-    python tests/repository/walk.py            in a new environment: the README's commands and programs, examples, --help
+    python tests/repository/walk.py            the README's commands and programs, the examples, each --help
     python tests/repository/walk.py --all      the programs of the pages in docs/, too
 
 What is walked is the last commit. Everything runs in a terminal, as it does for a person. It ends with a table of the
@@ -35,7 +35,10 @@ EXAMPLES = {  # a few steps of each
     "from_torch.py": "",
 }
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LEFT_OUT = re.compile(r"XLA_|JAX_|JDP_(?!TESTS_RUN)|NPROC|PJRT_|PYTEST|PYTHON|PIP_QUIET|VIRTUAL_ENV|MAKE|COLUMNS|LINES|VENV|ARGS")
+# variables that a newcomer does not have
+LEFT_OUT = re.compile(
+    r"XLA_|JAX_|JDP_(?!TESTS_RUN)|NPROC|PJRT_|PYTEST|PYTHON|PIP_QUIET|VIRTUAL_ENV|VENV|ARGS|MAKE|COLUMNS|LINES"
+)
 
 
 class Step(NamedTuple):
