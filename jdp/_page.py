@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import importlib
 import itertools
 import math
 import os
@@ -53,9 +54,8 @@ class Page(NamedTuple):
     def show(self) -> None:
         """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints the path."""
         ipython = sys.modules.get("IPython")
-        shell = ipython and ipython.get_ipython()
-        if ipython and hasattr(shell, "kernel"):  # of a notebook; IPython in a terminal has none
-            ipython.display.display(self)
+        if ipython and hasattr(ipython.get_ipython(), "kernel"):  # of a notebook; IPython in a terminal has none
+            importlib.import_module("IPython.display").display(self)
             return
         file, name = tempfile.mkstemp(suffix=".html", prefix="jdp-")
         os.close(file)
@@ -65,6 +65,9 @@ class Page(NamedTuple):
         has_display = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
         if not ((has_display or sys.platform in ("darwin", "win32")) and webbrowser.open(path.as_uri())):
             print(path)
+
+    def __repr__(self) -> str:
+        return f"Page({self.title!r})"
 
     def document(self) -> str:
         """All of the file."""
@@ -119,9 +122,9 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
     return tag("div", tag("table", top, body), class_="wide")
 
 
-def bars(rows: Sequence[tuple[object, float, object]], most: float = 0.0) -> Html:
-    """A bar for each `(name, amount, in words)`, as long as the amount; the longest, or `most`, is the whole width."""
-    whole = max([most, *(amount for _, amount, _ in rows)]) or 1.0
+def bars(rows: Sequence[tuple[object, float, object]]) -> Html:
+    """A bar for each `(name, amount, in words)`, as long as the amount; the longest has the whole width."""
+    whole = max((amount for _, amount, _ in rows), default=0.0) or 1.0
     drawn = []
     for i, (name, amount, said) in enumerate(rows):
         bar = lane([(f"k{i % 7}", 0.0, amount, "")], whole)
@@ -136,7 +139,7 @@ def stack(pieces: Iterable[tuple[str, float]], whole: float, mark: float | None 
         spans.append((f"k{i % 7}", start, start + amount, name))
         start += amount
     if mark is not None:
-        spans.append(("mark", mark, mark, "limit"))
+        spans.append(("mark", mark, mark + whole / 200, ""))
     return lane(spans, whole)
 
 
@@ -147,7 +150,7 @@ def lane(spans: Iterable[tuple[str, float, float, str]], whole: float) -> Html:
             width=_percent((end - start) / whole), height="100%")
         for kind, start, end, said in spans
     )  # fmt: skip
-    return tag("svg", *drawn, class_="lane", role="img")
+    return tag("svg", *drawn, class_="lane")
 
 
 def legend(names: Mapping[str, object]) -> Html:
@@ -179,7 +182,7 @@ def curves(title: str, series: Mapping[str, Mapping[int, float]], said: Callable
         for n, y in points:
             told = tag("title", f"{name}, {n:,} device{'s' * (n != 1)}: {said(y)}")
             parts.append(tag("circle", told, class_=f"c{i}", cx=across(n), cy=down(y), r=4))
-    return tag("figure", tag("figcaption", title), tag("svg", *parts, class_="curves", role="img"))
+    return tag("figure", tag("figcaption", title), tag("svg", *parts, class_="curves"))
 
 
 def _round(amount: float) -> float:
@@ -207,7 +210,7 @@ body:has(> .jdp) { margin: 0 } body > .jdp { max-width: 960px; margin: 0 auto; p
 .jdp td, .jdp th { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; border: 0; color: inherit;
   background: none; white-space: nowrap; font-size: 14px }
 .jdp th { color: var(--soft); font-weight: normal; border-bottom: 1px solid var(--line) }
-.jdp td.names { white-space: normal; min-width: 14em; overflow-wrap: anywhere }
+.jdp .names { white-space: normal; min-width: 14em; overflow-wrap: anywhere }
 .jdp .bars table { width: 100%; margin-top: 8px } .jdp .bars td.bar { width: 100%; min-width: 80px }
 .jdp .bars td:last-child { padding-right: 0; text-align: right } .jdp svg { display: block; fill: var(--ink) }
 .jdp .lane { width: 100%; height: 18px; background: var(--empty); border-radius: 3px; margin: 2px 0 }
@@ -217,7 +220,7 @@ body:has(> .jdp) { margin: 0 } body > .jdp { max-width: 960px; margin: 0 auto; p
 .jdp .key { display: inline-block; width: 12px; height: 12px; margin-right: 6px; vertical-align: -1px }
 .jdp .lane .computes, .jdp .k0, .jdp .computes { fill: var(--k0) } .jdp .sends, .jdp .k1 { fill: var(--k1) }
 .jdp .waits { fill: var(--bad) } .jdp .sends, .jdp .waits { stroke: var(--page); stroke-width: .5 }
-.jdp .mark { stroke: var(--bad); stroke-width: 3 } .jdp .k2 { fill: var(--k2) } .jdp .k3 { fill: var(--k3) }
+.jdp .mark { fill: var(--ink) } .jdp .k2 { fill: var(--k2) } .jdp .k3 { fill: var(--k3) }
 .jdp .k4 { fill: var(--k4) } .jdp .k5 { fill: var(--k5) } .jdp .k6 { fill: var(--k6) }
 .jdp .c0 { stroke: var(--k6); fill: var(--k6) } .jdp .c1 { stroke: var(--k1); fill: var(--k1) }
 .jdp .c2 { stroke: var(--k0); fill: var(--k0) } .jdp line.c0, .jdp line.c1, .jdp line.c2 { stroke-width: 2.5 }

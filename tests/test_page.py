@@ -43,7 +43,6 @@ def test_an_attribute_is_escaped_too():
 
 def test_bars_are_as_long_as_their_amounts():
     assert widths(bars([("a", 3, ""), ("b", 1, ""), ("c", 0, "")])) == pytest.approx([100, 100 / 3, 0], rel=1e-5)
-    assert widths(bars([("a", 3, "")], most=4.0)) == [75]
     assert widths(bars([("a", 0, "")])) == [0] and widths(bars([])) == []
 
 
@@ -125,8 +124,8 @@ def test_without_a_display_or_a_browser_the_path_is_printed(opened, monkeypatch,
 def test_a_notebook_shows_the_page_itself_and_ipython_in_a_terminal_does_not(opened, monkeypatch, capsys, kernel):
     shown = []
     shell = types.SimpleNamespace(**{"kernel": None} if kernel else {})
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=shown.append))
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown.append))
     PAGE.show()
     assert (shown == [PAGE]) == kernel == (capsys.readouterr().out == "")
     assert read(PAGE._repr_html_()).one("div", "jdp").one("p").text == "a page"

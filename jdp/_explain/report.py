@@ -313,9 +313,15 @@ def _memory(r: Report) -> Iterator[Html]:
     rest = r.peak_bytes - sum(size for _, size in kinds)
     kinds = [(name, size) for name, size in [*kinds, ("other arguments", rest)] if size > 0]
     whole, limit = sum(size for _, size in kinds) or 1, r.memory_bytes
-    of = f", {max(0.001, r.peak_bytes / limit):.1%} of the {in_bytes(limit)} that a program can have" if limit else ""
+    of = ""
+    if limit:
+        share = f"{r.peak_bytes / limit:.1%}" if r.peak_bytes >= limit / 1000 else "under 0.1%"
+        of = f", {share} of the {in_bytes(limit)} that a program can have"
     yield text(f"At its peak {in_bytes(r.peak_bytes)}{of}.", "")
-    yield stack(kinds, whole, limit if limit and limit < whole else None)
+    is_less = limit is not None and limit < whole
+    yield stack(kinds, whole, limit if is_less else None)
+    if is_less:
+        yield text("The line in the bar is where the memory ends.", "bad")
     yield bars([(name, size, in_bytes(size)) for name, size in kinds])
     if r.gradient_bytes:
         yield text(f"The gradients, {in_bytes(r.gradient_bytes)}, are temporaries.")
@@ -327,5 +333,9 @@ def _collectives(r: Report) -> Iterator[Html]:
     if not r.collectives:
         yield text("none: the devices do not wait for each other")
         return
-    rows = [(*_collective(c)[:-1], tag("div", ", ".join(c.parameters), class_="names")) for c in r.collectives]
+    rows = []
+    for c in r.collectives:
+        *cells, few = _collective(c)
+        names = tag("div", ", ".join(c.parameters), class_="names")
+        rows.append((*cells, names if len(c.parameters) < 4 else tag("details", tag("summary", few), names)))
     yield table(("kind", "of", "amount", "runs", "in flight", "carries"), rows)

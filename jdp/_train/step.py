@@ -109,7 +109,7 @@ def train_step(
     sync_batch_norm: bool = False,
     check_replicas: int = 0,
 ) -> TrainStep | NNXTrainStep:
-    """A training step over all replicas, as one program: gradients, which are summed once, and the optimizer's update.
+    """A training step as one program: each replica's gradients, their sum over the replicas, the optimizer's update.
 
     For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
     step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
