@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, TextIO, TypeVar
 
@@ -91,13 +91,13 @@ class Compiler:
         self.step, self.chip = step, chip
         self._out, self._kernels = out, kernels
         self._tracing, self._telling = threading.Lock(), threading.Lock()
-        self._under_way: list[str] = []
+        self._under_way: list[tuple[str, float]] = []  # with when it began
 
     def compile(self, devices: Sequence[Device], rows: int, way: str) -> CompiledCall | str:
         """The step, compiled; or the compiler's reason, in a line."""
         what = f"{len(devices):,} x {self.chip.name}, {way}, {rows:,} rows"
-        self._begin(what)
         begin, said = time.perf_counter(), "interrupted"
+        self._begin(what, begin)
         try:
             mesh = make_mesh(tuple(devices), self.step.program.config.axis_name)
             with self._tracing:
@@ -112,24 +112,34 @@ class Compiler:
             said = "more than it has memory for" if _TOO_MUCH in reason else "does not compile"
             return reason
         finally:
-            self._end(what, f"{said}, in {time.perf_counter() - begin:.1f} s")
+            self._end(what, begin, f"{said}, in {time.perf_counter() - begin:.1f} s")
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, what: str, begin: float) -> None:
         with self._telling:
-            self._under_way.append(what)
+            self._under_way.append((what, begin))
             if not self._out.isatty():
                 print(f"jdp plan: {what}: compiling", file=self._out, flush=True)
             self._say()
 
-    def _end(self, what: str, said: str) -> None:
+    def _end(self, what: str, begin: float, said: str) -> None:
         with self._telling:
-            self._under_way.remove(what)
+            self._under_way.remove((what, begin))
             say("plan", "", self._out)
             print(f"jdp plan: {what}: {said}", file=self._out, flush=True)
             self._say()
 
+    def tell(self) -> None:
+        """Says what is still under way, and for how long."""
+        with self._telling:
+            told = [f"{what} ({time.perf_counter() - begin:.0f} s)" for what, begin in self._under_way]
+            if told and not self._out.isatty():
+                print(f"jdp plan: still compiling {'; '.join(told)}", file=self._out, flush=True)
+            self._say()
+
     def _say(self) -> None:
-        say("plan", f"compiling {'; '.join(self._under_way)}" if self._under_way else "", self._out)
+        now = time.perf_counter()
+        told = "; ".join(f"({now - begin:.0f} s) {what}" for what, begin in self._under_way)
+        say("plan", f"compiling {told}" if told else "", self._out)
 
 
 def lines(
@@ -156,12 +166,15 @@ def lines(
         tasks = [(others[i], partial(one, i)) for i in order]
         with _threads([(first, lambda: line(compiler, *alone, rows, step.way)), *tasks]):
             for future in others:
+                while not wait([future], timeout=EVERY).done:
+                    compiler.tell()
                 found, seconds = future.result(), first.result().seconds
                 if seconds is not None and found.seconds is not None:
                     found.efficiency = seconds / found.seconds
                 yield found
 
 
+EVERY = 5.0  # seconds without a word
 THREADS = 4  # more would want much of the memory, where programs are large
 
 

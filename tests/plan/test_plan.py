@@ -25,6 +25,7 @@ from jdp.__main__ import main
 from jdp._explain.calls import spread, step_call
 from jdp._explain.explain import compiled_call
 from jdp._model.config import scatter_batch
+from jdp._plan import lines as plan_lines
 from jdp._plan import plan
 from jdp._plan.lines import Line, Most, most
 from jdp._plan.print import page, show
@@ -244,11 +245,24 @@ print([name for name in ("jax", "numpy", "flax", "optax", "orbax") if name in sy
     assert done.stdout == "[]\n"
 
 
+def test_a_long_compilation_is_told_of_again(script, cpus, capsys, monkeypatch):
+    def slow(*args):
+        time.sleep(0.5)
+        raise RuntimeError("as slow as that")
+
+    monkeypatch.setattr(plan_lines, "compiled_call", slow)
+    monkeypatch.setattr(plan_lines, "EVERY", 0.1)
+    assert main(["plan", script(STEP), "--topology", "h100", "--no-search", "--json", "--per-host", "1"]) == 1
+    told = capsys.readouterr().err
+    assert len(re.findall(r"^jdp plan: still compiling 1 x h100, replicated, 5 rows \(\d s\)", told, re.M)) >= 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["script", "compiler"])
 def test_ctrl_c_ends_it_at_once_with_one_line(script, where):
     """While the script runs, or a compiler, which hears no signals and would go on for long."""
-    sleeps = "import time; print('at work', file=sys.stderr, flush=True); time.sleep(30)"
+    # in short pieces: a signal just before a long sleep is seen at its end
+    sleeps = "import time; print('at work', file=sys.stderr, flush=True); [time.sleep(0.1) for _ in range(300)]"
     code = f"""
 import sys
 import jax, jdp
