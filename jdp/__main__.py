@@ -17,6 +17,7 @@ torch.nn.DataParallel for JAX and Flax: the commands that go with the package.
   launch   run a script as several processes, on this machine or as one node of many
   doctor   say what this machine has, and whether its devices and their links work
   plan     compile a script's training step for machines that are not here, and estimate its speed
+  replay   make one training step of a script again, from its checkpoints, to see what is wrong in it
 
 `jdp COMMAND --help` says more. `jdp --version` prints the version."""
 
@@ -36,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         from ._plan import cli as _plan
 
         return _plan.main(rest)
+    if command == "replay":
+        from ._replay import cli as _replay
+
+        return _replay.main(rest)
     if command in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     what = f"{command!r} is no command of jdp" if command else "no command was given"
-    print(f"jdp: {what}; the commands are launch, doctor and plan. See jdp --help.", file=sys.stderr)
+    print(f"jdp: {what}; the commands are launch, doctor, plan and replay. See jdp --help.", file=sys.stderr)
     return 2
 
 

@@ -19,6 +19,7 @@ ORDER = {
     "_tables": "",
     "_page": "",
     "_version": "",
+    "_script": "",
     "_processes": "_jax _launch",
     "_core": "_page _jax _processes",
     "_topology": "_core",
@@ -27,26 +28,27 @@ ORDER = {
     "_wrapper": "_page _jax _processes _core _model _train",
     "_checkpoint": "_version _jax _processes _core",
     "_explain": "_tables _page _jax _processes _core _topology _model _train",
-    "_plan": "_tables _page _jax _processes _core _topology _model _train _explain",
-    "_doctor": "_version _tables _jax _core _launch",
+    "_plan": "_script _tables _page _jax _processes _core _topology _model _train _explain",
+    "_replay": "_script _core _train _checkpoint",
+    "_doctor": "_version _tables _jax _core _launch _wrapper",
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
 ONLY = {
     ("_processes", "_launch"): "_launch.protocol", ("_topology", "_core"): "_core.devices",
-    ("_doctor", "_launch"): "_launch.protocol",
+    ("_doctor", "_launch"): "_launch.protocol", ("_doctor", "_wrapper"): "_wrapper.data_parallel",
 }
 FLAX = {"_model", "_train", "_wrapper", "_checkpoint", "_explain", "_plan"}
 FOREIGN = {
     "flax": FLAX,
-    "optax": {"_train"},
+    "optax": {"_train", "_doctor"},
     "orbax": {"_checkpoint"},
     "etils": {"_checkpoint"},  # Orbax's paths
     "tensorstore": {"_checkpoint"},  # Orbax's files
     "rich": {"_tables"},
     "matplotlib": {"_plan"},
     "jaxlib": {"_jax"},
-    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version"},
-    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version"},
+    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version", "_script"},
+    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version", "_script"},
 }
 
 

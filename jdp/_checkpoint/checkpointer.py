@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ import jax
 from .._core.layout import Tree
 from .._processes.exchange import by_value
 from .directory import Quiet, absolute
-from .items import VERB, check_data, decode, encode, fingerprints, leaves_of
+from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
 from .read import tell_all
+from .replay import current
 from .steps import Steps
 from .write import Writer
 
@@ -87,20 +89,21 @@ class Checkpointer:
     Source: orbax.checkpoint.AsyncCheckpointer and CheckpointManager.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1, *, ray: bool = False
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, every: int = 1, *, ray: bool = False) -> None:
         keep, self._every = _positive("keep", keep), _positive("every", every)
         self._ray = RayRun(directory) if ray else None
         if self._ray is not None:
             directory, keep = self._ray.directory, sys.maxsize  # Ray misses what others delete
         self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
-        self._steps = Steps(self.directory)
+        self._replay = current()  # who makes this run again, if somebody does: then nothing is written
+        self._steps = Steps(self.directory, None if self._replay is None else self._replay.last(self.directory))
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
         self._preemption = Preemption()
         # A Checkpointer that is dropped must not go on holding SIGTERM back.
         self._finalizer = weakref.finalize(self, _let_go, self._preemption, self._quiet)
+        if self._replay is not None:
+            self._finalizer()  # nobody would act on a SIGTERM
 
     @property
     def latest_step(self) -> int | None:
@@ -138,6 +141,9 @@ class Checkpointer:
                 no locks.
         """
         step = _number(step)
+        if self._replay is not None:
+            self._replay.saved(self.directory, step, leaves_of(state))
+            return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
         ending = self._preemption.reached()
@@ -178,6 +184,10 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is none of `step`.
+
+        Warns:
+            UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
+                replicas, and `replicas=` was passed to `jdp.DataParallel` then or now.
         """
         step = None if step is None else _number(step)
         self.wait()
@@ -185,8 +195,12 @@ class Checkpointer:
         found = self._steps.find(leaves, step)
         if found is None:
             return state, None
-        arrays, data = found
+        arrays, data, replicas = found
+        self._compare(replicas, leaves)
         state = decode(arrays, state)
+        if self._replay is not None and self._steps.newest is not None:
+            self._replay.restored(self.directory, self._steps.newest)
+            return state, data
         self._report()  # who was killed may have saved it, and not have said so
         return state, data
 
@@ -198,6 +212,17 @@ class Checkpointer:
         """
         self._writer.wait()
         self._report()
+
+    def _compare(self, replicas: Any, leaves: dict[str, Any]) -> None:
+        """Warns where others worked on the state than will do so now; nothing of it depends on how many."""
+        if (numbers := other_replicas(replicas, leaves)) and jax.process_index() == 0:
+            before, now = numbers
+            warnings.warn(
+                f"jdp.{VERB}: step {self._steps.newest} in {self.directory} was saved with {before} replicas, and here "
+                f"are {now}; the run goes on, but its batches are cut in another way, and so its bits are others. For "
+                f"the same ones pass replicas={before} to jdp.DataParallel.",
+                stacklevel=3,  # the user's line, beyond `restore`
+            )
 
     def _report(self) -> None:
         if self._ray is not None:

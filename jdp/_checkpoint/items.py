@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from .._core.devices import replicas_on
 from .._core.fingerprint import fingerprint
 from .._core.inputs import is_array
 from .._core.layout import Tree, is_key
@@ -93,6 +95,7 @@ def manifest(
         "fingerprints": fingerprints(encoded),
         "data": data,
         "apart": apart,
+        "replicas": replicas(leaves),
     }
     size = len(json.dumps(content))
     if size > LARGEST - 1000:
@@ -118,7 +121,30 @@ def misformed(content: Any, step: int) -> str:
             return f"its entry of {path:.100} is {entry!r:.100}, and no dtype with a shape"
     if "data" not in content or content.get("apart") and not isinstance(content["data"], list):
         return "it has no data of each process"
+    # Earlier versions did not write it.
+    if (there := content.get("replicas")) is not None and not (
+        isinstance(there, dict) and type(there.get("number")) is int and type(there.get("chosen")) is bool
+    ):
+        return f"its 'replicas' is {there!r:.100}"
     return ""
+
+
+def replicas(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How many replicas work on these leaves, and whether that was chosen; None where it is not to be seen."""
+    shardings = [x.sharding for x in leaves.values() if isinstance(x, jax.Array)]
+    meshes = {where.mesh for where in shardings if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh)}
+    if len(meshes) != 1:
+        return None
+    numbers, chosen = replicas_on(meshes.pop())
+    return {"number": numbers.pop(), "chosen": chosen} if len(numbers) == 1 else None
+
+
+def other_replicas(saved: Any, leaves: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many there were and are, if these numbers differ and one of them was chosen, to be the same for ever."""
+    here = replicas(leaves)
+    if not saved or not here or saved["number"] == here["number"] or not (saved["chosen"] or here["chosen"]):
+        return None
+    return saved["number"], here["number"]
 
 
 def fingerprints(encoded: Mapping[str, Any]) -> dict[str, str]:

@@ -38,8 +38,8 @@ class Damaged(Exception):
     """The checkpoint is not what was written."""
 
 
-def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The arrays, as `encode` gave them but with the shardings of `leaves`, and the data cursor.
+def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+    """The arrays, as `encode` gave them but with the shardings of `leaves`; the data cursor; and the replicas.
 
     Raises in every process alike: `Damaged` where anything cannot be read, or is not what its checksum says;
     ValueError where the checkpoint is of another model.
@@ -65,7 +65,7 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     _agree(path, _not_saved(arrays, content))
     data = content["data"]
     own = content.get("apart") and len(data) == jax.process_count()
-    return arrays, data[jax.process_index()] if own else data
+    return arrays, data[jax.process_index()] if own else data, content.get("replicas")
 
 
 def intact(path: Any) -> str:
@@ -87,6 +87,16 @@ def intact(path: Any) -> str:
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
         return _brief(e)
     return ""
+
+
+def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
+    """The leaves that are not, to the last bit, those of a checkpoint; of a damaged one, what is wrong with it."""
+    try:
+        content = _read_manifest(path)
+    except Exception as e:  # noqa: BLE001 whatever is wrong with it
+        return [_brief(e)]
+    found, saved = fingerprints(encode(leaves)), content["fingerprints"]
+    return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
 
 
 def tell_all(text: str) -> list[str]:

@@ -19,8 +19,9 @@ _FEW = 40  # steps that one message names
 class Steps:
     """The checkpoints in a directory, by their steps, and where among them this run is."""
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: Any, last: int | None = None) -> None:
         self._directory = directory
+        self._last = last  # where it is given, newer ones are not seen
         self.newest: int | None = None  # the step that this run has restored or saved last
         self._looked = False  # whether it is known what this run goes on from
         self._cleared = False  # whether nothing in the directory is newer than what this run saves
@@ -28,9 +29,13 @@ class Steps:
 
     def latest(self) -> int | None:
         """The newest complete checkpoint that was not found to be damaged, or None."""
-        return max((s for s in steps_in(self._directory) if s not in self._damaged), default=None)
+        return max((s for s in self._there() if s not in self._damaged), default=None)
 
-    def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any] | None:
+    def _there(self) -> list[int]:
+        there = steps_in(self._directory)
+        return there if self._last is None else [s for s in there if s <= self._last]
+
+    def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any, Any] | None:
         """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint."""
         damaged: dict[int, str] = {}
         while (candidate := self._next(step, damaged)) is not None:
@@ -95,7 +100,7 @@ class Steps:
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
         """The step to read after those that are damaged, or None; and takes out of those what is there no more."""
         # What process 0 sees counts, for a network file system may show the others something older.
-        there = steps_in(self._directory)
+        there = self._there()
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # its writer has deleted it meanwhile
         told = json.loads(tell_all(json.dumps({"next": found, "gone": gone, "newest": there[-_FEW:]}))[0])

@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -123,6 +124,27 @@ def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
     """The one-axis mesh of the replicas, in the order of the devices."""
     # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
     return Mesh(np.array(devices, dtype=object), (axis_name,))
+
+
+class OnMesh(Protocol):
+    """Who runs replicas on a mesh; a number of them that is not None was chosen."""
+
+    mesh: Mesh
+    replicas: int | None
+
+
+_on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def will_run(one: OnMesh) -> None:
+    """Notes it, for as long as it lives."""
+    _on_meshes.add(one)
+
+
+def replicas_on(mesh: Mesh) -> tuple[set[int], bool]:
+    """How many replicas there are on a mesh, by all who run some there, and whether that was chosen."""
+    chosen = {one.replicas for one in list(_on_meshes) if one.mesh == mesh and one.replicas is not None}
+    return (chosen, True) if chosen else ({mesh.size}, False)
 
 
 @functools.cache

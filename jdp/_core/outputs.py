@@ -143,7 +143,7 @@ class Outputs:
             elif rule.reduce == "sum":
                 found.append(_mean_or_sum(x, rule, over, path, mesh))
             else:
-                x = _divided(x, over)
+                x = divided(x, over)
                 found.append(x if rule.dtype is None else x.astype(rule.dtype))
         return found
 
@@ -191,11 +191,11 @@ def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
     """The sum over the replicas, divided; in the program it has the name of its output, a gradient's parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
-        x = _divided(_sum(x, rule.scatter, name, mesh), over)
+        x = divided(_sum(x, rule.scatter, name, mesh), over)
     else:
         # What travels in a narrow type is divided before, for a sum of many may leave its range; the rest after, as
         # pmean does.
-        x = _divided(x, over)
+        x = divided(x, over)
         x = _sum(x.astype(rule.wire), rule.scatter, name, mesh).astype(x.dtype)
     return x if rule.dtype is None else x.astype(rule.dtype)
 
@@ -226,7 +226,7 @@ def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
     return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
 
 
-def _divided(x: Any, by: Any) -> Any:
+def divided(x: Any, by: Any) -> Any:
     if by is None:
         return x
     # A mean of integers is no integer; one of 16-bit floats stays what it is.

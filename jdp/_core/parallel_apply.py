@@ -101,7 +101,7 @@ def on_replicas(call_of: CallOf, label: str, gather: Gather = "as used") -> Call
     then, or at other times, and meet nowhere in it.
     """
     seen: Recent[Any, set[Any]] = Recent()
-    body = _body_of(call_of, label)
+    body = body_of(call_of, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         operands, signature = flatten_call(replicas, inputs, kwargs)
@@ -145,7 +145,7 @@ def _plain(fn: Callable[..., Tree]) -> CallOf:
     return call_of
 
 
-def _body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Outputs]]:
+def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Outputs]]:
     @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
         """The call on a chunk of the size that `replica` (the lowest such) has."""

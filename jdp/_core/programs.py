@@ -319,20 +319,26 @@ def _wait(most: int) -> None:
             raise
 
 
-_Interceptor = tuple[Callable[..., None], bool]
+_Interceptor = tuple[Callable[..., None], bool, Callable[..., None]]
+
+
+def _nobody(*_: Any) -> None:
+    pass
+
+
 _interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar(
-    "jdp_interceptor", default=(lambda *_: None, False)
+    "jdp_interceptor", default=(_nobody, False, _nobody)
 )
 
 
 @contextlib.contextmanager
-def intercept(take: Callable[..., None], *, shapes: bool) -> Iterator[None]:
+def intercept(take: Callable[..., None], *, shapes: bool, stepped: Callable[..., None] = _nobody) -> Iterator[None]:
     """Gives `take` every program of replicas, and of a step, that is about to run in here, with its operands.
 
     It may end the call by raising. With `shapes` the operands are shapes alone: nothing is asked of other processes, or
-    put anywhere.
+    put anywhere. `stepped` gets every program of a step that has run, with the state after and the metrics.
     """
-    token = _interceptor.set((take, shapes))
+    token = _interceptor.set((take, shapes, stepped))
     try:
         yield
     finally:
@@ -342,6 +348,11 @@ def intercept(take: Callable[..., None], *, shapes: bool) -> Iterator[None]:
 def intercepted(program: Any, *operands: Any) -> None:
     """A program is about to run with these operands: whoever intercepts it is told."""
     _interceptor.get()[0](program, *operands)
+
+
+def stepped(program: Any, state: Any, metrics: Any) -> None:
+    """The program of a step has run and given these: whoever intercepts it is told."""
+    _interceptor.get()[2](program, state, metrics)
 
 
 def capturing() -> bool:

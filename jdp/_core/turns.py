@@ -40,7 +40,7 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
         def run(number: Any, mine: Sequence[Any]) -> Outputs:
             index = device * layout.per_device + number
             own = {sizes: body._replace(jaxpr=settled(body.jaxpr, index)) for sizes, body in bodies.items()}
-            return _weighted(run_body(own, operands_of(mine, index), signature, index), index)
+            return weighted(run_body(own, operands_of(mine, index), signature, index), index)
 
         return run
 
@@ -64,7 +64,7 @@ def _meet(bodies: Bodies, axis_name: str) -> bool:
     return any([*collectives(jaxpr, axis_name, synced)] for jaxpr in jaxprs for synced in (False, True))
 
 
-def _weighted(out: Outputs, index: Any) -> Outputs:
+def weighted(out: Outputs, index: Any) -> Outputs:
     """The replica's outputs, with its part of each mean over the device's rows in place of its own value."""
     rows = np.reshape(out.layout.rows, (-1, out.layout.per_device)).astype(float)
     weights = (rows / np.maximum(rows.sum(1, keepdims=True), 1)).reshape(-1)

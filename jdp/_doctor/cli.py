@@ -11,7 +11,7 @@ from typing import Any
 
 from .._tables import say
 from .advice import notes, remedies
-from .examine import Examination, pairs, plan
+from .examine import Examination, compared, pairs, plan
 from .machine import facts
 from .report import show
 
@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mebibytes", type=_positive, default=16.0, metavar="M", help="size of the bandwidth tests, per device (16)"
     )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="train 20 steps with deterministic=True on 1, 2, 4 ... devices, and compare the bits",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
@@ -60,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has said why
         return int(stop.code or 0)
     try:
-        report = examine(args.devices, not args.no_links, args.timeout, int(args.mebibytes * 2**20))
+        size = int(args.mebibytes * 2**20)
+        report = examine(args.devices, not args.no_links, args.timeout, size, args.deterministic)
     except KeyboardInterrupt:
         print("jdp doctor: interrupted", file=sys.stderr)
         return 130
@@ -76,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(chosen: str | None, links: bool, seconds: float, size: int) -> dict[str, Any]:
+def examine(
+    chosen: str | None, links: bool, seconds: float, size: int, deterministic: bool = False
+) -> dict[str, Any]:
     """The whole report, as `--json` prints it."""
     environ = dict(os.environ)
     machine = facts(environ)
@@ -85,7 +93,8 @@ def examine(chosen: str | None, links: bool, seconds: float, size: int) -> dict[
         say("doctor", "starting JAX")
         answer = examination.start()
         devices = answer.get("devices", [])
-        tests = [(test, on) for test, on in plan(len(devices)) if links or test == "compute"]
+        every = plan(len(devices), deterministic)
+        tests = [(test, on) for test, on in every if links or test in ("compute", "deterministic")]
         results = examination.run(tests, devices, size)
     finally:
         examination.close()
@@ -98,7 +107,10 @@ def examine(chosen: str | None, links: bool, seconds: float, size: int) -> dict[
         start["remedies"] = remedies("start", answer["failure"], "", 0)
     report = {"jdp_doctor": 1, "machine": machine, "start": start, "devices": devices, "notes": said}
     report["computes"] = [result for result in results if result["test"] == "compute"]
-    report["links"] = _links([result for result in results if result["test"] != "compute"], len(devices), links, size)
+    others = [result for result in results if result["test"] not in ("compute", "deterministic")]
+    report["links"] = _links(others, len(devices), links, size)
+    report["deterministic"] = [result for result in results if result["test"] == "deterministic"]
+    compared(report["deterministic"])
     return report | _verdict(report)
 
 
@@ -118,7 +130,7 @@ def _links(results: list[dict[str, Any]], n: int, asked: bool, size: int) -> dic
 
 
 def _verdict(report: dict[str, Any]) -> dict[str, Any]:
-    tests = [report["start"], *report["computes"], *report["links"]["tests"]]
+    tests = [report["start"], *report["computes"], *report["links"]["tests"], *report["deterministic"]]
     failed = [test for test in tests if test["ok"] is False]
     left_out = sum(test["ok"] is None for test in tests)
     problems = sum(note["level"] == "problem" for note in report["notes"])

@@ -41,13 +41,18 @@ def pairs(n: int) -> tuple[list[tuple[int, int]], str]:
     return ring + others, f"{2 * n} of {len(every)} pairs: a ring, and {n} others drawn by chance"
 
 
-def plan(n: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The tests, as name and numbers of the devices: each device, then all of them, then pair by pair."""
+def plan(n: int, deterministic: bool = False) -> list[tuple[str, tuple[int, ...]]]:
+    """The tests, as name and numbers of the devices: each device, then all of them, then pair by pair.
+
+    Last, if it is asked for, `deterministic` training on 1, 2, 4 ... devices.
+    """
     tests: list[tuple[str, tuple[int, ...]]] = [("compute", (i,)) for i in range(n)]
     if n > 1:
         together = ("broadcast", "all_reduce", "reduce_scatter", "all_gather")
         tests += [(test, tuple(range(n))) for test in together]
         tests += [(test, pair) for test in ("copy", "permute") for pair in pairs(n)[0]]
+    if deterministic:
+        tests += [("deterministic", tuple(range(1 << i))) for i in range(n.bit_length())]
     return tests
 
 
@@ -94,7 +99,7 @@ class Examination:
                 result |= {"ok": None, "text": gone or f"the rest of {test} was left out after {ENOUGH} failures"}
                 continue
             say("doctor", f"{test} {' '.join(names)}")
-            result |= self._one(test, numbers, names, size)
+            result |= self._one(test, numbers, names, size, 1 << (len(devices).bit_length() - 1))
             if result.get("failure") in ("hang", "died", "error"):
                 lost[test] = lost.get(test, 0) + 1
                 self.close()  # after an error too: a GPU's context may be lost with it
@@ -105,15 +110,18 @@ class Examination:
                     result |= self._without_p2p(test, numbers, names, size)
         return results
 
-    def _one(self, test: str, numbers: tuple[int, ...], names: list[str], size: int) -> Result:
+    def _one(self, test: str, numbers: tuple[int, ...], names: list[str], size: int, replicas: int = 1) -> Result:
         assert self._worker
-        answer = self._worker.ask({"test": test, "devices": numbers, "words": max(1, size // 4)}, self.seconds)
+        asked = {"test": test, "devices": numbers, "words": max(1, size // 4), "replicas": replicas}
+        answer = self._worker.ask(asked, self.seconds)
         if "failure" in answer:
             named = {k: v for k, v in answer.items() if k not in ("at", "from", "text")}
             named |= {k: names[answer[k]] for k in ("at", "from") if answer.get(k) is not None}
             return {"ok": False, **named, "text": _worded(answer, names, test in ("copy", "permute"))}
         if test == "compute":
             return {"ok": True}
+        if test == "deterministic":
+            return {"ok": True, "digest": answer["digest"]}
         algorithm, bus = bandwidth(test, answer["bytes"], answer["bandwidth"], len(names))
         speed = {"latency_us": answer["latency"] * 1e6, "algbw_gb_per_s": algorithm, "busbw_gb_per_s": bus}
         return {"ok": True, "bytes": answer["bytes"], **speed}
@@ -126,6 +134,17 @@ class Examination:
         with contextlib.closing(Examination(environ, self.seconds, self.chosen)) as other:
             cured = "failure" not in other.start() and other._one(test, numbers, names, size)["ok"]
         return {"cured_by_nccl_p2p_disable": cured}
+
+
+def compared(results: list[Result]) -> None:
+    """Marks the trainings whose bits are not those of the one on the fewest devices as wrong."""
+    for result in results[1:]:
+        if result["ok"] and results[0]["ok"] and result["digest"] != results[0]["digest"]:
+            text = f"after the same steps the bits are others than on {len(results[0]['devices'])} device"
+            result |= {"ok": False, "failure": "wrong", "text": text}
+            result["remedies"] = [
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true, on GPUs; the same kind of device for all",
+            ]
 
 
 def _worded(answer: Result, names: list[str], pair: bool = False) -> str:

@@ -32,6 +32,11 @@ def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
         yield from _links(links)
     else:
         yield Text(links["why"])
+    if report["deterministic"]:
+        yield Title("Deterministic")
+        tests = report["deterministic"]
+        rows = [(str(len(test["devices"])), _word(test), test.get("digest", "")[:16]) for test in tests]
+        yield Table(("devices", "result", "SHA-256 after 20 steps"), rows)
     if findings := list(_findings(report)):
         yield Title("Findings")
         yield from findings
@@ -107,7 +112,7 @@ def _list(tests: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _findings(report: Mapping[str, Any]) -> Iterator[Text]:
-    every = [report["start"], *report["computes"], *report["links"]["tests"]]
+    every = [report["start"], *report["computes"], *report["links"]["tests"], *report["deterministic"]]
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for test in every:
         if test["ok"] is False:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._core.devices import Device, make_mesh, resolve_devices, warn_imbalance
 from .._core.layout import cut_along, replicated
+from .deterministic import train
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:
@@ -110,7 +111,10 @@ def serve(reply: int) -> None:
                 else:
                     chosen = [devices[i] for i in request["devices"]]
                     test, count = request["test"], request["words"]
-                    answer = compute(chosen[0], count) if test == "compute" else link(test, chosen, count)
+                    if test == "deterministic":
+                        answer = {"digest": train(chosen, request["replicas"])}
+                    else:
+                        answer = compute(chosen[0], count) if test == "compute" else link(test, chosen, count)
             except Exception as error:
                 answer = {"failure": "error", "text": _told(error)}
             replies.write(json.dumps(answer) + "\n")

@@ -131,8 +131,16 @@ def evaluate(eqn: Any, env: Env) -> None:
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception]) -> Any:
-    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one."""
+def inlined(
+    jaxpr: Any,
+    wanted: Callable[[Any], bool],
+    refuse: Callable[[Any], Exception],
+    axis_env: Sequence[tuple[str, int]] | None = None,
+) -> Any:
+    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one.
+
+    `axis_env` has the axes, with their sizes, that nothing around this binds.
+    """
 
     def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
@@ -147,22 +155,27 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
                 raise refuse(eqn)
         return [read(env, v) for v in _opened(jaxpr).outvars]
 
-    return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
+    flat = jax.make_jaxpr(lambda *operands: inline(jaxpr, operands), axis_env=axis_env)
+    return flat(*[v.aval for v in jaxpr.jaxpr.invars])
 
 
 class Hidden(Exception):
     """What is looked for stands in a loop or in a branch."""
 
 
-def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """The closed jaxpr, with `index` where it asks for its place on the axis; `Hidden` where a loop or branch does."""
+def with_index(jaxpr: Any, axis_name: str, index: Any, size: int | None = None) -> Any:
+    """The closed jaxpr, with `index` where it asks for its place on the axis; `Hidden` where a loop or branch does.
+
+    The axis has so many members, if nothing around this binds it.
+    """
 
     def asks(eqn: Any) -> bool:
         return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
 
     if not any(map(asks, equations(jaxpr))):
         return jaxpr
-    flat = inlined(jaxpr, asks, lambda eqn: Hidden(eqn.primitive.name))
+    axis_env = None if size is None else [(axis_name, size)]
+    flat = inlined(jaxpr, asks, lambda eqn: Hidden(eqn.primitive.name), axis_env)
 
     def run(*operands: Any) -> list[Any]:
         env = env_of(flat, operands)

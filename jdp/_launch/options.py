@@ -47,6 +47,8 @@ a process that cannot be started again
   M, with ranks from 0 again; the GPUs of the one left out stay idle. The
   script goes on from its last checkpoint, and has to take its share of the
   data by jax.process_index() and jax.process_count(), which are new then.
+  A job with jdp.DataParallel(..., replicas=8) wants a number of devices that
+  divides 8: with --replicas 8 four processes go on as two.
   Where each process had given Checkpointer.save other data than the others,
   restore gives the list of them all.
 
@@ -86,6 +88,7 @@ class Job:
     cpu_devices: int | None = None
     max_restarts: int = 0
     min_processes: int | None = None
+    replicas: int | None = None
     compilation_cache: str | None = None
     grace: float = 3.0
     preemption_grace: float = 30.0
@@ -126,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-restarts", type=int, default=0, metavar="K", help="after a failure start all again, K times (0)")
     text = "leave out one that cannot be started again, down to M (none)"
     add("--min-processes", type=int, metavar="M", help=text)
+    text = "leave out so many that the devices of the others divide R, as jdp.DataParallel(..., replicas=R) wants"
+    add("--replicas", type=int, metavar="R", help=text)
     text = "where compiled programs are kept (~/.cache/jdp); none for nowhere"
     add("--compilation-cache", type=_folder, default=argparse.SUPPRESS, metavar="DIR", help=text)
     text = "run on the CPU, as K devices in each process"
@@ -165,6 +170,7 @@ def _check_numbers(job: Job) -> None:
         ("--grace", job.grace, 0, "it is a number of seconds. Pass 0 or more."),
         ("--preemption-grace", job.preemption_grace, 0, "it is a number of seconds. Pass 0 or more."),
         ("--min-processes", job.min_processes, 1, "a job has 1 process or more. Pass 1 or more."),
+        ("--replicas", job.replicas, 1, "a batch has one chunk for each, 1 or more. Pass 1 or more."),
         ("--nnodes", job.nodes, 1, "a job has 1 machine or more. Pass 1 or more."),
     ):
         if number is not None and not least <= number < math.inf:
@@ -172,7 +178,13 @@ def _check_numbers(job: Job) -> None:
 
 
 def _check_least(job: Job) -> None:
-    least = job.min_processes
+    least, devices = job.min_processes, job.processes * (job.cpu_devices or 1)
+    if job.replicas is not None and (least is None or job.replicas % devices):
+        have = f"there are {devices} devices or more" if least is not None else "--min-processes is missing"
+        raise ValueError(
+            f"--replicas is {job.replicas} and {have}; it says with how many processes a job goes on that has lost "
+            f"one. Pass --min-processes, and a multiple of the number of devices."
+        )
     if least is None:
         return
     if least > job.processes:

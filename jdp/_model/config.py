@@ -21,6 +21,7 @@ from .._core.devices import (
     resolve_devices,
     resolve_output,
     warn_imbalance,
+    will_run,
 )
 from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
 from .._core.layout import Layout, Tree, Whole
@@ -90,6 +91,7 @@ class Config:
         self.per_device: int = 1 if self.replicas is None else self.replicas // len(self.devices)
         self._forget()
         warn_imbalance(self.devices)
+        will_run(self)
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import runpy
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from jax.sharding import Mesh
 from .._core.programs import intercept
 from .._core.scattered import Scattered
 from .._explain.calls import Captured, shape_of, spread
+from .._script import print_error, run_script
 from .._train.program import Program
 from .._train.state import TrainState
 
@@ -71,7 +70,8 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
     if not os.path.isfile(script):
         raise PlanError(f"jdp.plan: there is no file {script}; plan runs a script up to its first step. Pass its path.")
     found: list[Step] = []
-    how = "ended"
+    how: str = ""
+    error: Exception | None = None
 
     def stop(program: Any, *operands: Any) -> None:
         if not isinstance(program, Program):
@@ -80,48 +80,19 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
         found.append(Step(program, jax.tree.map(lambda x: shape_of(x, None), state), shape_of(batch, None)))
         raise Captured  # which ends the script
 
-    def run() -> None:
-        runpy.run_path(script, run_name="__main__")
-
+    # Its small arrays can be anywhere, and a GPU that is here has no part in the plan.
+    jax.config.update("jax_platforms", "cpu")
+    call = (lambda run: run()) if values else jax.eval_shape
     # All of train_step's steps come here (and their `lower`), with everything checked.
-    with intercept(stop, shapes=not values), _as_main(script, args):
-        try:
-            run() if values else jax.eval_shape(run)
-        except Captured:
-            pass
-        except SystemExit as end:
-            how = f"ended with code {end.code}"
-        except Exception as error:
-            how = f"raised {type(error).__name__} ({(str(error).strip().splitlines() or [''])[0]})"
-            if not values and isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
-                how = "looked at the value of an array, of which --no-values leaves the shape,"
-            if not found:
-                _print_error(error, script)
+    with intercept(stop, shapes=not values), contextlib.redirect_stdout(sys.stderr), contextlib.suppress(Captured):
+        how, error = run_script(script, args, call)
+    if not values and isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        how = "looked at the value of an array, of which --no-values leaves the shape,"
+    if not found and error is not None:
+        print_error(error, script)
     if not found:
         raise PlanError(
             f"jdp.plan: {script} {how} before a training step; plan reads the first call of what dp.train_step made. "
             f"Pass a script that trains with one, and its own arguments after --."
         )
     return found[0]
-
-
-def _print_error(error: BaseException, script: str) -> None:
-    """The script's own part of the traceback."""
-    at, name = error.__traceback__, os.path.abspath(script)
-    while at is not None and os.path.abspath(at.tb_frame.f_code.co_filename) != name:
-        at = at.tb_next
-    traceback.print_exception(type(error), error, at, chain=False)
-
-
-@contextlib.contextmanager
-def _as_main(script: str, args: Sequence[str]) -> Iterator[None]:
-    """What a script finds where Python runs it by itself, but for its output and its devices."""
-    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
-    sys.argv, sys.path[0:0] = [script, *args], [os.path.dirname(os.path.abspath(script))]
-    # Its small arrays can be anywhere, and a GPU that is here has no part in the plan.
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main

@@ -19,7 +19,7 @@ from .._core.gather import join
 from .._core.global_arrays import put
 from .._core.layout import Layout, Shard, Tree, Whole, replicated
 from .._core.parallel_apply import on_replicas
-from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain
+from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain, stepped
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._core.shards import as_shards, shard_axis
 from .._jax.pieces import run_over
@@ -27,6 +27,7 @@ from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
+from .deterministic import Deterministic, OnDevices
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
 from .state import TrainState, cut_axis, cut_shardings, first_difference, update, whole
@@ -49,6 +50,7 @@ class StepOptions(NamedTuple):
     check_replicas: int
     shard_params: bool = False
     gather_once: bool = False
+    deterministic: bool = False
 
     @property
     def reserved(self) -> tuple[str, ...]:
@@ -72,18 +74,21 @@ class Program:
         self.config, self.loss_of, self.tx, self.view = config, loss_of, tx, view
         self.options, self.label = options, label
         n = config.mesh.size
-        scatter = (lambda x: cut_axis(x, n)) if options.shard_optimizer and not options.shard_params else None
+        cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
+        scatter = (lambda x: cut_axis(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
         self.never: set[tuple[tuple[int, ...], int]] | None = None  # what is not cut so; not known before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
-        self.run = on_replicas(gradients(loss, steps, options.reduce_dtype, scatter), label, gather)
+        self.call_of = gradients(loss, steps, options.reduce_dtype, scatter)
+        self.run = on_replicas(self.call_of, label, gather)
         # Not synchronised, for there one replica's NaN is everybody's.
         self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
         self.compiled: Recent[Any, Any] = Recent()
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that XLA has compiled already
         self.steps = 0  # that were called
         self.check: Check | None = None  # under way
+        self._on = OnDevices(config.mesh) if options.deterministic else None
 
     def shardings(self, state: TrainState) -> TrainState:
         """Where each part of a state lies: a prefix of its tree."""
@@ -143,9 +148,16 @@ class Program:
                 f"outside of it, or make it with check_replicas=0 and pass the state that comes out to "
                 f"dp.check_replicas(state)."
             )
+        if self.options.deterministic and not trace_state_clean():
+            raise ValueError(
+                "jdp.train_step: deterministic is True, and the step is called inside of jax.jit or the like; it is "
+                "several programs, which would become one there and be rounded in other ways. Call the step outside of "
+                "it."
+            )
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
         state, metrics = self._dispatched(state, batch, flat, keep)
+        stepped(self, state, metrics)
         if self.options.check_replicas:
             self._compare_replicas(state)
         return state, metrics
@@ -153,11 +165,18 @@ class Program:
     def _dispatched(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
-        if spans_processes(mesh):
-            program = self.of(state, layout)
-            program.make_ready(*named)  # which takes long, and here it can be interrupted
-            return dispatch_step(program.__wrapped__, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         leaves, treedef = flat
+        if self.options.deterministic and len(layout.devices) > 1:
+            named = state, placed(batch)._arrays
+            program = self._one_by_one(treedef, layout)
+        elif spans_processes(mesh):
+            program = self.of(state, layout)
+        else:
+            program = None
+        if program is not None:
+            program.make_ready(*named)  # which takes long, and here it can be interrupted
+            run = getattr(program, "__wrapped__", program)
+            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         args = *leaves, *batch._arrays
         try:
             program = self.of(state, layout, treedef)
@@ -193,6 +212,17 @@ class Program:
             self.compiled[key] = found
         return found
 
+    def _one_by_one(self, treedef: Any, layout: Layout) -> Any:
+        """The step as programs for one device each."""
+        key = layout, treedef, "one by one"
+        found = self.compiled.used(key)
+        if found is None:
+            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
+            if spans_processes(layout.mesh):
+                found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
+            self.compiled[key] = found
+        return found
+
     def compiler_options(self, state: TrainState) -> CompilerOptions:
         wire = self.options.reduce_dtype
         arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
@@ -206,11 +236,14 @@ class Program:
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
-        found = self.gradients(state, batch)
+        return self.updated(state, batch, self.gradients(state, batch))
+
+    def updated(self, state: TrainState, batch: Scattered, found: Gradients) -> tuple[TrainState, dict[str, Any], Tree]:
+        """The state after the step, the metrics, and what of NNX objects in the batch has changed."""
         loss, metrics = found.out
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
-        shard = self.options.shard_optimizer
+        shard = self.options.shard_optimizer and not self.options.deterministic
         axis = self.axis if shard else None
         before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, axis)
         (new_state, updates), count = found.state, state.step + 1
@@ -249,11 +282,11 @@ class Program:
             check.result("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
-        replicas, inputs, key = self._operands(state, batch)
+        replicas, inputs, key = self.operands(state, batch)
         found = dispatch(self.flags, self.config.mesh, replicas, placed(inputs), key)
         return report(found, self.view(state.params))
 
-    def _operands(self, state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
+    def operands(self, state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
         """What the replicas' program takes: parameters and what is held, the batch as one argument, the step's key."""
         rows, given = nodes_of(batch)
         layout, params = rows._layout, state.params
@@ -263,7 +296,7 @@ class Program:
         return (params, entered(state.state, given)), inputs, step_key(state, layout)
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
-        outputs = self.run(*self._operands(state, batch))
+        outputs = self.run(*self.operands(state, batch))
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
@@ -273,6 +306,10 @@ class Program:
                 for x, leaf, one in zip(outputs._arrays, layout.arrays, layout.each, strict=True)
             ]
             found = found._replace(out=layout.fill(arrays).out)
+        return self.read(state, found)
+
+    def read(self, state: TrainState, found: Gradients) -> Gradients:
+        """What the replicas found, with all of the state after."""
         return found._replace(state=left(state.state, found.state))
 
 

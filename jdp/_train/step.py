@@ -79,6 +79,7 @@ class StepArguments(TypedDict, total=False):
     donate: bool
     skip_nonfinite: bool
     sync_batch_norm: bool
+    deterministic: bool
     check_replicas: int
 
 
@@ -107,6 +108,7 @@ def train_step(
     donate: bool = True,
     skip_nonfinite: bool = False,
     sync_batch_norm: bool = False,
+    deterministic: bool = False,
     check_replicas: int = 0,
 ) -> TrainStep | NNXTrainStep:
     """A training step as one program: each replica's gradients, their sum over the replicas, the optimizer's update.
@@ -146,6 +148,11 @@ def train_step(
         skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
             too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
+        deterministic: with `jdp.DataParallel(..., replicas=R)`, R a power of two, state, loss and metrics are the same
+            to the last bit on any number of devices and processes that divides R, after any number of steps, where the
+            platform, the kind of device, jaxlib and XLA's flags are the same (on GPUs with
+            `--xla_gpu_deterministic_ops=true`). Each replica runs alone, gradients are added in one balanced tree, and
+            each device makes the whole update, with `shard_optimizer` too. `docs/replicas.md` says what it costs.
         check_replicas: compares the replicas of the state bit for bit after every so many steps, as
             `check_replicas` does; what differs is an error a few steps later. 0 is never.
 
@@ -154,7 +161,8 @@ def train_step(
 
     Raises:
         TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
-        ValueError: the batch has no rows; a state of another model.
+        ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
+            no power of two, with `shard_params`, `sync_batch_norm` or a collective of the loss's own.
         RuntimeError: a state that was donated already.
 
     Example:
@@ -189,7 +197,9 @@ def train_step(
         check_steps("train_step", check_replicas, "check_replicas", 0),
         bool(shard_params),
         bool(gather_once),
+        bool(deterministic),
     )
+    _check_deterministic(options, dp._config.replicas or len(dp._config.devices))
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     state_axes = dp._config.state_axes
@@ -202,6 +212,26 @@ def train_step(
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes)
+
+
+def _check_deterministic(options: StepOptions, replicas: int) -> None:
+    if not options.deterministic:
+        return
+    if replicas & (replicas - 1):
+        raise ValueError(
+            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; their sums are one balanced tree, "
+            f"of a power of two. Pass jdp.DataParallel(..., replicas=8)."
+        )
+    if options.shard_params:
+        raise ValueError(
+            f"jdp.{VERB}: deterministic and shard_params are True; gradients of parameters that are cut are summed by "
+            f"a reduce-scatter, whose order depends on the number of devices. Pass shard_optimizer=True instead."
+        )
+    if options.sync_batch_norm:
+        raise ValueError(
+            f"jdp.{VERB}: deterministic and sync_batch_norm are True; replicas run one by one, and cannot share "
+            f"statistics. Leave one of the two out."
+        )
 
 
 class _Step(Generic[Kept]):

@@ -1,6 +1,7 @@
 """What was saved comes back bit for bit, on any number of devices; and what is damaged never does."""
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
 from jdp._checkpoint.directory import absolute, remove_unfinished
+from jdp._checkpoint.items import digest
 
 KEY = jax.random.key(5)
 
@@ -592,3 +594,64 @@ def test_one_that_cannot_be_opened_leaves_the_log_as_it_was(tmp_path):
     with pytest.raises(OSError, match="jdp.Checkpointer: .*file cannot be written"):
         jdp.Checkpointer(tmp_path / "file")
     assert absl.filters == filters and sys.unraisablehook is hook
+
+
+# ---- the number of replicas
+
+
+def run_of(*how):
+    """Makes one step more of a run; the number of the step. As in a process of its own: no wrapper stays alive."""
+    number = one_more(*how)
+    gc.collect()
+    return number
+
+
+def one_more(folder, kind, devices, replicas):
+    dp_of = {"linen": lambda f: f, "nnx": lambda f: nnx.Linear(3, 2, rngs=nnx.Rngs(0))}[kind]
+    dp = jdp.DataParallel(dp_of(lambda v, x: x @ v["params"]), devices, replicas=replicas)
+    tx, x = optax.adam(0.1), np.ones((5, 3), np.float32)
+    with jdp.Checkpointer(folder) as checkpointer:
+        if kind == "nnx":
+            step = dp.train_step(lambda model, x: jnp.mean(model(x) ** 2), tx)
+            held = {"model": dp.module, "optimizer": step.optimizer}
+            checkpointer.restore(held)
+        else:
+            step = dp.train_step(lambda v, x: jnp.mean(dp(v, x) ** 2), tx)
+            held, _ = checkpointer.restore(step.init({"params": np.zeros((3, 2), np.float32)}))
+        if kind == "nnx":
+            step(x)
+            number = int(step.optimizer.step[...])
+        else:
+            held, _ = step(held, x)
+            number = int(held.step)
+        checkpointer.save(number, held)
+        return number
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_another_number_of_replicas_is_warned_of(tmp_path, devices, kind):
+    assert run_of(tmp_path, kind, devices[:2], 4) == 1
+    assert run_of(tmp_path, kind, devices[:1], 4) == 2  # the same number, on other devices
+    with pytest.warns(UserWarning, match=r"step 2 in .* was saved with 4 replicas, and here are 2; .*=4 to jdp") as w:
+        assert run_of(tmp_path, kind, devices[:2], None) == 3
+    assert len(w) == 1 and w[0].filename == __file__
+    assert run_of(tmp_path, kind, devices[:4], None) == 4  # nobody has chosen one
+    with pytest.warns(UserWarning, match=r"step 4 in .* was saved with 4 replicas, and here are 8; "):
+        assert run_of(tmp_path, kind, devices[:4], 8) == 5
+
+
+def test_a_checkpoint_of_before_replicas_were_recorded(tmp_path, devices):
+    run_of(tmp_path, "linen", devices[:2], 4)
+    change_manifest(tmp_path / "1", lambda content: content.pop("replicas"))
+    assert run_of(tmp_path, "linen", devices[:2], 8) == 2
+    change_manifest(tmp_path / "2", lambda content: content.update(replicas=8))
+    with pytest.warns(UserWarning, match=r"step 2 is damaged \(.*its 'replicas' is 8\); step 1 is restored"):
+        run_of(tmp_path, "linen", devices[:2], 8)
+
+
+def change_manifest(path, change):
+    """Changes what a checkpoint says that it is, with the digest that belongs to it."""
+    file = path / "jdp" / "metadata"
+    content = json.loads(file.read_text())["content"]
+    change(content)
+    file.write_text(json.dumps({"content": content, "sha256": digest(content)}))

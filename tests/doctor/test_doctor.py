@@ -621,3 +621,27 @@ def test_the_password_of_a_proxy_is_not_shown():
         {"https_proxy": "http://me:secret@proxy:3128", "HOME": "/home/me", "NCCL_DEBUG": "INFO"}
     )
     assert facts["settings"] == {"https_proxy": "http://***@proxy:3128", "NCCL_DEBUG": "INFO"}
+
+
+def deterministic(answer):
+    """A fake worker's answer: the same bits, or others on four devices."""
+    digest = "'a' if len(devices) < 4 or %r else 'b'" % (answer == "same")
+    return f'if test == "deterministic": return {{"digest": {digest}}}'
+
+
+@pytest.mark.parametrize("answer", ["same", "other"])
+def test_deterministic_training_is_compared(fake, capsys, answer):
+    fake(5, answer=deterministic(answer))
+    code = cli.main(["--no-links", "--deterministic"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (answer == "other")
+    assert ("the bits are others than on 1 device" in said) == (answer == "other")
+    assert "SHA-256 after 20 steps" in said
+
+
+@pytest.mark.full
+def test_deterministic_training_ends_with_the_same_bits():
+    from jdp._doctor.deterministic import train
+
+    devices = jax.devices()
+    assert train(devices[:1], 2) == train(devices[2:4], 2)

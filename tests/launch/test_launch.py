@@ -646,6 +646,21 @@ def test_who_is_left_out(ends, left):
     assert places.left == left
 
 
+@pytest.mark.parametrize(
+    ("devices", "replicas", "left"),
+    [(1, 8, [4, 2, 2, 1]), (1, 12, [4, 3, 2, 1]), (2, 8, [4, 2, 2, 1]), (None, None, [4, 3, 2, 1])],
+)
+def test_as_many_are_left_as_divide_the_replicas(devices, replicas, left):
+    """A place that works is a spare one, until it is needed."""
+    places = Places(job(processes=4, min_processes=1, replicas=replicas, cpu_devices=devices))
+    found = [len(places.left)]
+    for _ in range(3):
+        for _ in range(2):
+            places.blame(failed(0))
+        found.append(len(places.left))
+    assert found == left
+
+
 def test_without_min_processes_nobody_is_left_out():
     places = Places(job(processes=2, nodes=2, node=1, coordinator="h:1"))
     assert not any(places.blame(failed(3)) for _ in range(4)) and places.left == [0, 1]
@@ -830,6 +845,9 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
         ("-n 2 --compilation-cache gs://b script.py", "'gs://b' is no folder"),
         ("-n 2 --min-processes 0 script.py", "--min-processes is 0; a job has 1 process or more"),
         ("-n 2 --min-processes 3 --max-restarts 2 script.py", r"--min-processes is 3 with -n 2; a job never grows\."),
+        ("-n 3 --min-processes 1 --replicas 8 script.py", "--replicas is 8 and there are 3 devices or more"),
+        ("-n 4 --replicas 8 script.py", "--replicas is 8 and --min-processes is missing"),
+        ("-n 4 --replicas 0 script.py", "--replicas is 0; a batch has one chunk for each"),
         ("-n 2 --min-processes 1 --max-restarts 1 script.py", "--min-processes is 1 with --max-restarts 1; .* Pass"),
         (
             "-n 2 --min-processes 1 --max-restarts 2 --nnodes 2 --node-rank 0 --coordinator h:1 script.py",
@@ -857,6 +875,6 @@ def test_the_help_fits_a_terminal_and_names_every_option(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert info.value.code == 0
     options = "-n --max-restarts --devices-per-process --grace --preemption-grace --nnodes --node-rank --coordinator -m"
-    options += " --min-processes --compilation-cache"
+    options += " --min-processes --replicas --compilation-cache"
     assert all(option in text for option in options.split())
     assert max(len(line) for line in text.splitlines()) <= 80

@@ -235,7 +235,7 @@ def test_help_does_not_wait_for_jax():
     code = """
 import contextlib, io, sys
 from jdp.__main__ import main
-for command in ([], ["plan"], ["launch"], ["doctor"]):
+for command in ([], ["plan"], ["launch"], ["doctor"], ["replay"]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         assert main([*command, "--help"]) == 0
     assert "usage" in out.getvalue()

@@ -735,6 +735,24 @@ def undisturbed():
     return batches, params
 
 
+def test_a_job_that_loses_processes_ends_with_the_bits_of_one(start, row, tmp_path):
+    """Four processes, and the last one dies for good, three times: two go on, two with the spare one, then one."""
+    whole = start("fewer", folder=tmp_path / "whole", options=["-n", "1"])
+    assert whole.processes["launcher"].wait(timeout=START) == 0, str(whole)
+    options = ["-n", "4", "--min-processes", "1", "--replicas", "8", "--max-restarts", "9"]
+    job = start("fewer", folder=tmp_path / "job", options=options)
+    assert job.processes["launcher"].wait(timeout=4 * START) == 0, str(job)
+    assert [note["processes"] for note in job.notes("fault")] == [4, 4, 2, 2, 2, 2]  # each in two attempts
+    (want,) = whole.notes("end")
+    assert [note["state"] for note in job.notes("end")] == [want["state"]]
+    losses = {note["taken"]: note["loss"] for note in whole.notes("step")}
+    assert len(losses) == worker.TOTAL
+    for note in job.notes("step"):
+        assert note["loss"] == losses[note["taken"]], note
+    assert {note["processes"] for note in job.notes("step")} == {4, 2, 1}
+    row("the last process dies for good, three times: 4 -> 2 -> 2 -> 1", job, 0.0, said="the bits of one process from the start")
+
+
 def test_every_row_once_with_other_numbers_of_processes(start, row, tmp_path):
     """1, 4, 2 and 3 processes, each killed in the middle of an epoch: as if there had been one run."""
     batches, params = undisturbed()

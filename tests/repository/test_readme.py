@@ -20,6 +20,7 @@ from flax import nnx
 import jdp
 from jdp._launch.options import parse
 from jdp._plan import cli
+from jdp._replay import cli as replay
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -134,7 +135,7 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     commands = [command[1:] for command in COMMANDS if command and command[0] == "jdp"]
     for command, *args in commands:
-        assert command in ("launch", "doctor", "plan")
+        assert command in ("launch", "doctor", "plan", "replay")
         if command == "launch":
             assert parse(args).command[1:] == ("train.py",)
         if command == "plan":
@@ -142,6 +143,8 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
             options = cli._parser().parse_args(own)
             cli._check(cli._parser(), options)
             assert (ROOT / options.script).is_file()
+        if command == "replay":
+            assert replay._parser().parse_args(args).script == "train.py"
     assert len(commands) > 4 and ["doctor"] in commands
 
 

@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 def commands(clone: Path, all_pages: bool) -> list[str]:
     """What a newcomer types after the two `MAKES`, in the order of the README."""
-    found = [f".venv/bin/jdp {name}--help" for name in ("", "launch ", "doctor ", "plan ")]
+    found = [f".venv/bin/jdp {name}--help" for name in ("", "launch ", "doctor ", "plan ", "replay ")]
     for path in sorted((clone / "examples").glob("[!_]*.py")):
         if path.name == "ray_mnist.py":
             continue  # it has an environment of its own, of 1.3 GB

@@ -1,0 +1,68 @@
+"""`python -m jdp replay`: one training step of a run once more, on this machine, to see what is wrong in it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+ABOUT = """\
+Makes one training step of a script again: the step that Checkpointer.save called N.
+
+  jdp replay CHECKPOINTS --step 1200 train.py --width 512
+  jdp replay CHECKPOINTS --step 1200 --pdb train.py --width 512
+
+The script runs as it does by itself. Its Checkpointer over CHECKPOINTS restores the newest checkpoint before step N,
+and the steps up to N are made. Of step N it says: which leaves of the batch, the state and the gradient are not
+finite, in which replicas and rows; the gradient's norm, the loss and the metrics; the bits of the state after it, and
+whether a checkpoint of step N has the same. Then the run ends. No Checkpointer writes anything meanwhile; what else
+the script writes, it writes.
+
+The bits are those of the run on the same number of devices, if the data is a function of the step; with
+train_step(..., deterministic=True) on any number."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the step; `argv` is what comes after `jdp replay`, by default of this process.
+
+    Returns 0; 1 where the step could not be made, and stderr says why; 2 for arguments that make no sense; 130 after
+    Ctrl-C.
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has said why
+        return int(stop.code or 0)
+    from .run import ReplayError, replay  # which waits for JAX; --help does not
+
+    try:
+        replay(args.directory, args.step, args.script, args.args, args.pdb)
+    except (ReplayError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jdp replay: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp replay",
+        usage="jdp replay CHECKPOINTS --step N [--pdb] script [args ...]",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("directory", metavar="CHECKPOINTS", help="the directory of the script's Checkpointer")
+    add("--step", type=_step, required=True, metavar="N", help="the step to make again, as it was called when saved")
+    add("--pdb", action="store_true", help="open the debugger in the line that makes step N, before it is made")
+    add("script", help="what to run")
+    add("args", nargs=argparse.REMAINDER, help="its arguments; replay's own come before the script")
+    return parser
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; the first step is 1. Pass a whole number, as 1200.")
+    return int(text)

@@ -1,0 +1,153 @@
+"""Runs a script from its newest checkpoint up to one step, and ends it there."""
+
+from __future__ import annotations
+
+import bdb
+import collections
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._checkpoint.directory import absolute, steps_in
+from .._checkpoint.read import unlike
+from .._checkpoint.replay import replaying
+from .._core.programs import intercept
+from .._core.scattered import Scattered
+from .._script import print_error, run_script
+from .._train.program import Program
+from .._train.state import TrainState
+from . import step as one_step
+
+_MANY = 20  # steps that one message names
+
+
+class ReplayError(Exception):
+    """Why a step cannot be made again, as a message for the user."""
+
+
+class Ended(BaseException):
+    """No error: ends the script; with a text that says what is wrong with it, if something is."""
+
+
+def replay(directory: str, number: int, script: str, args: Sequence[str], debug: bool = False) -> None:
+    """Makes step `number` of the script again, and prints what is found; nothing is written to the directory.
+
+    Raises:
+        ReplayError: there is no checkpoint before that step, or the script does not come to it.
+    """
+    if not os.path.isfile(script):
+        raise ReplayError(
+            f"jdp.replay: there is no file {script}; replay runs the script whose checkpoints these are. Pass its path."
+        )
+    run = Run(directory, number, debug)
+    problem, how, error = "", "", None
+    with intercept(run.take, shapes=False, stepped=run.stepped), replaying(run):
+        try:
+            how, error = run_script(script, args)
+        except Ended as end:
+            problem = str(end)
+    if isinstance(error, bdb.BdbQuit):  # in the debugger, after the step
+        return
+    if error is not None:
+        print_error(error, script)
+    if how and (error is not None or not run.made):
+        problem = f"{how} {run.where()}"
+    if problem:
+        raise ReplayError(f"jdp.replay: {script} {problem}")
+
+
+class Run:
+    """How far the run has come: its steps are numbered as `Checkpointer.save` calls them.
+
+    A checkpoint that is restored or would be saved says which step was the last; the calls of a step that follow are
+    those of the next numbers. Of several steps in a script each counts its own.
+    """
+
+    def __init__(self, directory: str, number: int, debug: bool) -> None:
+        self._directory, self._number, self._debug = absolute(directory), number, debug
+        there = steps_in(self._directory)
+        if not any(s < number for s in there):
+            has = f"the oldest are {there[:_MANY]}" if there else "there are no checkpoints in it"
+            way = f"--step {there[0] + 1} or more" if there else "the directory of the script's Checkpointer"
+            raise ReplayError(
+                f"jdp.replay: {directory} has no checkpoint of step {number - 1} or before, and {has}; a step is made "
+                f"again from the newest checkpoint before it. Pass {way}."
+            )
+        self._from: int | None = None  # the checkpoint that was restored
+        self._last: int | None = None  # the step that was restored or would have been saved last
+        self._calls: collections.Counter[Program] = collections.Counter()  # since then
+        self._begun: list[Program] = []
+        self.made: list[Program] = []  # that have made the step
+        self._elsewhere: set[str] = set()  # other directories of Checkpointers
+
+    def where(self) -> str:
+        """How far it has come, and what to do where that is too short."""
+        if self._last is not None:
+            come = self._last + max(self._calls.values(), default=0)
+            return (
+                f"after step {come}, and did not make step {self._number}; replay knows the steps of dp.train_step. "
+                f"Pass a step that the script makes, and the arguments that it had."
+            )
+        used = f"; its Checkpointers are over {', '.join(sorted(self._elsewhere))}" if self._elsewhere else ""
+        return (
+            f"before it restored a checkpoint of {self._directory}{used}; replay goes on from one. Pass the directory "
+            f"of the script's Checkpointer, and the script's arguments after it."
+        )
+
+    def last(self, directory: Any) -> int | None:
+        if directory == self._directory:
+            return self._number - 1
+        self._elsewhere.add(os.fspath(directory))
+        return None
+
+    def restored(self, directory: Any, step: int) -> None:
+        if directory == self._directory:
+            self._from = self._last = step
+            self._calls.clear()
+
+    def saved(self, directory: Any, step: int, leaves: Mapping[str, Any]) -> None:
+        if directory != self._directory:
+            return
+        if self.made:
+            if step == self._number and step in steps_in(directory):
+                other = unlike(directory / str(step), leaves)
+                same = f"it has other bits: {', '.join(other[:3])}{', ...' * (len(other) > 3)}"
+                self._say([("checkpoint", same if other else "it has the same bits")])
+            raise Ended
+        if step >= self._number:
+            raise Ended(f"goes on to save step {step} {self.where()}")
+        self._last = step
+        self._calls.clear()
+
+    def take(self, program: Any, *operands: Any) -> None:
+        """A program is about to run."""
+        if not isinstance(program, Program) or program in self._begun and program not in self.made:
+            return
+        number = self._calls[program] + 1 + (-1 if self._last is None else self._last)
+        if self._last is None:
+            raise Ended(f"makes a training step {self.where()}")
+        if number > self._number:
+            raise Ended
+        if number == self._number:
+            self._begun.append(program)
+            self._look(program, *operands)
+
+    def _look(self, program: Program, state: TrainState, batch: Scattered) -> None:
+        self._say([("", f"step {self._number} (train_step of {program.label}), from the checkpoint of {self._from}")])
+        self._say(one_step.before(program, state, batch))
+        if self._debug and not one_step.stop(self._number):
+            raise Ended
+
+    def stepped(self, program: Program, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        """A step has been made."""
+        self._calls[program] += 1
+        if program in self._begun:
+            self.made.append(program)
+            self._say(one_step.after(program, state, metrics))
+
+    def _say(self, lines: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> None:
+        for name, text in lines:  # in every process, for some are computed by all
+            if jax.process_index() == 0:
+                print(f"  {name:<11} {text}" if name or text.startswith("not") else f"jdp replay: {text}", flush=True)

@@ -1,0 +1,39 @@
+"""`deterministic=True` over processes: the bits of one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+DEVICES = {1: 4, 2: 2, 4: 1}  # of each process, by their number
+
+
+def job(n, folder):
+    """What each of n processes found."""
+    folder.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"):
+        environ.pop(name, None)  # conftest's, for 8 devices
+    launch = ["-m", "jdp", "launch", "-n", str(n), "--devices-per-process", str(DEVICES[n])]
+    command = [sys.executable, *launch, str(HERE / "deterministic_worker.py"), str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    return [json.loads((folder / f"{p}.json").read_text()) for p in range(n)]
+
+
+@pytest.mark.full
+def test_the_bits_are_those_of_one_process(tmp_path):
+    (one,) = job(1, tmp_path / "1")
+    for n in (2, 4):
+        found = job(n, tmp_path / str(n))
+        for name, want in one.items():
+            assert {each[name]["state"] for each in found} == {want["state"]}, (name, n)
+            assert {each[name].get("optimizer") for each in found} == {want.get("optimizer")}, (name, n)
+            # Each process has the metrics of its own rows, 57 and 7 of them, in the order of the batch.
+            assert sorted(len(each[name]["rows"]) for each in found)
+            assert sum(len(each[name]["rows"]) for each in found) == len(want["rows"])

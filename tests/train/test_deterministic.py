@@ -1,0 +1,325 @@
+"""`deterministic=True`: after any number of steps the same bits on any number of devices that divides the replicas."""
+
+import functools
+import hashlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import close
+
+import jdp
+from jdp._core.tree import Counter, exchange
+
+RANDOM = np.random.RandomState(0)
+X, Y = RANDOM.randn(64, 8, 8, 3).astype(np.float32), RANDOM.randint(0, 10, 64)
+DEVICES = [1, 2, 4, 8]
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        for width in (32, 32):
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(10)(x)
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (4, 8):
+            x = nn.Conv(features, (3, 3), strides=2)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x.reshape(len(x), 8, -1))
+        x = x + nn.Dropout(0.1, deterministic=False)(nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x)))
+        x = x + nn.Dropout(0.1, deterministic=False)(nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))))
+        return nn.Dense(10)(x.mean(1))
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(192, 16, rngs=rngs), nnx.Linear(16, 10, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(self.drop(nnx.relu(self.norm(self.a(x.reshape(len(x), -1))))))
+
+
+LINEN = {"mlp": MLP, "cnn": CNN, "transformer": Transformer}
+
+
+def digest(tree):
+    """The SHA-256 of all bits of a tree."""
+    found = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        found.update(f"{jax.tree_util.keystr(path)}{x.dtype}{x.shape}".encode() + np.asarray(x).tobytes())
+    return found.hexdigest()
+
+
+def bare(tree):
+    """The leaves of a tree, keys as numbers."""
+    leaves = jax.tree.leaves(tree)
+    return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+
+
+def per_row(logits, y):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def linen_loss(model, v, batch, key):
+    x, y = batch
+    logits, updates = model.apply(v, x, rngs={"dropout": key}, mutable=["batch_stats"])
+    losses = per_row(logits, y)
+    right = logits.argmax(-1) == y
+    metrics = {"right": jdp.Sum(right.sum()), "mean": jdp.Mean(losses.sum(), len(y)), "rows": losses}
+    return losses.mean(), metrics, updates
+
+
+def variables_of(model):
+    return model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X[:2])
+
+
+def run(name, n, sizes, *, tx=TX, replicas=8, spoilt=(), reduce_state="primary", **options):
+    """The state after a step on each of these numbers of rows, and all metrics."""
+    options = {"deterministic": True, **options}
+
+    def batch(i, rows):
+        x = np.roll(X, i, 0)[:rows]
+        return (np.where(i in spoilt, np.nan, x).astype(np.float32), np.roll(Y, i)[:rows])
+
+    metrics = []
+    if name == "nnx":
+        model = NNX(nnx.Rngs(0))
+        dp = jdp.DataParallel(model, range(n), replicas=replicas, reduce_state=reduce_state)
+
+        def loss(model, batch):
+            losses = per_row(model(batch[0]), batch[1])
+            return losses.mean(), {"rows": losses}
+
+        step = dp.train_step(loss, tx, **options)
+        for i, rows in enumerate(sizes):
+            metrics.append(step(batch(i, rows)))
+        return nnx.as_pure(nnx.state((dp.module, step.optimizer))), metrics
+    model = LINEN[name]()
+    dp = jdp.DataParallel(model, range(n), replicas=replicas, reduce_state=reduce_state)
+    variables = variables_of(model)
+    step = dp.train_step(functools.partial(linen_loss, model), tx, **options)
+    state = step.init(variables, key=jax.random.key(2))
+    for i, rows in enumerate(sizes):
+        state, found = step(state, batch(i, rows))
+        metrics.append(found)
+    return state, metrics
+
+
+def check_bits(name, sizes, replicas, **options):
+    """The same on as many devices as replicas, and on any smaller power of two."""
+    found = {n: [*map(digest, run(name, n, sizes, replicas=replicas, **options))] for n in DEVICES if n <= replicas}
+    assert len({tuple(x) for x in found.values()}) == 1, found
+
+
+@pytest.mark.parametrize("name", [*LINEN, "nnx"])
+def test_the_bits_are_the_same_on_any_number_of_devices(name):
+    check_bits(name, [32, 7], 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*LINEN, "nnx"])
+def test_after_50_steps(name):
+    check_bits(name, [64] * 49 + [7], 8)
+
+
+def test_without_it_they_are_not():
+    assert len({digest(run("mlp", n, [64, 64, 7], deterministic=False)[0].params) for n in (1, 2)}) > 1
+
+
+@pytest.mark.parametrize("name", [*LINEN, "nnx"])
+def test_the_numbers_are_those_of_the_ordinary_step(name):
+    (state, metrics), (want, expected) = (
+        run(name, 2, [64, 7], replicas=2, tx=optax.sgd(0.1), deterministic=which) for which in (True, False)
+    )
+    close(metrics, expected)
+    close(bare(state), bare(want))
+
+
+OPTIONS = {
+    "accumulated": {"accumulate_steps": 3},
+    "bfloat16 on the wire": {"reduce_dtype": jnp.bfloat16},
+    "a cut optimizer": {"shard_optimizer": True},
+    "skipped": {"skip_nonfinite": True, "spoilt": (1,)},
+    "the mean of states": {"reduce_state": "mean"},
+    "nothing donated": {"donate": False},
+    "compared": {"check_replicas": 1},
+    "all": {"accumulate_steps": 2, "shard_optimizer": True, "skip_nonfinite": True, "spoilt": (2,)},
+}
+FAST = {"accumulated", "a cut optimizer", "skipped"}
+
+
+@pytest.mark.parametrize("option", [*(x if x in FAST else pytest.param(x, marks=pytest.mark.full) for x in OPTIONS)])
+def test_with_other_options(option):
+    check_bits("cnn", [64, 13, 1], 4, **OPTIONS[option])
+
+
+def test_a_cut_optimizer_changes_no_bit():
+    whole, cut = (digest(run("mlp", 2, [64, 7], replicas=2, shard_optimizer=x)[0]) for x in (False, True))
+    assert whole == cut
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_with_other_numbers_of_replicas(replicas):
+    check_bits("mlp", [64, 5, 1], replicas)
+
+
+def test_without_replicas_it_is_as_with_as_many():
+    assert digest(run("mlp", 4, [64, 7], replicas=None)) == digest(run("mlp", 1, [64, 7], replicas=4))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_elsewhere(tmp_path):
+    """Stopped at 4 devices and resumed on 2 and on 8: the bits of an undisturbed run."""
+    sizes = [64, 64, 7, 64, 64, 7]
+    undisturbed = digest(run("cnn", 1, sizes)[0])
+    model = CNN()
+    variables = variables_of(model)
+
+    def part(n, steps):
+        dp = jdp.DataParallel(model, range(n), replicas=8)
+        step = dp.train_step(functools.partial(linen_loss, model), TX, deterministic=True)
+        state = step.init(variables, key=jax.random.key(2))
+        with jdp.Checkpointer(tmp_path) as saved:
+            if steps[0]:
+                state, _ = saved.restore(state)
+            for i in steps:
+                state, _ = step(state, (np.roll(X, i, 0)[: sizes[i]], np.roll(Y, i)[: sizes[i]]))
+            saved.save(steps[-1] + 1, state)
+        return digest(state)
+
+    part(4, range(3))
+    assert part(2, range(3, 5)) != undisturbed
+    assert part(8, range(5, 6)) == undisturbed
+
+
+def test_no_more_bytes_travel_than_in_an_all_reduce():
+    """Recursive halving and doubling sends 2 (n - 1) / n of the vector, as a ring does."""
+    mesh, size = jax.make_mesh((8,), ("data",)), 1 << 12
+    x = jax.ShapeDtypeStruct((8 * size,), np.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    text = exchange(mesh, 0).lower([x], []).compile().as_text()
+    sent = [int(n) for n in re.findall(r"= f32\[(\d+)\][^=]* collective-permute\(", text)]
+    assert sum(sent) == 2 * size * 7 // 8 and "all-reduce(" not in text
+
+
+VECTORS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=8, max_size=8)
+
+
+def balanced(rows):
+    """The sum by pairs, neighbours first."""
+    rows = list(rows)
+    while len(rows) > 1:
+        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    return rows[0]
+
+
+@given(VECTORS, st.sampled_from(DEVICES), st.integers(0, 2**31))
+def test_sums_are_one_balanced_tree(row, n, seed):
+    values = np.outer(row, np.float32([1, 1e-3, -7, 1e3] * 2)).astype(np.float32)
+    values = np.random.RandomState(seed).permutation(values)
+    devices = jax.devices()[:n]
+    mesh = jax.make_mesh((n,), ("data",), devices=devices)
+    totals = []
+    for device, mine in zip(devices, np.split(values, n), strict=True):
+        counter = Counter()
+        for x in mine:
+            counter.add([jax.device_put(x, device)])
+        totals.append(counter.total[0])
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))
+    together = jax.make_array_from_single_device_arrays((8 * n,), where, totals)
+    rows = jax.device_put(np.asarray(together).reshape(n, 8), where)
+    (found,), (taken,) = exchange(mesh, n - 1)([together], [rows])
+    np.testing.assert_array_equal(np.asarray(found), balanced(values))
+    np.testing.assert_array_equal(np.asarray(taken)[0], np.asarray(totals[-1]))
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), balanced(values))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "uint32"])
+def test_what_is_the_primarys_comes_to_all_to_the_bit(dtype):
+    bits = RANDOM.randint(0, 256, (4, 16), np.uint8)
+    x = (bits > 127) if dtype == "bool" else bits.view(jnp.dtype(dtype))
+    x = np.concatenate([x, x[:, ::-1]], 1)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    _, (found,) = exchange(mesh, 2)([], [jax.device_put(x, jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))])
+    assert np.asarray(found)[0].tobytes() == np.ascontiguousarray(x[2]).tobytes()
+
+
+def step_of(loss=None, replicas=8, n=2, **options):
+    dp = jdp.DataParallel(lambda v, x: x * v["params"], range(n), replicas=replicas)
+    return dp.train_step(loss or (lambda v, x: jnp.mean((dp(v, x) - 6) ** 2)), optax.sgd(0.1), **options)
+
+
+def plain(v, x):
+    return jnp.mean((x * v["params"] - 6) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replicas": 6}, "there are 6 replicas"),
+        ({"shard_params": True}, "deterministic and shard_params"),
+        ({"loss": lambda v, x: plain(v, x) + 0 * jax.lax.psum(x.sum(), "data")}, "runs a collective .psum"),
+        (
+            {"loss": lambda v, x: plain(v, x) * jax.lax.fori_loop(0, 3, lambda *_: jax.lax.axis_index("data"), 0)},
+            "asks for the replica's index",
+        ),
+    ],
+)
+def test_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        step = step_of(**{"loss": plain, **options}, deterministic=True)
+        step(step.init({"params": np.float32(1)}), np.ones(8, np.float32))
+
+
+def test_inside_of_a_jit_it_is_refused():
+    step = step_of(plain, deterministic=True)
+    state = step.init({"params": np.float32(1)})
+    with pytest.raises(ValueError, match="inside of jax.jit"):
+        jax.jit(lambda s, x: step(s, x))(state, np.ones(8, np.float32))
+
+
+def test_the_index_and_keys_are_those_of_the_replica():
+    def loss(v, x, key):
+        index = jax.lax.axis_index("data")
+        return plain(v, x), {"index": jnp.full(len(x), index), "drawn": jax.random.uniform(key, (len(x),))}
+
+    x, found = np.ones(10, np.float32), []
+    for n in DEVICES:
+        step = step_of(loss, n=n, deterministic=n < 8)
+        _, metrics = step(step.init({"params": np.float32(1)}, key=jax.random.key(0)), x)
+        found.append(jax.tree.map(np.asarray, metrics))
+    np.testing.assert_array_equal(found[0]["index"], [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    for other in found[1:]:
+        np.testing.assert_array_equal(other["index"], found[0]["index"])
+        np.testing.assert_array_equal(other["drawn"], found[0]["drawn"])
+
+
+def test_the_state_that_went_in_is_donated():
+    step = step_of(plain, deterministic=True)
+    state = step.init({"params": np.float32(1)})
+    after, _ = step(state, np.ones(8, np.float32))
+    assert state.params.is_deleted() and step.last is after
+    with pytest.raises(RuntimeError, match="was donated"):
+        step(state, np.ones(8, np.float32))
