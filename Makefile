@@ -25,8 +25,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
+mnist: INSTALLED = $(VENV)/.installed-examples$(addprefix $(comma),$(strip $(ACCELERATOR)))
 mnist:  ## train a Flax CNN on MNIST, on every device of this machine
-	@$(MAKE) --no-print-directory $(VENV)/.installed-examples$(addprefix $(comma),$(strip $(ACCELERATOR)))
+	@echo "A small network learns handwritten digits on every device here, and draws a picture: up to a minute on two busy cores."
+	@test -e $(INSTALLED) || echo "Before that, once: an environment in $(VENV), and JAX into it, which takes 1 to 3 minutes."
+	@$(MAKE) --no-print-directory $(INSTALLED)
 	$(VENV)/bin/python examples/mnist.py $(ARGS)
 
 test: install  ## run the fast tests, on 8 virtual CPU devices: every verb, door, bad input and law once
@@ -98,7 +101,7 @@ clean:  ## remove the environment and all that was built
 
 # `.installed-X` says that the package is installed, editable, with the extras X, as pyproject.toml has them now.
 $(VENV)/.installed-%: pyproject.toml $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --editable ".[$*]"
+	$(VENV)/bin/python .ci/pip --editable ".[$*]"
 	@touch $@
 
 # A virtual environment, since Debian's own Python refuses to install packages (PEP 668); and Debian's venv lacks its

@@ -1,9 +1,14 @@
 """The picture of a run without images: its learning curve."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
+
+if TYPE_CHECKING:  # a run without matplotlib has no picture, and goes on
+    from matplotlib.figure import Figure
 
 BLUE, RED, GREY = "#2a5db5", "#b5382a", "#777777"
 
@@ -12,6 +17,8 @@ def curve(
     title: str, losses: Sequence[float], held_out: dict[int, float], baseline: tuple[str, float], ylabel: str
 ) -> Figure:
     """`losses` has one entry per step; `held_out` the loss on held-out data after some of the steps."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     window = max(1, len(losses) // 25)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from _mnist_data import MNIST, TEST_BATCH, add_arguments, positive
 from _picture import picture
+from _start import save
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -87,6 +88,10 @@ class Show:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.losses:
+            tested = f", {len(self.accuracies)} epochs tested" if self.accuracies else ""
+            title = f"MNIST on {self._machine()}: interrupted after {len(self.losses)} steps{tested}"
+            self.console.print(self._save(title), markup=False)
 
     def step(self, loss: jax.Array, accuracy: jax.Array) -> None:
         """Keep a step's numbers, and show those of the step before it: to read its own is to wait for it."""
@@ -109,7 +114,7 @@ class Show:
 
     def result(self) -> None:
         """The last epoch's test result in full, and the picture."""
-        images, labels = self.data.test_images, self.data.test_labels
+        labels = self.data.test_labels
         rows, right = len(labels), int(np.sum(self.predicted == labels))
         last = rows % TEST_BATCH or min(rows, TEST_BATCH)
         self.console.print(
@@ -117,9 +122,12 @@ class Show:
         )
         self.console.print(f"(in batches of {TEST_BATCH} rows; the last has {last}: {self._shares(last)})")
         title = f"MNIST on {self._machine()}: {right / rows:.2%} of the test digits right"
-        figure = picture(title, self.losses, self.accuracies, images, labels, self.predicted)
-        figure.savefig(self.args.picture, dpi=120)
-        self.console.print(f"picture {self.args.picture}; {time.perf_counter() - self._begin:.0f} s in all")
+        self.console.print(f"{self._save(title)}; {time.perf_counter() - self._begin:.0f} s in all", markup=False)
+
+    def _save(self, title: str) -> str:
+        tested = len(self.predicted)
+        digits = self.data.test_images[:tested], self.data.test_labels[:tested], self.predicted
+        return save(self.args.picture, lambda: picture(title, self.losses, self.accuracies, *digits, self.steps))
 
     def _read(self) -> None:
         if self._pending is None:

@@ -10,6 +10,7 @@ bits per character, a few lines that the model wrote, and a picture of the learn
 
 from pydoc_data.topics import topics
 
+import _start  # before JAX: it says what comes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,8 +188,8 @@ def main() -> None:
     for row in np.asarray(written):
         print("-" * 80, "".join(alphabet[i] for i in row).strip(), sep="\n")
     title = f"A character GPT on {machine(devices)}: {last:.2f} bits per character"
-    curve(title, bar.losses, bits, ("frequencies alone", baseline), "bits per character").savefig(args.picture, dpi=120)
-    print(f"picture {args.picture}")
+    baseline_of = ("frequencies alone", baseline)
+    print(_start.save(args.picture, lambda: curve(title, bar.losses, bits, baseline_of, "bits per character")))
 
 
 if __name__ == "__main__":

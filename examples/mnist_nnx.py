@@ -7,6 +7,7 @@ Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the 
 all test rows, and a picture of the learning curve and of the digits that the model got wrong.
 """
 
+import _start  # noqa: F401  before JAX: it says what comes
 import jax
 import jax.numpy as jnp
 import numpy as np

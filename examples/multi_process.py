@@ -149,10 +149,13 @@ def main() -> None:
     if done:
         print(f"going on  after step {done} of {steps}, from {args.checkpoints}")
 
-    todo = range(done, steps)
+    todo, told = range(done, steps), time.perf_counter()
     for number, batch in zip(todo, dp.prefetch(batches(data, args.batch_size, args.seed, todo)), strict=True):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))  # of all rows, and so the same in every process
+        if time.perf_counter() - told > 5:  # seconds without a word
+            told = time.perf_counter()
+            print(f"step {number + 1}/{steps}  loss {losses[-1]:.4f}", flush=True)
         epoch, rest = divmod(number + 1, per_epoch)
         if not rest:
             tests[str(number + 1)] = sums = test(state)

@@ -16,6 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import _start  # before JAX: it says what comes
 import flax.linen as nn
 import jax
 import numpy as np
@@ -153,8 +154,8 @@ def main() -> None:
     print(f"test accuracy {right / len(predicted):.2%}: {right:,} of {len(predicted):,} digits right")
     print(f"parameters SHA-256 {sha256(state.params)}")
     title = f"ResNet on {machine(devices)}: {right / len(predicted):.2%} of the test digits right"
-    picture(title, bar.losses, accuracies, data.test_images, data.test_labels, predicted).savefig(args.picture, dpi=120)
-    print(f"picture {args.picture}")
+    shown = data.test_images, data.test_labels, predicted
+    print(_start.save(args.picture, lambda: picture(title, bar.losses, accuracies, *shown)))
 
 
 if __name__ == "__main__":

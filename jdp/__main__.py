@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from typing import NoReturn
 
 from ._version import __version__
 
@@ -49,5 +52,19 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
+def run() -> NoReturn:
+    """`jdp` and `python -m jdp`: ends the process with the command's code, 130 after Ctrl-C."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # before the command could say so: while it was imported
+        print("jdp: interrupted", file=sys.stderr)
+        code = 130
+    if code == 130 and threading.active_count() > 1:  # a compiler is at work, which knows of no signals
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -37,11 +37,12 @@ def show_blocks(found: Iterable[Block], out: TextIO, wide: int = 80) -> None:
             console.print(rich.padding.Padding(table, (0, 0, 0, 2), expand=False))
 
 
-def say(command: str, text: str) -> None:
+def say(command: str, text: str, out: TextIO | None = None) -> None:
     """What is being done, on a line that the next one overwrites, or "" to end; for someone who watches."""
-    if sys.stderr.isatty():
+    out = sys.stderr if out is None else out
+    if out is not None and out.isatty():
         with contextlib.suppress(OSError):
-            print(f"\r\x1b[K{f'jdp {command}: {text} ...' if text else ''}"[:78], end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{f'jdp {command}: {text} ...' if text else ''}"[:78], end="", file=out, flush=True)
 
 
 class Title(NamedTuple):

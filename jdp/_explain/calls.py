@@ -35,13 +35,26 @@ class Call:
     alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def compile(self, traced: Any) -> Any:
-        """The traced program, compiled as for a call."""
+    def compile(self, lowered: Any, kernels: str | None = None) -> Any:
+        """The lowered program, compiled as for a call.
+
+        What a compiler for absent GPUs makes of the kernels may be kept in the file `kernels`, and is found there when
+        another program has the same ones: the instructions, their order and their memory are compiled each time.
+        """
+        absent = are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
+        if not absent:
+            return lowered.compile(compiler_options=self.compiler_options or None)
         # Where there is no GPU to try them on, XLA's own kernels for products have tiles for small ones only, and it
         # refuses the large; the library's, which it then plans with, take all.
-        absent = are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
-        options = {"xla_gpu_enable_triton_gemm": False} if absent else {}
-        return traced.lower().compile(compiler_options=options | self.compiler_options or None)
+        options = {"xla_gpu_enable_triton_gemm": False} | self.compiler_options
+        kept = {"xla_gpu_enable_llvm_module_compilation_parallelism": True, "xla_gpu_kernel_cache_file": kernels}
+        if kernels is not None:
+            try:
+                return lowered.compile(compiler_options=options | kept)
+            except jax.errors.JaxRuntimeError as error:
+                if "No such compile option" not in str(error):  # JAX's next version may lack it
+                    raise
+        return lowered.compile(compiler_options=options)
 
 
 class Captured(BaseException):

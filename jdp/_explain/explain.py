@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -59,7 +60,6 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     if not callable(fn):
         raise TypeError(f"jdp.explain: fn is a {type(fn).__name__}; it is called. Pass dp.apply, or a step.")
     name = getattr(fn, "__name__", type(fn).__name__)
-    donations: list[str] = []
     try:
         call = capture(fn, args, kwargs)
         if call is None:
@@ -67,21 +67,49 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
                 f"jdp.explain: {name} comes to no program of jdp's; it explains what jdp compiles. Pass dp.apply, a "
                 f"step, or a function that calls one."
             )
-        start = time.perf_counter()
-        with unused_donations(donations):
-            traced = call.trace()
-            compiled = _compiled(call, traced)
+        return compiled_call(call).report()
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise ValueError(
             f"jdp.explain: {name} needs the values of its arguments, and they are only shapes here "
             f"({str(error).splitlines()[0]}). Let Python look at shapes alone, as under jax.jit."
         ) from error
-    return _report(call, traced.jaxpr, compiled, time.perf_counter() - start, tuple(donations))
 
 
-def _compiled(call: Call, traced: Any) -> Any:
+@dataclasses.dataclass(frozen=True)
+class CompiledCall:
+    """A call's program, compiled."""
+
+    call: Call
+    jaxpr: Any
+    compiled: Any
+    seconds: float  # that it took to compile
+    donations: tuple[str, ...]  # those that are of no use
+
+    @property
+    def peak_bytes(self) -> int:
+        memory = self.compiled.memory_analysis()
+        return memory.argument_size_in_bytes + _output_bytes(memory) + memory.temp_size_in_bytes
+
+    def report(self) -> Report:
+        return _report(self)
+
+
+def compiled_call(
+    call: Call, tracing: contextlib.AbstractContextManager[Any] | None = None, kernels: str | None = None
+) -> CompiledCall:
+    """Compiles it. Python traces it under `tracing`; what compilers for absent GPUs make may be kept in a file."""
+    donations: list[str] = []
+    start = time.perf_counter()
+    with tracing or contextlib.nullcontext(), unused_donations(donations):
+        traced = call.trace()
+        lowered = traced.lower()
+    compiled = _compiled(call, lowered, kernels)
+    return CompiledCall(call, traced.jaxpr, compiled, time.perf_counter() - start, tuple(donations))
+
+
+def _compiled(call: Call, lowered: Any, kernels: str | None) -> Any:
     try:
-        return call.compile(traced)
+        return call.compile(lowered, kernels)
     except jax.errors.JaxRuntimeError as error:
         rows, kind = max(_rows(call.batch[0])), call.mesh.devices.flat[0].device_kind
         what = f"{call.label} with {rows} rows on each {kind}"
@@ -94,11 +122,16 @@ def _compiled(call: Call, traced: Any) -> Any:
         raise RuntimeError(f"jdp.explain: {what} does not compile: {str(error).splitlines()[0]}; {advice}") from error
 
 
-def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tuple[str, ...]) -> Report:
+def _output_bytes(memory: Any) -> int:
+    """Of results that take no donated argument's place."""
+    return memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def _report(of: CompiledCall) -> Report:
+    call, compiled = of.call, of.compiled
     hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
     module, chip = parse(hlo), chip_of(device.device_kind)
     sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
-    output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         label=call.label,
         platform=device.platform,
@@ -113,15 +146,15 @@ def _report(call: Call, jaxpr: Any, compiled: Any, seconds: float, donations: tu
         state_bytes=sizes.get("state", 0),
         batch_bytes=bytes_on_each(call.batch),
         temp_bytes=memory.temp_size_in_bytes,
-        output_bytes=output,
-        peak_bytes=memory.argument_size_in_bytes + output + memory.temp_size_in_bytes,
+        output_bytes=_output_bytes(memory),
+        peak_bytes=of.peak_bytes,
         # Its own word; for a described one the data sheet's.
         memory_bytes=memory_bytes(device) or (chip and chip.available_bytes),
         collectives=_collectives_of(call, module),
-        unscattered=unscattered(call, jaxpr),
-        unused_donations=donations,
+        unscattered=unscattered(call, of.jaxpr),
+        unused_donations=of.donations,
         compilations=call.compilations,
-        compile_seconds=seconds,
+        compile_seconds=of.seconds,
         hlo=hlo,
         _alone=functools.partial(work_alone, call),
         _network=Network.of([*call.mesh.devices.flat]) if chip else None,
@@ -143,7 +176,7 @@ def work_alone(call: Call) -> Work | None:
     """The work of the same call on the primary device alone, with the whole batch."""
     alone = call.alone()
     try:
-        compiled = alone.compile(alone.trace())
+        compiled = alone.compile(alone.trace().lower())
     except jax.errors.JaxRuntimeError:  # more than one device holds
         return None
     return _work(compiled)

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from .._core.devices import Device
-from .._tables import say
-from .._topology.chips import CHIPS, Chip
-from .._topology.topology import how_to_install, topology
-from .lines import Line, line
-from .print import as_json, page, picture, show
-from .script import WAYS, PlanError, Step, capture_step
+from .._topology.chips import CHIPS
 
 ABOUT = """\
 Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
@@ -41,28 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(parser, args)
     except SystemExit as stop:  # argparse has said why
         return int(stop.code or 0)
-    try:
-        _refuse_missing(args)
-        devices = _topologies(args)
-        step = capture_step(args.script, given[at + 1 :], args.values)
-        if args.batch_per_device is not None and not step.is_cut:
-            raise PlanError(
-                "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
-            )
-        chip, title = CHIPS[args.topology], f"train_step of {step.program.label}"
-        lines = list(_lines(step, chip, devices, args.batch_per_device or step.rows, args.search))
-        if args.picture is not None:
-            picture(lines, chip, title).savefig(args.picture, dpi=120)
-        if args.html is not None:
-            page(lines, chip, title).save(args.html)
-        print(as_json(lines, chip)) if args.json else show(lines, chip, title, sys.stdout)
-    except (PlanError, ValueError, ImportError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("jdp plan: interrupted", file=sys.stderr)
-        return 130
-    return 0 if any(one.compiles for one in lines) else 1
+    from .plan import plan  # which waits for JAX; --help does not
+
+    return plan(args, given[at + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,46 +93,3 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     ):
         if is_wrong:
             parser.error(f"argument {said}")
-
-
-def _refuse_missing(args: argparse.Namespace) -> None:
-    """What would be missing only at the end, after minutes of compiling."""
-    for module, wanted, instead in (
-        ("rich", not args.json, "the table needs rich; --json does not"),
-        ("matplotlib", args.picture is not None, "the picture needs matplotlib"),
-    ):
-        if wanted and importlib.util.find_spec(module) is None:
-            raise PlanError(f"jdp.plan: {module} is not installed; {instead}. {how_to_install('examples')}")
-
-
-def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]]:
-    """What to compile for, with how each is called; first one device alone."""
-    chip = CHIPS.get(args.topology)
-    if chip is not None and chip.kind == "tpu":
-        alone = "x".join("1" * len(chip.domain))
-        return [(shape, topology(args.topology, shape)) for shape in (alone, *args.shapes.split(","))]
-    found = [("1 x 1", topology(args.topology, hosts=1, per_host=1))]
-    for hosts in args.hosts or [1]:
-        devices = topology(args.topology, hosts=hosts, per_host=args.per_host)
-        found.append((f"{hosts} x {len(devices) // hosts}", devices))
-    return found
-
-
-def _lines(
-    step: Step, chip: Chip, devices: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
-) -> Iterator[Line]:
-    (where, one), *asked = devices
-    near: dict[str, Line] = {}  # the last line of each way that knows the most rows
-    try:
-        say("plan", f"compiling for one {chip.name}")
-        alone = line(step, where, one, rows, step.way).seconds
-        for where, these in asked:
-            beside = None
-            for way in WAYS if len(these) > 1 else (step.way,):  # one device has nobody to share with
-                say("plan", f"compiling for {len(these)} {chip.name}s, {way}")
-                beside = line(step, where, these, rows, way, alone, near.get(way, beside), search)
-                if beside.most is not None:
-                    near[way] = beside
-                yield beside
-    finally:
-        say("plan", "")

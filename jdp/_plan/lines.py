@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
-
-from jax.sharding import Mesh
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import NamedTuple, TextIO, TypeVar
 
 from .._core.devices import Device, make_mesh
+from .._explain.calls import step_call
 from .._explain.estimate import Network, wire_bytes
-from .._explain.explain import explain
-from .._explain.report import Report
+from .._explain.explain import CompiledCall, compiled_call
+from .._page import scaled
+from .._tables import say
+from .._topology.chips import Chip
 from .._topology.quiet import quiet
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -33,6 +42,7 @@ class Line:
     compiles: bool = True
     fits: bool | None = None
     peak_bytes: int | None = None
+    temp_bytes: int | None = None  # of the peak what is neither argument nor result
     most: Most | None = None
     wire_bytes: float | None = None  # that each device sends in a step
     exposed_seconds: float | None = None  # with no computation beside; estimated, as are the two below
@@ -40,109 +50,292 @@ class Line:
     efficiency: float | None = None  # of `seconds`, what one such device alone takes for as many rows
     in_flight: float | None = None
     compile_seconds: float | None = None
+    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # peaks by rows, as they were compiled
 
-    def most_of(self, peak: float | None, memory: int) -> Most | None:
-        """What another way may have with that peak at as many rows, if each further row takes as much there as here."""
-        if peak is None or self.peak_bytes is None or self.most is None or self.most.rows <= self.rows:
+    def most_of(self, other: Line, memory: int) -> Most | None:
+        """What a line of more or fewer devices has, where it is known from this one without compiling.
+
+        If each needs as many temporary bytes for its rows as the other, what they need for more rows differs by what
+        their states do: the rows that fit here fit there, and those that do not do not, if the memory says so too.
+        """
+        if self.most is None or not self.is_like(other):
             return None
-        each = (memory - self.peak_bytes) / (self.most.rows - self.rows)
-        rows = max(1.0, self.rows + (memory - peak) / each) if each > 0 else 1.0
-        return Most(int(rows * (1 - TOLERANCE / 3)), int(rows * (1 + TOLERANCE / 3)) + 1, 0)
+        shift = (other.peak_bytes or 0) - (self.peak_bytes or 0)
+        fits = not self.most.rows or self.measured[self.most.rows] + shift <= memory
+        too_many = self.most.too_many
+        ends = too_many is None or not self.measured[too_many] + shift <= memory
+        return self.most._replace(compilations=1, as_on=self.devices) if fits and ends else None
+
+    def is_like(self, other: Line) -> bool:
+        """Whether a device needs the same for the rows of both lines, to a thousandth."""
+        if self.temp_bytes is None or other.temp_bytes is None or self.rows != other.rows:
+            return False
+        return abs(self.temp_bytes - other.temp_bytes) <= _ALIKE * self.temp_bytes
+
+    def slope(self) -> float | None:
+        """Bytes for each further row, where most were measured."""
+        known = [(x, y) for x, y in sorted(self.measured.items()) if math.isfinite(y)][-2:]
+        return (known[1][1] - known[0][1]) / (known[1][0] - known[0][0]) if len(known) == 2 else None
+
+
+_ALIKE = 0.001
+
+
+class Compiler:
+    """Compiles a step for machines of one chip, and tells `out` when a compilation begins and ends.
+
+    Threads may share it. Python traces one step at a time; the compilers work beside each other.
+    """
+
+    def __init__(self, step: Step, chip: Chip, out: TextIO, kernels: str) -> None:
+        self.step, self.chip = step, chip
+        self._out, self._kernels = out, kernels
+        self._tracing, self._telling = threading.Lock(), threading.Lock()
+        self._under_way: list[tuple[str, float]] = []  # with when it began
+
+    def compile(self, devices: Sequence[Device], rows: int, way: str) -> CompiledCall | str:
+        """The step, compiled; or the compiler's reason, in a line."""
+        what = f"{len(devices):,} x {self.chip.name}, {way}, {rows:,} rows"
+        begin, said = time.perf_counter(), "interrupted"
+        self._begin(what, begin)
+        try:
+            mesh = make_mesh(tuple(devices), self.step.program.config.axis_name)
+            with self._tracing:
+                call = step_call(*self.step.on(mesh, rows, way))
+            # What two programs have in common is compiled once; two threads do not write into the same file.
+            kernels = os.path.join(self._kernels, threading.current_thread().name)
+            compiled = compiled_call(call, self._tracing, kernels)
+            said = scaled(compiled.peak_bytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+            return compiled
+        except Exception as error:
+            reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
+            said = "more than it has memory for" if _TOO_MUCH in reason else "does not compile"
+            return reason
+        finally:
+            self._end(what, begin, f"{said}, in {time.perf_counter() - begin:.1f} s")
+
+    def _begin(self, what: str, begin: float) -> None:
+        with self._telling:
+            self._under_way.append((what, begin))
+            if not self._out.isatty():
+                print(f"jdp plan: {what}: compiling", file=self._out, flush=True)
+            self._say()
+
+    def _end(self, what: str, begin: float, said: str) -> None:
+        with self._telling:
+            self._under_way.remove((what, begin))
+            say("plan", "", self._out)
+            print(f"jdp plan: {what}: {said}", file=self._out, flush=True)
+            self._say()
+
+    def tell(self) -> None:
+        """Says what is still under way, and for how long."""
+        with self._telling:
+            told = [f"{what} ({time.perf_counter() - begin:.0f} s)" for what, begin in self._under_way]
+            if told and not self._out.isatty():
+                print(f"jdp plan: still compiling {'; '.join(told)}", file=self._out, flush=True)
+            self._say()
+
+    def _say(self) -> None:
+        now = time.perf_counter()
+        told = "; ".join(f"({now - begin:.0f} s) {what}" for what, begin in self._under_way)
+        say("plan", f"compiling {told}" if told else "", self._out)
+
+
+def lines(
+    step: Step, chip: Chip, machines: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
+) -> Iterator[Line]:
+    """A line for each way to keep the state on each of the machines, but for the first one: a device alone."""
+    alone, *asked = machines
+    wanted = [(m, way) for m in asked for way in (WAYS if len(m[1]) > 1 else (step.way,))]
+    with quiet() as out, tempfile.TemporaryDirectory(prefix="jdp-plan-", ignore_cleanup_errors=True) as kernels:
+        compiler = Compiler(step, chip, out, kernels)
+        first, *others = (Future[Line]() for _ in range(1 + len(wanted)))
+
+        def like(i: int) -> Line | None:
+            """Of the same way on fewer hosts, if its most rows were measured. It was begun before, so that it ends."""
+            earlier = (others[j].result() for j in range(i - 1, -1, -1) if wanted[j][1] == wanted[i][1])
+            return next((one for one in earlier if one.most is not None and one.most.as_on is None), None)
+
+        def one(i: int) -> Line:
+            (where, devices), way = wanted[i]
+            return line(compiler, where, devices, rows, way, search, lambda: like(i))
+
+        # Of each machine first what takes longest: the way that is least like one device alone.
+        order = sorted(range(len(wanted)), key=lambda i: (machines.index(wanted[i][0]), -WAYS.index(wanted[i][1])))
+        tasks = [(others[i], partial(one, i)) for i in order]
+        with _threads([(first, lambda: line(compiler, *alone, rows, step.way)), *tasks]):
+            for future in others:
+                while not wait([future], timeout=EVERY).done:
+                    compiler.tell()
+                found, seconds = future.result(), first.result().seconds
+                if seconds is not None and found.seconds is not None:
+                    found.efficiency = seconds / found.seconds
+                yield found
+
+
+EVERY = 5.0  # seconds without a word
+THREADS = 4  # more would want much of the memory, where programs are large
+
+
+@contextlib.contextmanager
+def _threads(tasks: Sequence[tuple[Future[_T], Callable[[], _T]]]) -> Iterator[None]:
+    """Does the tasks, in order, one at a time on each core; at the end of the block none is begun any more.
+
+    The threads are daemons: who interrupts the plan does not wait for a compiler that knows of no signals.
+    """
+    left, one_at_a_time, ended = iter(tasks), threading.Lock(), threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            with one_at_a_time:
+                future, task = next(left, (None, None))
+            if future is None or task is None:
+                return
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for i in range(min(len(tasks), cores, THREADS)):
+        threading.Thread(target=work, name=str(i), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def line(
-    step: Step,
+    compiler: Compiler,
     where: str,
     devices: Sequence[Device],
     rows: int,
     way: str,
-    alone: float | None = None,
-    guess: Line | None = None,
     search: bool = False,
+    like: Callable[[], Line | None] = lambda: None,
 ) -> Line:
-    """One line: `alone` seconds on one device, `guess` another line, to search from."""
-    mesh, network = make_mesh(tuple(devices), step.program.config.axis_name), Network.of(devices)
+    """One line: `like` waits for one of the same way whose most rows were measured, if there is one."""
+    step, network = compiler.step, Network.of(devices)
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows, way, way == step.way)
-    compiled = _attempt(step, mesh, rows, way)
+    compiled, fixed = compiler.compile(devices, rows, way), 0
     if isinstance(compiled, str):
         found.compiles, found.reason = False, compiled
         if _TOO_MUCH not in compiled:
             return found
-        found.fits = False
+        found.fits, found.measured[rows] = False, math.inf
     else:
-        found.seconds, found.exposed_seconds = compiled.seconds, compiled.exposed_seconds
-        found.peak_bytes, found.fits = compiled.peak_bytes, compiled.fits
-        found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in compiled.collectives)
-        found.efficiency = alone / compiled.schedule.seconds if alone else None
-        found.in_flight, found.compile_seconds = compiled.in_flight, compiled.compile_seconds
+        report = compiled.report()
+        found.seconds, found.exposed_seconds = report.seconds, report.exposed_seconds
+        found.peak_bytes, found.temp_bytes, found.fits = report.peak_bytes, report.temp_bytes, report.fits
+        found.wire_bytes = sum(wire_bytes(c.kind, c.bytes, c.group) * (c.runs or 1) for c in report.collectives)
+        found.in_flight, found.compile_seconds = report.in_flight, report.compile_seconds
+        found.measured[rows] = report.peak_bytes
+        fixed = report.parameter_bytes + report.optimizer_bytes + report.state_bytes
     if search and step.is_cut:
 
         def needs(rows: int) -> float:
-            if rows == found.rows:
-                return math.inf if found.peak_bytes is None else found.peak_bytes
-            compiled = _attempt(step, mesh, rows, way)
-            if isinstance(compiled, str):
-                return math.inf if _TOO_MUCH in compiled else math.nan
-            return compiled.peak_bytes
+            if rows not in found.measured:
+                compiled = compiler.compile(devices, rows, way)
+                refused = math.inf if isinstance(compiled, str) and _TOO_MUCH in compiled else math.nan
+                found.measured[rows] = refused if isinstance(compiled, str) else compiled.peak_bytes
+            return found.measured[rows]
 
-        memory = network.chip.available_bytes
-        near = guess and (guess.most if guess.way == way else guess.most_of(found.peak_bytes, memory))
-        found.most = most(needs, memory, rows, near)
+        memory, other = network.chip.available_bytes, like()
+        if other is not None:
+            found.most = other.most_of(found, memory)
+        if found.most is None:
+            slope = other.slope() if other is not None and other.is_like(found) else None
+            found.most = most(needs, memory, rows, slope, fixed)
     return found
 
 
-def _attempt(step: Step, mesh: Mesh, rows: int, way: str) -> Report | str:
-    """The step, compiled; or the compiler's reason, in a line."""
-    program, state, batch = step.on(mesh, rows, way)
-    try:
-        with quiet():
-            return explain(program.lower, state, batch)
-    except Exception as error:
-        return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
-
-
-COMPILATIONS = 14
+COMPILATIONS = 4
 TOLERANCE = 0.01
 _NONE = 2**31  # rows; no axis of an array is longer
 
 
 class Most(NamedTuple):
-    """`rows` were compiled and fit, `too_many` do not. 0 rows: not even one does."""
+    """`rows` were compiled and fit, `too_many` do not, or are unknown (`None`). 0 rows: not even one does."""
 
     rows: int
-    too_many: int
+    too_many: int | None
     compilations: int
     refused: bool = False  # whether the compiler refuses `too_many` for another reason than memory
+    as_on: int | None = None  # how many devices both were compiled for, if not for those of the line
 
     @property
     def is_exact(self) -> bool:
         return self.too_many == self.rows + 1
 
 
-def most(needs: Callable[[int], float], memory: int, rows: int, guess: Most | None = None) -> Most:
-    """The largest rows with `needs(rows) <= memory`, to 1 %, if the compiler lets it.
+def most(
+    needs: Callable[[int], float], memory: int, rows: int, slope: float | None = None, fixed: float = 0.0
+) -> Most:
+    """The largest rows with `needs(rows) <= memory`: to 1 % in four compilations, where memory grows in a line.
+
+    The line through what was compiled says where the memory ends; just below it is compiled next, then just above.
+    Where it is no line, the two ends of what is found are farther apart.
 
     Args:
         needs: bytes by rows, more or less rising; infinite where the compiler finds it too much, and not a number
             where it refuses for another reason, which says nothing of the memory.
         memory: bytes that there are.
         rows: where to begin.
-        guess: what was found for a like program, to be tried first.
+        slope: bytes for each further row, as a like program has it.
+        fixed: bytes that are needed for no row at all, at least.
     """
     known: dict[int, float] = {}
-    low, high = 0, _NONE
-    tries = [rows] if guess is None else [rows, max(1, guess.rows), guess.too_many]
-    while high - low > max(1, TOLERANCE * low) and len(known) < COMPILATIONS:
-        x = next((t for t in tries if low < t < high and t not in known), None)
-        x = _round(_next(known, low, high, memory), low) if x is None else x
-        if x not in known:
-            known[x] = needs(x)
-        simple = 2 ** int(math.log2(x))  # the shape that a compiler takes if any
-        if math.isnan(known[x]) and simple > low and simple not in known:
-            tries.append(simple)
-        else:
-            low, high = (x, high) if known[x] <= memory else (low, x)
-    return Most(low, high, len(known), high in known and math.isnan(known[high]))
+    while True:
+        known[rows] = needs(rows)
+        low, high = _ends(known, memory)
+        if len(known) == COMPILATIONS or high - low <= max(1, TOLERANCE * low):
+            return Most(low, None if high == _NONE else high, len(known), math.isnan(known.get(high, 0.0)))
+        rows = _next(known, low, high, memory, slope, fixed)
+
+
+def _ends(known: Mapping[int, float], memory: int) -> tuple[int, int]:
+    """The most rows that are known to fit, and the fewest above them that are known not to."""
+    low = max((x for x, y in known.items() if y <= memory), default=0)
+    return low, min((x for x, y in known.items() if x > low and not y <= memory), default=_NONE)
+
+
+def _next(
+    known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
+) -> int:
+    """What to compile between the two."""
+    *_, last = known
+    simple = 2 ** int(math.log2(last))  # the shape that a compiler takes if any
+    if math.isnan(known[last]) and low < simple and simple not in known:
+        return simple
+    meets = min(_meets(known, low, high, memory, slope, fixed), float(_NONE))
+    if not low <= meets < high:
+        meets = (low + high) / 2 if high < _NONE else max(meets, 2 * low)
+    margin = max(1, int(TOLERANCE * low))
+    if low and meets - low <= margin:  # no more will fit: see that
+        wanted = max(_round(low + margin, low), int(meets) + 1)
+    else:  # the last one has to fit, for otherwise little is known
+        wanted = _round(int(meets * (1 - (len(known) == COMPILATIONS - 1) * TOLERANCE / 2)), low)
+    return min(max(wanted, low + 1), high - 1)
+
+
+def _meets(
+    known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
+) -> float:
+    """Where the memory ends, by the line through the two points nearest to there."""
+    finite = [x for x in sorted(known) if math.isfinite(known[x])]
+    below, above = [x for x in finite if x <= low], [x for x in finite if x >= high]
+    ends = [*below[-2:], *above[:1]][-2:] if below else above[:2]
+    if not ends:
+        return min(known) / 8
+    x, y = ends[-1], known[ends[-1]]
+    if len(ends) == 2:
+        slope = (y - known[ends[0]]) / (x - ends[0])
+        return x + (memory - y) / slope if slope > 0 else 8.0 * x
+    if slope is None:  # it is no more than this, so that what fits by it fits
+        each = max(y - fixed, 1.0) / x
+        return x + (memory - y) / each if y <= memory else max(1.0, (memory - fixed) / each / 2)
+    return x + (memory - y) / slope
 
 
 def _round(rows: int, low: int) -> int:
@@ -150,21 +343,3 @@ def _round(rows: int, low: int) -> int:
     unit = 2 ** int(math.log2(max(1, rows * TOLERANCE / 2)))  # within half of the tolerance
     rounded = rows // unit * unit
     return rounded if rounded > low else rows
-
-
-def _next(known: Mapping[int, float], low: int, high: int, memory: int) -> int:
-    """What to try between the two: where the line through two measured points meets the memory, or just beside it."""
-    finite = [x for x in sorted(known) if math.isfinite(known[x])]
-    below, above = [x for x in finite if x <= low], [x for x in finite if x >= high]
-    ends = [*below[-2:], *above[:1]][-2:] if below else above[:2]
-    # Without a line by halves; and now and then, for memory that is none would keep it off for long.
-    halves = 8 * max(low, 1) if high == _NONE else math.isqrt(low * high) if low else high // 8
-    refused = math.isnan(known.get(high, 0.0))  # and where that begins has nothing to do with memory
-    if refused or len(ends) < 2 or known[ends[1]] <= known[ends[0]] or (len(known) % 3 == 0 and high < _NONE):
-        return min(max(halves, low + 1), high - 1)
-    (x0, y0), (x1, y1) = ((x, known[x]) for x in ends)
-    meets = int(x0 + (memory - y0) * (x1 - x0) / (y1 - y0))
-    # Where it is at one of the two already, a little beside that one, so that nothing much is left between.
-    margin = max(1, int(TOLERANCE * low))
-    wanted = low + margin if meets - low <= margin // 4 else high - margin if high - meets <= margin // 4 else meets
-    return min(max(wanted, low + 1), high - 1, 64 * max(low, 1))

@@ -69,9 +69,9 @@ def page(lines: Sequence[Line], chip: Chip, title: str) -> Page:
 
 
 def _row(one: Line) -> tuple[str, ...]:
-    most = "" if one.most is None else f"{one.most.rows:,}"
+    most = "" if one.most is None else f"{one.most.rows:,}{'=' * (one.most.as_on is not None)}"
     if one.most is not None and not one.most.is_exact:
-        most += f" <{one.most.too_many:,}{'!' * one.most.refused}"
+        most += " or more" if one.most.too_many is None else f" <{one.most.too_many:,}{'!' * one.most.refused}"
     exposed = ""
     if one.exposed_seconds is not None and one.seconds:
         exposed = f"{_seconds(one.exposed_seconds)} ({one.exposed_seconds / one.seconds:.0%})"
@@ -106,6 +106,11 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         yield (
             "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. !: the "
             "compiler refuses so many, for a reason that is not memory."
+        )
+    if any(one.most is not None and one.most.as_on is not None for one in lines):
+        yield (
+            "=: compiled for the fewer devices of a line above, where a device needs the same for its rows, to a "
+            "thousandth; less or more for its part of the state is counted."
         )
     yield (
         "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "
@@ -149,6 +154,7 @@ def as_json(lines: Sequence[Line], chip: Chip) -> str:
 
 def _plain(one: Line) -> dict[str, Any]:
     plain = dataclasses.asdict(one)
+    del plain["measured"]
     plain["most"] = one.most and one.most._asdict()
     for name in ("exposed_seconds", "seconds", "efficiency"):
         plain[f"estimated_{name}"] = plain.pop(name)

@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .run import ReplayError, replay
-
 ABOUT = """\
 Makes one training step of a script again: the step that Checkpointer.save called N.
 
@@ -34,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has said why
         return int(stop.code or 0)
+    from .run import ReplayError, replay  # which waits for JAX; --help does not
+
     try:
         replay(args.directory, args.step, args.script, args.args, args.pdb)
     except (ReplayError, OSError) as error:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 # Lines of XLA's and libtpu's loggers, written before they can be told not to: of drivers and hosts that are absent.
 _LOGGED = re.compile(
@@ -20,13 +21,16 @@ _LOGGED = re.compile(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drops such lines; what else is written to stderr meanwhile comes out, as it is written."""
+def quiet() -> Iterator[TextIO]:
+    """Drops such lines; what else is written to stderr meanwhile comes out, line by line.
+
+    Gives a stream that goes where stderr did, and knows whether that is a terminal.
+    """
     sys.stderr.flush()
     try:
         before = os.dup(2)  # of C++, which does not ask sys.stderr
     except OSError:  # there is no stderr
-        yield
+        yield sys.stderr
         return
     # A process of its own: a compiler that aborts takes this one with it, and its last words tell why.
     # In a session of its own, so that a Ctrl-C in the terminal spares it.
@@ -36,11 +40,22 @@ def quiet() -> Iterator[None]:
         os.dup2(filter_.stdin.fileno(), 2)
         filter_.stdin.close()
         try:
-            yield
+            with _stream(before) as out:
+                yield out
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)
             os.close(before)
+
+
+def _stream(before: int) -> contextlib.AbstractContextManager[TextIO]:
+    """One of that descriptor; sys.stderr where that writes elsewhere, as in a notebook."""
+    try:
+        if sys.stderr.fileno() == 2:
+            return open(os.dup(before), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors)
+    except OSError:
+        pass
+    return contextlib.nullcontext(sys.stderr)
 
 
 if __name__ == "__main__":

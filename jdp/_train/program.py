@@ -1,4 +1,4 @@
-"""The program of a training step: gradients, one sum for each, and the optimizer's update, compiled as one."""
+"""The program of a training step: the replicas' gradients, their sum, and the optimizer's update, compiled as one."""
 
 from __future__ import annotations
 

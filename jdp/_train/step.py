@@ -111,7 +111,7 @@ def train_step(
     deterministic: bool = False,
     check_replicas: int = 0,
 ) -> TrainStep | NNXTrainStep:
-    """A training step over all replicas, as one program: gradients, one sum for each, the optimizer's update.
+    """A training step as one program: each replica's gradients, their sum over the replicas, the optimizer's update.
 
     For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
     step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.

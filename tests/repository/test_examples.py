@@ -4,8 +4,11 @@ import ast
 import importlib
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +48,67 @@ def run(script, *args):
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def broken(folder, module, error):
+    """A folder for PYTHONPATH in which the import of a module ends so."""
+    (folder / module).mkdir(parents=True)
+    (folder / module / "__init__.py").write_text(error)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(EXAMPLES.parent)])}
+
+
+@pytest.mark.parametrize("script", ["mnist", "mnist_nnx", "char_gpt", "resnet"])
+def test_the_first_line_comes_before_jax(script, tmp_path):
+    env = broken(tmp_path, "jax", "raise SystemExit(7)")
+    done = subprocess.run([sys.executable, str(EXAMPLES / f"{script}.py")], capture_output=True, text=True, env=env)
+    assert done.returncode == 7 and done.stderr == ""
+    assert done.stdout == f"{script}: JAX is started, then the model is compiled; each takes some seconds\n"
+
+
+@pytest.mark.full
+def test_without_matplotlib_a_run_goes_on(tmp_path):
+    env = broken(tmp_path, "matplotlib", "raise ModuleNotFoundError('none', name='matplotlib')")
+    command = [sys.executable, str(EXAMPLES / "mnist.py"), "--train-rows", "256", "--epochs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith('no picture: matplotlib is not installed. pip install -e ".[examples]" brings it;')
+    assert not (tmp_path / "mnist.png").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", ["digits", "epoch 1"])
+def test_an_interrupt_keeps_the_picture_of_what_there_is(after, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    picture = tmp_path / "digits.png"
+    command = [sys.executable, str(EXAMPLES / "mnist.py"), "--epochs", "500", "--picture", str(picture)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        while not (line := process.stdout.readline()).startswith(after):
+            assert line
+        time.sleep(0 if after == "epoch 1" else 0.01)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=100)
+    assert process.returncode == 130 and error == "mnist: interrupted\n"
+    if after == "epoch 1":
+        assert picture.read_bytes().startswith(b"\x89PNG") and f"picture {picture}" in out
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_mnist_says_at_once_what_comes(tmp_path):
+    command = ["make", "mnist", f"VENV={tmp_path / 'none'}", "PYTHON=no-such-python", "ACCELERATOR="]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    what, before, missing, *_ = done.stdout.splitlines()
+    assert "learns handwritten digits" in what and "up to a minute on two busy cores" in what
+    assert "1 to 3 minutes" in before and missing.startswith("There is no no-such-python here.")
+
+
+def test_what_pip_does_is_told_briefly_and_whole_where_it_fails(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PIP_QUIET"}
+    command = [sys.executable, str(EXAMPLES.parent / ".ci/pip")]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and re.fullmatch(r"  pip: done, in \d+ s\n", done.stdout)
+    done = subprocess.run([*command, "--no-index", "no-such-package"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "No matching distribution found for no-such-package" in done.stdout
 
 
 @pytest.mark.full

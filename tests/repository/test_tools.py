@@ -33,7 +33,7 @@ def test_a_commit_runs_what_make_lint_runs(tool):
     assert repository["repo"] == "local" and hook["language"] == "system" and hook["entry"] == f"make {tool}"
     (run,) = [line for line in commands(tool) if line.startswith(f".venv/bin/{tool} ")]
     assert run in commands("lint")
-    assert any(line.endswith('pip install --editable ".[dev]"') for line in commands("--what-if=pyproject.toml", tool))
+    assert any(line.endswith('.ci/pip --editable ".[dev]"') for line in commands("--what-if=pyproject.toml", tool))
 
 
 def test_make_lint_checks_what_users_see_of_the_types():

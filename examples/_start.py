@@ -1,0 +1,34 @@
+"""The first that an example imports: it says what comes before JAX is imported, and how an interrupt ends the run."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NAME = Path(sys.argv[0]).stem
+
+
+def _ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        return sys.__excepthook__(kind, error, trace)
+    print(f"{NAME}: interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(130)  # as a shell calls it; Python would end itself by the signal
+
+
+def save(path: Path, draw: Callable[[], Any]) -> str:
+    """Saves a figure that `draw` makes by matplotlib, and says where; or what brings matplotlib, if it is missing."""
+    try:
+        draw().savefig(path, dpi=120)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        return 'no picture: matplotlib is not installed. pip install -e ".[examples]" brings it'
+    return f"picture {path}"
+
+
+sys.excepthook = _ends
+if NAME in ("mnist", "mnist_nnx", "char_gpt", "resnet") and not {"-h", "--help"} & {*sys.argv}:
+    print(f"{NAME}: JAX is started, then the model is compiled; each takes some seconds", flush=True)

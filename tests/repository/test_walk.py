@@ -1,0 +1,42 @@
+"""The newcomer's walk is walked: nothing that a person types fails, or is silent for more than 10 seconds."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pty", reason="no terminals of that kind on this machine")
+
+import walk
+
+
+def test_silences_are_measured(tmp_path, capfd):
+    step = walk.run("echo begun; sleep 0.7; echo again; sleep 0.2; exit 3", tmp_path)
+    assert step.code == 3 and 0.7 <= step.silence < step.seconds - 0.2 and step.after == "begun"
+    assert walk.run("sleep 0.3", tmp_path).after == "the command was typed"
+    assert "again" in capfd.readouterr().out
+
+
+def test_every_example_and_readme_program_is_on_the_way(tmp_path):
+    for folder in ("examples", "docs"):
+        shutil.copytree(walk.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("data", "notebooks"))
+    shutil.copy(walk.ROOT / "README.md", tmp_path)
+    found, more = walk.commands(tmp_path, False), walk.commands(tmp_path, True)
+    for path in (walk.ROOT / "examples").glob("[!_]*.py"):
+        assert path.name == "ray_mnist.py" or any(f"examples/{path.name}" in command for command in found), path
+    assert ".venv/bin/python walk_README_1.py" in found and len(more) > len(found) + 10
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not all(map(shutil.which, ("git", "make"))), reason="no git or make on this machine")
+@pytest.mark.skipif(not (walk.ROOT / ".git").exists(), reason="no checkout to clone")
+def test_a_newcomers_walk_has_no_long_silence():
+    walked = subprocess.run([sys.executable, walk.__file__], capture_output=True, text=True, cwd=Path.home())
+    print(walked.stdout[walked.stdout.rfind("in all") :])
+    if re.search(r"No matching distribution|Could not find a version|Failed to establish a new conn", walked.stdout):
+        pytest.skip("pip cannot install the packages here")
+    assert walked.returncode == 0, walked.stdout[-5000:] + walked.stderr
