@@ -321,7 +321,7 @@ class Signature(NamedTuple):
 
 
 def flatten_call(
-    replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str
+    replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str = "parallel_apply"
 ) -> tuple[list[Any], Signature]:
     """The operands of a call, and its signature."""
     nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
