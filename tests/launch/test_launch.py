@@ -178,11 +178,15 @@ def test_python_m_jdp_launches_a_module(place):
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {i} __main__ ['--x']" for i in range(2)]
 
 
-def test_the_console_script_is_the_same_function():
+def test_the_console_script_is_the_same_function(monkeypatch):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["jdp"].partition(":")
-    main = getattr(importlib.import_module(module), function)
-    assert main(["--version"]) == 0 and main(["--help"]) == 0 and main([]) == 2 and main(["lunch"]) == 2
+    run = getattr(importlib.import_module(module), function)
+    for args, code in ((["--version"], 0), (["--help"], 0), ([], 2), (["lunch"], 2)):
+        monkeypatch.setattr(sys, "argv", ["jdp", *args])
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == code
 
 
 def job(**kwargs):

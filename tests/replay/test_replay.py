@@ -163,7 +163,7 @@ def test_a_step_that_is_made_again_has_the_bits_that_it_had(script, tmp_path, ca
 @pytest.mark.budget(6)
 def test_on_other_devices_a_deterministic_step_has_the_same_bits(script, tmp_path, capsys):
     """Of the loop above, which fixes its replicas then: trained on 4 devices, made again on one and on two."""
-    text = TRAIN.replace("[:n])", "[:n], replicas=4)")
+    text = TRAIN.replace("[:n])", "[-n:], replicas=4)")
     path = script(text.replace("optax.adam(0.1))", "optax.adam(0.1), deterministic=True)"))
     train(path, "0", "4")
     log = (tmp_path / "log").read_text().splitlines()

@@ -297,9 +297,7 @@ def test_the_form_of_the_errors():
 
 
 def texts(x):
-    found = [repr(x), str(x)]
-    html = getattr(x, "_repr_html_", None)
-    return [*found, html()] if html else found
+    return [repr(x), str(x)]
 
 
 def test_a_state_is_printed_without_its_values():
