@@ -134,6 +134,7 @@ def check_bits(name, sizes, replicas, **options):
     assert len({tuple(x) for x in found.values()}) == 1, found
 
 
+@pytest.mark.budget(6)  # each number of devices compiles its own programs
 @pytest.mark.parametrize(("name", "replicas"), [("mlp", 4), ("cnn", 2), ("transformer", 2), ("nnx", 2)])
 def test_the_bits_are_the_same_on_any_number_of_devices(name, replicas):
     check_bits(name, [32, 7], replicas)
@@ -145,10 +146,12 @@ def test_after_50_steps(name):
     check_bits(name, [64] * 49 + [7], 8)
 
 
+@pytest.mark.budget(6)
 def test_without_it_they_are_not():
     assert len({digest(run("mlp", n, [64, 64, 7], deterministic=False)[0].params) for n in (1, 2)}) > 1
 
 
+@pytest.mark.budget(6)
 @pytest.mark.parametrize("name", ["mlp", "nnx", *SLOW])
 def test_the_numbers_are_those_of_the_ordinary_step(name):
     (state, metrics), (want, expected) = (
@@ -170,6 +173,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.budget(6)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_other_options(option):
     check_bits("mlp", [64, 13, 1], 2, **OPTIONS[option])
@@ -181,11 +185,13 @@ def test_with_other_options_and_statistics(option):
     check_bits("cnn", [64, 13, 1], 4, **OPTIONS[option])
 
 
+@pytest.mark.budget(6)
 def test_a_cut_optimizer_changes_no_bit():
     whole, cut = (digest(run("mlp", 2, [64, 7], replicas=2, shard_optimizer=x)[0]) for x in (False, True))
     assert whole == cut
 
 
+@pytest.mark.budget(6)
 def test_without_replicas_it_is_as_with_as_many():
     assert digest(run("mlp", 4, [64, 7], replicas=None)) == digest(run("mlp", 1, [64, 7], replicas=4))
 
@@ -301,6 +307,7 @@ def test_inside_of_a_jit_it_is_refused():
         jax.jit(lambda s, x: step(s, x))(state, np.ones(8, np.float32))
 
 
+@pytest.mark.budget(6)
 def test_the_index_and_keys_are_those_of_the_replica():
     def loss(v, x, key):
         index = jax.lax.axis_index("data")
@@ -326,6 +333,7 @@ def test_the_state_that_went_in_is_donated():
         step(state, np.ones(8, np.float32))
 
 
+@pytest.mark.budget(6)
 @pytest.mark.parametrize("rows", [16, 13])
 def test_a_loss_that_calls_the_wrapper_runs_its_model(rows):
     found = []
