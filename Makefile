@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright types draw docs wheel release bench clean
+.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright types draw docs lock wheel release bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +67,11 @@ draw: $(VENV)/bin/python  ## draw docs/architecture.md from the code, and the pi
 docs: draw $(VENV)/.installed-docs  ## build the site into build/site
 	$(VENV)/bin/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going docs build/site
 	@echo "The site is in build/site: open build/site/index.html."
+
+lock: $(VENV)/bin/python  ## write requirements.lock: what the tests run with, one version of each, by uv
+	$(VENV)/bin/python -m pip install --quiet uv
+	$(VENV)/bin/uv pip compile pyproject.toml --extra test --universal --generate-hashes --no-header --no-annotate \
+		--quiet --output-file requirements.lock $(ARGS)
 
 wheel: $(VENV)/bin/python  ## build the wheel into dist/
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -53,3 +54,18 @@ def test_ci_builds_the_site_and_tests_the_wheel_as_make_does():
     assert ".ci/wheel" in run and ".ci/wheel" in makefile
     release = re.search(r"^release:.*?\n\n", makefile, re.DOTALL | re.MULTILINE)[0]
     assert "twine check" in release and "twine upload" not in makefile
+
+
+def test_the_lock_file_has_a_version_of_everything_that_is_needed():
+    """On each Python that CI runs, one version that pyproject.toml allows; with hashes, and without an address."""
+    text = read("requirements.lock")
+    locked = [Requirement(line.rstrip(" \\")) for line in text.splitlines() if re.match(r"[a-z]", line)]
+    extras = PROJECT["optional-dependencies"]
+    needed = [*map(Requirement, [*PROJECT["dependencies"], *extras["examples"], *extras["test"]])]
+    for python in ("3.11", "3.12"):
+        where = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
+        here = {x.name: x for x in locked if x.marker is None or x.marker.evaluate(where)}
+        for need in (x for x in needed if x.name != PROJECT["name"]):
+            (version,) = (x.version for x in here[need.name].specifier)
+            assert need.specifier.contains(version), (need, version, "make lock")
+    assert "://" not in text and text.count("--hash=sha256:") >= len(locked)
