@@ -735,6 +735,33 @@ def undisturbed():
     return batches, params
 
 
+def draw_losses(losses, job, path):
+    """The curve of the undisturbed run, that of the job on it, and where a process was lost."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "jdp"
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
+    x = sorted(losses)
+    axes.plot(x, [float.fromhex(losses[k]) for k in x], color="#b9c4d4", linewidth=5, label="one process, undisturbed")
+    for count, color in ((4, "#1b6ca8"), (2, "#2a9d8f"), (1, "#e07a1f")):
+        steps = sorted({n["taken"]: float.fromhex(n["loss"]) for n in job.notes("step", processes=count)}.items())
+        axes.plot(*zip(*steps, strict=True), color=color, marker="o", markersize=3, label=f"{count} of 4 processes")
+    red = "#c1121f"
+    attempts = [job.notes("step", attempt=fault["attempt"]) for fault in job.notes("fault")]
+    for at in {max(note["taken"] for note in steps) for steps in attempts if steps}:
+        axes.axvline(at, color=red, linestyle=":", linewidth=1)
+        where = dict(xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=8, color=red)
+        axes.annotate("a process dies", (at, 0.97), **where)
+    axes.set(xlabel="batches taken", ylabel="loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def test_a_job_that_loses_processes_ends_with_the_bits_of_one(start, row, tmp_path):
     """Four processes, and the last one dies for good, three times: two go on, two with the spare one, then one."""
     whole = start("fewer", folder=tmp_path / "whole", options=["-n", "1"])
@@ -750,6 +777,8 @@ def test_a_job_that_loses_processes_ends_with_the_bits_of_one(start, row, tmp_pa
     for note in job.notes("step"):
         assert note["loss"] == losses[note["taken"]], note
     assert {note["processes"] for note in job.notes("step")} == {4, 2, 1}
+    if path := os.environ.get("JDP_FAULTS_PICTURE"):
+        draw_losses(losses, job, path)
     said = "the bits of one process from the start"
     row("the last process dies for good, three times: 4 -> 2 -> 2 -> 1", job, 0.0, said=said)
 
