@@ -586,3 +586,40 @@ def test_a_tree_that_holds_itself(refused, make, known):
         deep = [deep]
     np.testing.assert_array_equal(jax.tree.leaves(jdp.gather(jdp.scatter(deep, [0, 1])))[0], ROWS[:6])
     np.testing.assert_array_equal(dp(weight, ROWS[:6]), 2 * ROWS[:6])
+
+
+def test_the_state_of_a_step_is_no_variables_of_a_linen_module():
+    """What is told gives the trained model, and not the one that dp.init makes anew."""
+    import optax
+
+    step = DP.train_step(lambda v, x: jnp.mean(NET.apply(v, x, mutable=["batch_stats"])[0] ** 2), optax.sgd(0.1))
+    state, _ = step(step.init(VARIABLES), ROWS)
+    with refused(TypeError, "variables is a TrainState", r"Pass \{'params': state.params, \*\*state.state\}"):
+        DP.apply(state, ROWS)
+    with pytest.raises(Exception, match="params") as error:
+        DP.apply(state.params, ROWS)
+    assert "{'params': state.params, **state.state}" in said(error.value)
+    trained, _ = DP.apply({"params": state.params, **state.state}, ROWS, mutable=["batch_stats"])
+    assert trained.shape == (10, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "told"),
+    [
+        (2, TypeError, r"devices=2 is an int; .* there are 8. Pass range\(2\) for the first 2, or None for all.$"),
+        (12, TypeError, r"Pass range\(12\) .* jdp.virtual_cpu_devices\(12\), first in the program"),
+        (range(12), ValueError, r"devices\[8\] 8 is unknown; .* jdp.virtual_cpu_devices\(9\), first in the program"),
+        (["cpu:1", "cpu:1"], ValueError, "cpu:1"),
+    ],
+)
+def test_devices_that_there_are_not(devices, kind, told):
+    with refused(kind, told):
+        jdp.DataParallel(NET, devices=devices)
+
+
+def test_a_loss_of_one_column_is_told_to_be_a_vector():
+    import optax
+
+    step = FN.train_step(lambda v, x: (x * v["params"])[:, :1], optax.sgd(0.1))
+    with refused(TypeError, r"the loss is float32\[3, 1\] for 3 rows", r"three: loss\[:, 0\] is the vector\."):
+        step(step.init({"params": WEIGHT}), ROWS)

@@ -70,7 +70,15 @@ def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Devic
     raise ValueError(
         f"jdp.{verb}: {what} {device!r} is unknown; this machine has {names_of(jax.devices())}. "
         f"Pass one of these, or its index from 0 to {len(jax.devices()) - 1}."
+        f"{_virtual(device + 1 if isinstance(device, int) else 0)}"
     )
+
+
+def _virtual(count: int) -> str:
+    """How a CPU becomes so many devices, where it has fewer."""
+    if count <= len(jax.devices()) or jax.devices()[0].platform != "cpu":
+        return ""
+    return f" jdp.virtual_cpu_devices({count}), first in the program, makes the CPU {count} devices."
 
 
 def names_of(devices: Sequence[Device]) -> str:
@@ -93,6 +101,11 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     """The devices, checked: at least one, all known, no duplicates, one platform."""
     if devices is None:
         return tuple(jax.devices())
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        raise TypeError(
+            f"jdp.{verb}: devices={devices} is an int; devices are a sequence, and there are {len(jax.devices())}. "
+            f"Pass range({devices}) for the first {devices}, or None for all.{_virtual(devices)}"
+        )
     if isinstance(devices, str) or not isinstance(devices, Sequence | np.ndarray):
         raise TypeError(
             f"jdp.{verb}: devices={devices!r} is a {type(devices).__name__}; devices are a sequence. "

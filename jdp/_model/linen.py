@@ -38,7 +38,10 @@ def linen_function(
         try:
             out = apply_fn(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
         except flax.errors.ScopeCollectionNotFound as error:
-            error.add_note("Variables come from dp.init(key, *args): pass its result to dp.apply.")
+            error.add_note(
+                "Variables come from dp.init(key, *args): pass its result to dp.apply. Those of a training step's "
+                "state are {'params': state.params, **state.state}."
+            )
             raise
         if not is_stateful(kwargs):
             return mark_outputs(out, out_axes)
@@ -129,6 +132,12 @@ def module_of(apply_fn: Any) -> linen.Module | None:
 
 def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The keyword arguments of a call in one form, and whether the call returns updated collections."""
+    if hasattr(variables, "opt_state"):  # of jdp, or of Flax
+        raise TypeError(
+            f"jdp.DataParallel: variables is a {type(variables).__name__}, the state of a training step; a Linen "
+            f"module is applied to a dict of collections. Pass {{'params': state.params, **state.state}} (of a "
+            f"jdp.TrainState)."
+        )
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
