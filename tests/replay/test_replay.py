@@ -375,7 +375,7 @@ def test_help(capsys):
 def test_the_example_of_the_page(script, tmp_path, capsys):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     program, command, shown = re.search(
-        r"## One step again\n.*?```python\n(.*?)```.*?```sh\njdp (.*?)\n```\n\n```text\n(.*?)```", page, re.DOTALL
+        r"## One step again\n.*?```python\n(.*?)```.*?```sh\njdp (.*?)\n```\n\n.*?```text\n(.*?)```", page, re.DOTALL
     ).groups()
     path = script(program)
     train(path)
