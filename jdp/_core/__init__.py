@@ -14,6 +14,7 @@
     programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
     uneven.py          within the program, where replicas have chunks of different sizes
     turns.py           within the program, where a device has several replicas
+    tree.py            a replica that runs alone, and one balanced tree of sums: the same bits on any number of devices
     outputs.py         what a replica returns: along which axis each output is gathered, or how it is reduced
     gather.py          puts the chunks together
     reduce_add.py      sums over the replicas

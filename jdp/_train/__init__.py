@@ -13,6 +13,7 @@ The training step:
     step.py              the second door: `TrainStep` for variables, `NNXTrainStep` for an NNX module
     state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
     program.py           the step as one compiled program
+    deterministic.py     the step as programs for one device each, with the same bits on any number of them
     nonfinite.py         which replica and which rows made a gradient that is not finite
 
 A step that was written for `jax.pmap`:
