@@ -101,6 +101,11 @@ def jobs(tmp_path_factory, env):
     return jobs
 
 
+def without_steps(lines):
+    """The lines, but for those that tell every few seconds where it is: how many there are depends on the machine."""
+    return [line for line in lines if not re.search(r"step \d+/\d+", line)]
+
+
 def numbers(lines):
     """The losses and accuracies (as digits that were right) after each epoch and at the end, and the SHA-256."""
     text = "\n".join(lines)
@@ -122,7 +127,8 @@ def test_the_numbers_are_those_of_one_process_and_one_process_prints(jobs):
         found, hits, _ = numbers(lines)
         np.testing.assert_allclose(found, losses, atol=2e-4, rtol=0)
         np.testing.assert_allclose(hits, rights, atol=1.01, rtol=0)  # a digit between two classes may fall to either
-        assert len(lines) == len(alone) and all(line.startswith("[0] ") for line in lines), lines
+        assert len(without_steps(lines)) == len(without_steps(alone)), lines
+        assert all(line.startswith("[0] ") for line in lines), lines
 
 
 def test_neither_a_sigterm_nor_a_kill_changes_a_bit_of_the_end(jobs, env, tmp_path):
