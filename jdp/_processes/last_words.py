@@ -155,6 +155,8 @@ def _pause() -> float:
 
 def _listen(leaving: threading.Event) -> None:
     """Looks for word of a failure, and ends this process, too; or where it waits too long for the others."""
+    with contextlib.suppress(DesyncError):
+        watch.look()  # where this process is, the others know at once: it may die before it looks again
     while not leaving.wait(_pause()):
         if client() is None:
             return  # jax.distributed.shutdown, which the program has called
