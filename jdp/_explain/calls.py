@@ -47,7 +47,12 @@ class Call:
         # Where there is no GPU to try them on, XLA's own kernels for products have tiles for small ones only, and it
         # refuses the large; the library's, which it then plans with, take all.
         options = {"xla_gpu_enable_triton_gemm": False} | self.compiler_options
-        kept = {"xla_gpu_enable_llvm_module_compilation_parallelism": True, "xla_gpu_kernel_cache_file": kernels}
+        kept = {
+            "xla_gpu_enable_llvm_module_compilation_parallelism": True,
+            "xla_gpu_kernel_cache_file": kernels,
+            "xla_backend_optimization_level": 0,  # nobody runs the kernels
+            "xla_llvm_disable_expensive_passes": True,
+        }
         if kernels is not None:
             try:
                 return lowered.compile(compiler_options=options | kept)

@@ -50,27 +50,34 @@ class Line:
     efficiency: float | None = None  # of `seconds`, what one such device alone takes for as many rows
     in_flight: float | None = None
     compile_seconds: float | None = None
-    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # peaks by rows, as they were compiled
+    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # peaks by rows, compiled; or as another line has it
 
     def most_of(self, other: Line, memory: int) -> Most | None:
-        """What a line of more or fewer devices has, where it is known from this one without compiling.
+        """What another line has, where it is known from this one without compiling more.
 
-        If each needs as many temporary bytes for its rows as the other, what they need for more rows differs by what
-        their states do: the rows that fit here fit there, and those that do not do not, if the memory says so too.
+        If each needs as many bytes for its rows as the other, what they need for more rows differs by what their states
+        do: the rows that fit here fit there, and those that do not do not, if the memory says so too.
         """
         if self.most is None or not self.is_like(other):
             return None
-        shift = (other.peak_bytes or 0) - (self.peak_bytes or 0)
+        shift = other.state_bytes - self.state_bytes
         fits = not self.most.rows or self.measured[self.most.rows] + shift <= memory
         too_many = self.most.too_many
         ends = too_many is None or not self.measured[too_many] + shift <= memory
-        return self.most._replace(compilations=1, as_on=self.devices) if fits and ends else None
+        found = self.most._replace(compilations=len(other.measured), as_on=self.devices)
+        return found if fits and ends else None
 
     def is_like(self, other: Line) -> bool:
-        """Whether a device needs the same for the rows of both lines, to a thousandth."""
-        if self.temp_bytes is None or other.temp_bytes is None or self.rows != other.rows:
-            return False
-        return abs(self.temp_bytes - other.temp_bytes) <= _ALIKE * self.temp_bytes
+        """Whether a device needs the same for the rows of both lines, to a thousandth, at the most that both have."""
+        both = [rows for rows in self.measured if rows in other.measured]
+        mine, others = ([one.measured[rows] - one.state_bytes for rows in both] for one in (self, other))
+        found = [(x, y) for x, y in zip(mine, others, strict=True) if math.isfinite(x) and math.isfinite(y)]
+        return bool(found) and abs(found[-1][0] - found[-1][1]) <= _ALIKE * found[-1][0]
+
+    @property
+    def state_bytes(self) -> float:
+        """What is needed for no row at all, at the first rows; not a number where that does not compile."""
+        return math.nan if self.peak_bytes is None or self.temp_bytes is None else self.peak_bytes - self.temp_bytes
 
     def slope(self) -> float | None:
         """Bytes for each further row, where most were measured."""
@@ -153,16 +160,23 @@ def lines(
         first, *others = (Future[Line]() for _ in range(1 + len(wanted)))
 
         def like(i: int) -> Line | None:
-            """Of the same way on fewer hosts, if its most rows were measured. It was begun before, so that it ends."""
-            earlier = (others[j].result() for j in range(i - 1, -1, -1) if wanted[j][1] == wanted[i][1])
-            return next((one for one in earlier if one.most is not None and one.most.as_on is None), None)
+            """One whose most rows were compiled: of the same way on fewer hosts, or of the way that differs least.
+
+            It was begun before, so that it ends.
+            """
+            (where, way), before = wanted[i], order[: order.index(i)]
+            same = [j for j in sorted(before, reverse=True) if j < i and wanted[j][1] == way]
+            beside = [j for j in before if wanted[j] == (where, WAYS[1]) and way == WAYS[0]]
+            found = (others[j].result() for j in same + beside)
+            return next((one for one in found if one.most is not None and one.most.rows in one.measured), None)
 
         def one(i: int) -> Line:
             (where, devices), way = wanted[i]
             return line(compiler, where, devices, rows, way, search, lambda: like(i))
 
-        # Of each machine first what takes longest: the way that is least like one device alone.
-        order = sorted(range(len(wanted)), key=lambda i: (machines.index(wanted[i][0]), -WAYS.index(wanted[i][1])))
+        # First all of the first machine, for who interrupts; then what takes longest: the way that is least like one
+        # device, and the largest machine, which is least like the first.
+        order = sorted(range(len(wanted)), key=lambda i: (wanted[i][0] != asked[0], -WAYS.index(wanted[i][1]), -i))
         tasks = [(others[i], partial(one, i)) for i in order]
         with _threads([(first, lambda: line(compiler, *alone, rows, step.way)), *tasks]):
             for future in others:
@@ -215,7 +229,7 @@ def line(
     search: bool = False,
     like: Callable[[], Line | None] = lambda: None,
 ) -> Line:
-    """One line: `like` waits for one of the same way whose most rows were measured, if there is one."""
+    """One line: `like` waits for one that may need as much, and whose most rows were compiled, if there is one."""
     step, network = compiler.step, Network.of(devices)
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows, way, way == step.way)
     compiled, fixed = compiler.compile(devices, rows, way), 0
@@ -241,12 +255,18 @@ def line(
                 found.measured[rows] = refused if isinstance(compiled, str) else compiled.peak_bytes
             return found.measured[rows]
 
-        memory, other = network.chip.available_bytes, like()
+        memory, other, begin = network.chip.available_bytes, like(), [rows]
         if other is not None:
+            if other.way != way and other.most is not None and other.most.rows > 0:
+                begin.append(other.most.rows)
+                needs(other.most.rows)
             found.most = other.most_of(found, memory)
         if found.most is None:
             slope = other.slope() if other is not None and other.is_like(found) else None
-            found.most = most(needs, memory, rows, slope, fixed)
+            found.most = most(needs, memory, begin, slope, fixed)
+        elif other is not None and found.most.too_many is not None:
+            shift = found.state_bytes - other.state_bytes
+            found.measured.setdefault(found.most.too_many, other.measured[found.most.too_many] + shift)
     return found
 
 
@@ -270,7 +290,7 @@ class Most(NamedTuple):
 
 
 def most(
-    needs: Callable[[int], float], memory: int, rows: int, slope: float | None = None, fixed: float = 0.0
+    needs: Callable[[int], float], memory: int, begin: Sequence[int], slope: float | None = None, fixed: float = 0.0
 ) -> Most:
     """The largest rows with `needs(rows) <= memory`: to 1 % in four compilations, where memory grows in a line.
 
@@ -281,17 +301,17 @@ def most(
         needs: bytes by rows, more or less rising; infinite where the compiler finds it too much, and not a number
             where it refuses for another reason, which says nothing of the memory.
         memory: bytes that there are.
-        rows: where to begin.
+        begin: rows to compile first.
         slope: bytes for each further row, as a like program has it.
         fixed: bytes that are needed for no row at all, at least.
     """
-    known: dict[int, float] = {}
+    known = {rows: needs(rows) for rows in begin}
     while True:
-        known[rows] = needs(rows)
         low, high = _ends(known, memory)
         if len(known) == COMPILATIONS or high - low <= max(1, TOLERANCE * low):
             return Most(low, None if high == _NONE else high, len(known), math.isnan(known.get(high, 0.0)))
         rows = _next(known, low, high, memory, slope, fixed)
+        known[rows] = needs(rows)
 
 
 def _ends(known: Mapping[int, float], memory: int) -> tuple[int, int]:

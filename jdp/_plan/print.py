@@ -109,8 +109,8 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         )
     if any(one.most is not None and one.most.as_on is not None for one in lines):
         yield (
-            "=: compiled for the fewer devices of a line above, where a device needs the same for its rows, to a "
-            "thousandth; less or more for its part of the state is counted."
+            "=: compiled for another line, whose devices need the same for as many rows, to a thousandth; less or more "
+            "for its part of the state is counted."
         )
     yield (
         "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "

@@ -211,14 +211,32 @@ def test_each_compilation_is_told_of(script, cpus, capsys):
 def test_what_more_hosts_may_have_follows_from_fewer():
     few = Line("1 x 8", 8, 1, 4, peak_bytes=10_400, temp_bytes=5_000, most=Most(900, 901, 4))
     few.measured = {4: 10_400, 900: 99_500, 901: 100_100}
-    more = Line("2 x 8", 16, 2, 4, peak_bytes=10_400, temp_bytes=5_004)
-    assert few.most_of(more, 100_000) == Most(900, 901, 1, False, 8)
-    for peak, temp in ((9_000, 5_000), (11_000, 5_000), (10_400, 5_006), (10_400, None)):
+
+    def more(peak, temp, rows=4):
+        return Line("2 x 8", 16, 2, rows, peak_bytes=peak, temp_bytes=temp, measured={rows: peak})
+
+    assert few.most_of(more(10_404, 5_004), 100_000) == Most(900, 901, 1, False, 8)
+    for peak, temp in ((9_000, 5_000), (11_000, 5_000), (10_406, 5_006), (10_400, None)):
         # 901 rows fit, too; 900 do not; other temporary bytes: not to be known without compiling
-        assert few.most_of(Line("2 x 8", 16, 2, 4, peak_bytes=peak, temp_bytes=temp), 100_000) is None
+        assert few.most_of(more(peak, temp), 100_000) is None
     few.measured[901] = math.inf
-    assert few.most_of(Line("2 x 8", 16, 2, 4, peak_bytes=9_000, temp_bytes=5_000), 100_000).as_on == 8
-    assert few.most_of(Line("2 x 8", 16, 2, 5, peak_bytes=10_400, temp_bytes=5_000), 100_000) is None
+    assert few.most_of(more(9_000, 5_000), 100_000).as_on == 8
+    assert few.most_of(more(10_400, 5_000, rows=5), 100_000) is None
+
+
+def test_what_another_way_may_have_follows_where_the_most_rows_need_as_much():
+    """At the first rows they differ; what counts is what more rows need."""
+    cut = Line("1 x 8", 8, 1, 4, "shard_optimizer", peak_bytes=10_400, temp_bytes=5_000, most=Most(900, 901, 4))
+    cut.measured = {4: 10_400, 900: 99_500, 901: 100_100}
+
+    def whole(at_most):
+        return Line("1 x 8", 8, 1, 4, peak_bytes=10_700, temp_bytes=5_400, measured={4: 10_700, 900: at_most})
+
+    # 100 bytes less for the state
+    assert cut.most_of(whole(99_400), 99_900) == Most(900, 901, 2, False, 8)
+    assert cut.most_of(whole(99_490), 99_900) == Most(900, 901, 2, False, 8)  # as much, to a thousandth
+    assert cut.most_of(whole(99_600), 99_900) is None
+    assert cut.most_of(whole(99_400), 100_050) is None  # 901 rows fit, too
 
 
 @pytest.mark.full
@@ -517,7 +535,7 @@ def searched(needs, start, **known):
         asked[rows] = needs(rows)
         return asked[rows]
 
-    found = most(count, MEMORY, start, **known)
+    found = most(count, MEMORY, [start], **known)
     assert len(asked) == found.compilations <= 4
     assert found.rows == 0 or asked[found.rows] <= MEMORY
     assert found.too_many is None or found.too_many > found.rows and not asked[found.too_many] <= MEMORY
@@ -563,9 +581,9 @@ def test_bytes_that_no_row_needs_and_a_like_programs_slope_lead_nearer():
         asked.append(x)
         return 54e9 + 1e6 * x
 
-    assert most(needs, MEMORY, 4, fixed=54e9).compilations == 3 and asked[1] > 5900
+    assert most(needs, MEMORY, [4], fixed=54e9).compilations == 3 and asked[1] > 5900
     asked.clear()
-    found = most(needs, MEMORY, 4, slope=1e6)
+    found = most(needs, MEMORY, [4], slope=1e6)
     assert found.compilations == 3 and 5940 < asked[1] == found.rows <= 6000
 
 
