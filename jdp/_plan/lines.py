@@ -50,7 +50,7 @@ class Line:
     efficiency: float | None = None  # of `seconds`, what one such device alone takes for as many rows
     in_flight: float | None = None
     compile_seconds: float | None = None
-    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # peaks by rows, compiled; or as another line has it
+    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # by rows; compiled, or as another line has it
 
     def most_of(self, other: Line, memory: int) -> Most | None:
         """What another line has, where it is known from this one without compiling more.
