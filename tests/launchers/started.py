@@ -81,7 +81,8 @@ class Job:
 
     def killed(self, rank):
         """Kills the process in whose environment this is (`SLURM_PROCID=1`), when `GPT` has come to step 20."""
-        self.until(lambda: any((self.folder / "run" / str(step)).is_dir() for step in (20, 24, 28)), "at step 20")
+        steps = lambda: [path.name for path in self.folder.glob("run/*") if path.name.isdecimal()]  # noqa: E731
+        self.until(lambda: max(map(int, steps()), default=0) >= 20, "at step 20", 2 * BOUND)
         for pid in guard.bearers(self.mark, MARK):
             with contextlib.suppress(OSError):
                 if rank in pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0"):
@@ -126,7 +127,7 @@ def check_one_job(job, code=0, steps=STEPS, began=None):
 def check_went_on(job, alone):
     """`GPT` has begun on two processes, has gone on with one, and has the bits of one that nobody disturbed."""
     counts = re.findall(r"^devices .* in (\d) process", job.log(), re.M)
-    assert counts == ["2", "1"] and re.search("^going on  after step 2[048] of 60", job.log(), re.M), job
+    assert counts == ["2", "1"] and re.search(r"^going on  after step \d\d of 60", job.log(), re.M), job
     sums = [re.findall(r"^parameters SHA-256 (\w+)$", one.log(), re.M) for one in (job, alone)]
     assert len(sums[1]) == 1 and sums[0] == sums[1], job
 

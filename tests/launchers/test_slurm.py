@@ -17,7 +17,7 @@ import uuid
 
 import pytest
 from laws import free_port
-from started import GPT, LONG, STEPS, WORKER, Job, check_one_job, check_saved, check_went_on, environment
+from started import BOUND, GPT, LONG, STEPS, WORKER, Job, check_one_job, check_saved, check_went_on, environment
 
 pytestmark = [
     pytest.mark.faults,
@@ -148,12 +148,13 @@ def test_requeue_goes_on(job, slurm):
 def test_a_job_goes_on_with_fewer_tasks_to_the_same_bits(job, slurm, alone):
     """Its script calls srun again, for one task, where one of two was killed: as on docs/clusters.md."""
     command, script = command_of(job, slurm), job.folder / "train.sh"
-    script.write_text(f"#!/bin/sh\nfor n in 2 1; do srun --nodes=$n --ntasks=$n {' '.join(GPT)} && exit; done")
+    lines = [f"srun --nodes={n} --ntasks={n} {' '.join(GPT)}" for n in (2, 1)]
+    script.write_text(f"#!/bin/sh\n{' || '.join(lines)}")
     number = command("sbatch", "--parsable", "--no-kill", "--nodes=2", "--ntasks=2", f"--chdir={job.folder}",
                      f"--output={job.folder / 'log'}", script)  # fmt: skip
     try:
         job.killed("SLURM_PROCID=1")
-        job.until(lambda: "COMPLETED" in command("scontrol", "show", "job", number), "completed")
+        job.until(lambda: "COMPLETED" in command("scontrol", "show", "job", number), "completed", 2 * BOUND)
     finally:
         command("scancel", number)
     check_went_on(job, alone)
