@@ -1,12 +1,14 @@
-"""What char_gpt.py and resnet.py share: options, the lines about the machine, the progress bar."""
+"""What char_gpt.py, resnet.py and multi_process.py share: options, the lines about the machine, the progress bar."""
 
 import argparse
 import hashlib
+import io
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,10 +65,16 @@ def machine(devices: Sequence[jax.Device]) -> str:
     return f"{len(devices)} x " + ", ".join(sorted({device.device_kind for device in devices}))
 
 
-def shares(rows: int, devices: Sequence[jax.Device]) -> str:
-    """What each device gets of so many rows: "4, 4, 4, 3"."""
-    sizes = jdp.chunk_sizes(rows, len(devices))
-    return ", ".join(map(str, (*sizes, *[0] * (len(devices) - len(sizes)))))
+def one_process_speaks(args: argparse.Namespace) -> None:
+    """What the others print and draw goes nowhere; their errors are seen."""
+    if jax.process_index() > 0:
+        sys.stdout, args.picture = open(os.devnull, "w"), io.BytesIO()
+
+
+def shares(rows: int, replicas: int) -> str:
+    """What each replica gets of so many rows: "4, 4, 4, 3"."""
+    sizes = jdp.chunk_sizes(rows, replicas)
+    return ", ".join(map(str, (*sizes, *[0] * (replicas - len(sizes)))))
 
 
 def sha256(tree: Any) -> str:
@@ -80,12 +88,13 @@ def sha256(tree: Any) -> str:
 class Bar:
     """How far the run is, how fast, and how long it will take; off a terminal, only what is printed through it.
 
-    `step(loss, count)` after each step, with how many of `unit` it worked on; `losses` has the numbers. `pause`
-    before anything else that takes time. The rate is the median of the last steps: some may have compiled.
+    `step(loss, count)` after each step, with how many of `unit` it worked on; `losses` has the numbers, after `read`
+    that of the last step too. `pause` before anything else that takes time. The rate is the median of the last steps:
+    some may have compiled. After Ctrl-C `picture` draws what there is, under the title that it is given.
     """
 
-    def __init__(self, steps: int, unit: str, losses: Sequence[float] = ()) -> None:
-        self.steps, self.unit = steps, unit
+    def __init__(self, steps: int, unit: str, picture: Callable[[str], str], losses: Sequence[float] = ()) -> None:
+        self.unit, self._picture = unit, picture
         self.losses = list(losses)  # one per step; those that are here already are of steps done before
         self._pending: jax.Array | None = None
         self._since: float | None = None  # when the first step after a pause was on its way
@@ -112,10 +121,12 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.stop()
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.losses:
+            self.print(self._picture(f"interrupted after {len(self.losses)} steps"))
 
     def step(self, loss: jax.Array, count: int) -> None:
         """Keep a step's loss, and show that of the step before it: to read its own is to wait for it."""
-        self._read()
+        self.read()
         self._pending = loss
         now = time.perf_counter()
         if self._since is not None:
@@ -124,13 +135,14 @@ class Bar:
 
     def pause(self) -> None:
         """Wait for the last step; the time until the next one is not counted."""
-        self._read()
+        self.read()
         self._since = None
 
     def rate(self) -> str:
         return f"{np.median(self._rates):,.0f} {self.unit}/s" if self._rates else ""
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Wait for the last step's loss."""
         if self._pending is None:
             return
         loss, self._pending = float(self._pending), None

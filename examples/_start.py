@@ -20,15 +20,24 @@ def _ends(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def save(path: Path, draw: Callable[[], Any]) -> str:
     """Saves a figure that `draw` makes by matplotlib, and says where; or what brings matplotlib, if it is missing."""
-    try:
-        draw().savefig(path, dpi=120)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        return 'no picture: matplotlib is not installed. pip install -e ".[examples]" brings it'
+    if missing := no_picture():
+        return missing
+    draw().savefig(path, dpi=120)
     return f"picture {path}"
 
 
+def no_picture() -> str | None:
+    """What to say where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        return 'no picture: matplotlib is not installed. pip install -e ".[examples]" brings it'
+    return None
+
+
 sys.excepthook = _ends
-if NAME in ("mnist", "mnist_nnx", "char_gpt", "resnet") and not {"-h", "--help"} & {*sys.argv}:
+FIRST = os.environ.get("JDP_PROCESS_ID", "0") == "0"  # of those of jdp launch
+if NAME in ("mnist", "mnist_nnx", "char_gpt", "resnet") and FIRST and not {"-h", "--help"} & {*sys.argv}:
     print(f"{NAME}: JAX is started, then the model is compiled; each takes some seconds", flush=True)

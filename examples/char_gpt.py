@@ -3,11 +3,18 @@
     python examples/char_gpt.py                                                     under 2 minutes on 2 cores
     python examples/char_gpt.py --width 256 --layers 6 --dropout 0.3 --steps 1000   larger, for a GPU or a TPU
     python examples/char_gpt.py --shard-params --scan --width 2048 --layers 24      no device holds all parameters
+    jdp launch -n 4 examples/char_gpt.py                                            four processes
 
-Where JAX finds no accelerator, the CPU is split into 4 virtual devices. At the end: the loss on held-out text in
-bits per character, a few lines that the model wrote, and a picture of the learning curve.
+Where JAX finds no accelerator, the CPU is split into 4 virtual devices (with `jdp launch` as it says). At the end: the
+loss on held-out text in bits per character, a few lines that the model wrote, and a picture of the learning curve.
+
+A run that goes on, on other numbers of devices and processes, to the same bits (compare the SHA-256 at the end):
+
+    jdp launch -n 4 --min-processes 1 --replicas 8 --max-restarts 9 \\
+        examples/char_gpt.py --checkpoints DIR --replicas 8 --deterministic
 """
 
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import _start  # before JAX: it says what comes
@@ -16,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _curve import curve
-from _run import Bar, machine, parse, parser, positive, probability, rate, shares
+from _run import Bar, machine, one_process_speaks, parse, parser, positive, probability, rate, sha256, shares
 from flax import nnx
 
 import jdp
@@ -102,15 +109,9 @@ def loss_fn(model: nnx.Module, text: jax.Array, train: bool = True) -> jdp.Mean:
 
 
 @nnx.jit
-def held_out_loss(dp: jdp.DataParallel, text: jax.Array) -> jax.Array:
-    loss = loss_fn(dp, text, train=False)
-    return loss.total / loss.count
-
-
-@nnx.jit
-def write(dp: jdp.DataParallel, text: jax.Array, place: jax.Array, key: jax.Array) -> jax.Array:
+def write(model: GPT, text: jax.Array, place: jax.Array, key: jax.Array) -> jax.Array:
     """The texts with one more character each, at `place`."""
-    logits = dp(text)[:, place - 1]
+    logits = model(text)[:, place - 1]
     return text.at[:, place].set(jax.random.categorical(key, logits / 0.7))
 
 
@@ -128,6 +129,11 @@ def arguments():
     add("--dropout", type=probability, default=0.1)
     add("--scan", action="store_true", help="the layers as one, run by a scan: compiles faster")
     add("--shard-params", action="store_true", help="cut the parameters over the devices, too (ZeRO-3)")
+    text = "cut a batch into R chunks on any number of devices (default: one for each)"
+    add("--replicas", type=positive, metavar="R", help=text)
+    add("--deterministic", action="store_true", help="the same bits on any number of devices that divides the replicas")
+    add("--checkpoints", type=Path, metavar="DIR", help="save the run there, and go on with the one that is there")
+    add("--save-every", type=positive, default=20, metavar="N", help="steps from one checkpoint to the next")
     args = parse(options)
     if args.width % (2 * args.heads):
         options.error(f"argument --width: {args.width} is no multiple of twice the {args.heads} heads")
@@ -136,8 +142,11 @@ def arguments():
 
 def main() -> None:
     args = arguments()
-    jdp.virtual_cpu_devices(args.devices or 4)  # before JAX first asks for devices; an accelerator is not affected
-    devices = jax.devices()[: args.devices]
+    jdp.distributed.initialize()  # finds the other processes, if there are any
+    if not jax.distributed.is_initialized():
+        jdp.virtual_cpu_devices(args.devices or 4)  # before JAX first asks for devices; an accelerator is not affected
+    one_process_speaks(args)
+    devices = jax.devices()[: args.devices]  # of all processes
     rng = np.random.default_rng(args.seed)
     text, alphabet = pieces(args.context)
     held_out, text = np.split(rng.permutation(text), [len(text) // 10])
@@ -149,7 +158,8 @@ def main() -> None:
         return GPT(len(alphabet), args.width, args.layers, args.heads, args.dropout, args.scan, rngs)
 
     # Given the function, it makes each part of the model where that part lives.
-    dp = jdp.DataParallel(model if args.shard_params else model(), devices, shard_params=args.shard_params)
+    made = model if args.shard_params else model()
+    dp = jdp.DataParallel(made, devices, shard_params=args.shard_params, replicas=args.replicas)
     schedule = optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps)
     tx = optax.chain(optax.clip_by_global_norm(1), optax.adamw(schedule, b2=0.99, weight_decay=0.1))
     step = dp.train_step(
@@ -159,37 +169,70 @@ def main() -> None:
         shard_optimizer=True,
         shard_params=args.shard_params,
         reduce_dtype=jnp.bfloat16,
+        deterministic=args.deterministic,
     )
 
-    print(f"devices   {machine(devices)}")
-    print(f"a batch   {args.batch_size} pieces of up to {args.context} characters: {shares(args.batch_size, devices)}")
+    graph = nnx.graphdef(dp.module)
+
+    def held_out_part(weights: nnx.State, text: jax.Array) -> jdp.Mean:
+        return loss_fn(nnx.merge(graph, weights), text, train=False)
+
+    def held_out_loss() -> float:
+        """Over the held-out text, of which each device of each process reads its part."""
+        (parts,) = dp.batches(held_out, len(held_out))
+        loss = jdp.reduce_add(jdp.parallel_apply(held_out_part, nnx.state(dp.module), parts))
+        return float(loss.total / loss.count)
+
+    print(f"devices   {machine(devices)} in {jax.process_count()} process(es)")
+    shown = shares(args.batch_size, args.replicas or len(devices))
+    print(f"a batch   {args.batch_size} pieces of up to {args.context} characters: {shown}")
     print(f"text      {len(text):,} pieces for training, {len(held_out):,} held out; {len(alphabet) - 1} characters")
     for name, size in (("model", step.parameter_bytes()), ("optimizer", step.optimizer_bytes())):
         each, whole = size.cut + size.whole, size.cut * len(devices) + size.whole
         print(f"{name:9} {each / 1e6:.2f} MB on each device; uncut it would be {whole / 1e6:.2f} MB")
 
-    bits, every = {}, -(-args.steps // 8)  # the held-out loss by step, eight times
-    with Bar(args.steps, "characters") as bar:
-        for number in range(1, args.steps + 1):
-            batch = text[rng.integers(len(text), size=args.batch_size)]
+    run = {"losses": [], "held out": {}}  # by step; beside the weights it is all that a run needs to go on
+    trained = {"model": dp.module, "optimizer": step.optimizer}
+    if args.checkpoints:
+        checkpointer = jdp.Checkpointer(args.checkpoints, every=args.save_every)
+        _, found = checkpointer.restore(trained)  # in place
+        run = found or run
+    done, bits = len(run["losses"]), run["held out"]
+    if done:
+        print(f"going on  after step {done} of {args.steps}, from {args.checkpoints}")
+
+    def picture(what: str) -> str:
+        title, points = f"A character GPT on {machine(devices)}: {what}", {int(k): v for k, v in bits.items()}
+        baseline_of = ("frequencies alone", baseline)
+        return _start.save(args.picture, lambda: curve(title, bar.losses, points, baseline_of, "bits per character"))
+
+    every = -(-args.steps // 8)  # the held-out loss, eight times
+    with Bar(args.steps, "pieces", picture, run["losses"]) as bar:
+        batches = dp.batches(text, args.batch_size, seed=args.seed, start=done, epochs=None, drop_last=True)
+        for number, batch in zip(range(done + 1, args.steps + 1), batches, strict=False):
             metrics = step(batch)
-            bar.step(metrics["loss"], np.count_nonzero(batch))
+            bar.step(metrics["loss"], args.batch_size)
             if number % every == 0 or number == args.steps:
                 bar.pause()
-                bits[number] = float(held_out_loss(dp, held_out))
+                bits[str(number)] = held_out_loss()
                 loss = np.mean(bar.losses[-every:])
-                bar.print(f"step {number}   bits per character: {loss:.3f}, held out {bits[number]:.3f}   {bar.rate()}")
+                told = f"{loss:.3f}, held out {bits[str(number)]:.3f}"
+                bar.print(f"step {number}   bits per character: {told}   {bar.rate()}")
+            if args.checkpoints:
+                bar.read()
+                checkpointer.save(number, trained, data={"losses": bar.losses, "held out": bits})
+    if args.checkpoints:
+        checkpointer.close()  # waits for the last one
 
-    last = bits[args.steps]
+    last = bits[str(args.steps)]
     print(f"held out: {last:.3f} bits per character, where the characters' frequencies alone give {baseline:.3f}")
     written = jnp.zeros((4, args.context + 1), jnp.int32)
     for place in range(1, args.context + 1):
-        written = write(dp, written, place, jax.random.fold_in(jax.random.key(args.seed), place))
+        written = write(dp.module, written, place, jax.random.fold_in(jax.random.key(args.seed), place))
     for row in np.asarray(written):
         print("-" * 80, "".join(alphabet[i] for i in row).strip(), sep="\n")
-    title = f"A character GPT on {machine(devices)}: {last:.2f} bits per character"
-    baseline_of = ("frequencies alone", baseline)
-    print(_start.save(args.picture, lambda: curve(title, bar.losses, bits, baseline_of, "bits per character")))
+    print(f"parameters SHA-256 {sha256(nnx.state(dp.module, nnx.Param))}")
+    print(picture(f"{last:.2f} bits per character"))
 
 
 if __name__ == "__main__":

@@ -14,21 +14,20 @@ At the end: the exact accuracy over all test rows, and a picture of the learning
 """
 
 import argparse
-import io
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import _start
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
 from _curve import curve
 from _mnist_data import MNIST, add_arguments, from_arguments
-from _run import machine, natural, parse, positive, rate, sha256
+from _run import machine, natural, one_process_speaks, parse, positive, rate, sha256
 
 import jdp
 
@@ -78,12 +77,6 @@ def test_batches(data: MNIST, size: int) -> Iterator[tuple[np.ndarray, np.ndarra
         yield data.test_images[rows], data.test_labels[rows]
 
 
-def one_process_speaks(args: argparse.Namespace) -> None:
-    """What the others print and draw goes nowhere; their errors are seen."""
-    if jax.process_index() > 0:
-        sys.stdout, args.picture = open(os.devnull, "w"), io.BytesIO()
-
-
 def arguments() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = options.add_argument
@@ -102,6 +95,8 @@ def main() -> None:
     args = arguments()
     jdp.distributed.initialize()  # finds the other processes, if there are any; all else is as with one
     one_process_speaks(args)
+    if missing := _start.no_picture():  # the run goes on
+        print(missing)
     begin = time.perf_counter()
     data = from_arguments(args)
     rows = len(data.test_labels)
@@ -172,8 +167,8 @@ def main() -> None:
     print(f"parameters SHA-256 {sha256(state.params)}")
     title = f"MNIST on {machine(jax.devices())}: {accuracy:.2%} of the test digits right"
     held_out = {int(number): s["loss"] / rows for number, s in tests.items()}
-    curve(title, losses, held_out, ("guessing", np.log(10)), "loss").savefig(args.picture, dpi=120)
-    print(f"picture {args.picture}; {time.perf_counter() - begin:.0f} s in all")
+    picture = _start.save(args.picture, lambda: curve(title, losses, held_out, ("guessing", np.log(10)), "loss"))
+    print(f"{picture}; {time.perf_counter() - begin:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -119,16 +119,23 @@ def main() -> None:
             sys.exit(f"resnet: {args.checkpoint_dir} holds a run with {found}, and this one has {settings}")
         run = manager.restore(done, args=ocp.args.Composite(run=ocp.args.StandardRestore(run))).run
     state, losses, accuracies = run["state"], run["losses"], run["accuracies"]
+    predicted = predict(state) if done else np.empty(0, int)  # after the last epoch
+
+    def draw(what: str) -> str:
+        title, tested = f"ResNet on {machine(devices)}: {what}", len(predicted)
+        digits = data.test_images[:tested], data.test_labels[:tested], predicted
+        ended = accuracies[~np.isnan(accuracies)]
+        return _start.save(args.picture, lambda: picture(title, bar.losses, ended, *digits, per_epoch))
 
     print(f"devices   {machine(devices)}")
     last = rows % args.batch_size or args.batch_size
-    print(f"a batch   {args.batch_size} rows: {shares(args.batch_size, devices)}")
-    print(f"the last  {last} rows: {shares(last, devices)}")
+    print(f"a batch   {args.batch_size} rows: {shares(args.batch_size, len(devices))}")
+    print(f"the last  {last} rows: {shares(last, len(devices))}")
     print(f"digits    {rows:,} for training, {len(data.test_labels):,} for the test")
     if done:
         print(f"going on  after step {done} of {steps}, from {args.checkpoint_dir}")
 
-    with Bar(steps, "images", losses[:done]) as bar:
+    with Bar(steps, "images", draw, losses[:done]) as bar:
         train = data.train_images, data.train_labels
         batches = dp.batches(train, args.batch_size, seed=args.seed, epochs=args.epochs, start=done)
         for number, batch in enumerate(batches, done + 1):
@@ -137,7 +144,8 @@ def main() -> None:
             epoch, rest = divmod(number, per_epoch)
             if not rest:
                 bar.pause()
-                accuracies[epoch - 1] = accuracy = np.mean(predict(state) == data.test_labels)
+                predicted = predict(state)
+                accuracies[epoch - 1] = accuracy = np.mean(predicted == data.test_labels)
                 loss = np.mean(bar.losses[-per_epoch:])
                 bar.print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {bar.rate()}")
             if manager and (number % args.save_every == 0 or number == steps):
@@ -149,13 +157,10 @@ def main() -> None:
     if manager:
         manager.close()  # waits for the last one
 
-    predicted = predict(state)
     right = np.sum(predicted == data.test_labels)
     print(f"test accuracy {right / len(predicted):.2%}: {right:,} of {len(predicted):,} digits right")
     print(f"parameters SHA-256 {sha256(state.params)}")
-    title = f"ResNet on {machine(devices)}: {right / len(predicted):.2%} of the test digits right"
-    shown = data.test_images, data.test_labels, predicted
-    print(_start.save(args.picture, lambda: picture(title, bar.losses, accuracies, *shown)))
+    print(draw(f"{right / len(predicted):.2%} of the test digits right"))
 
 
 if __name__ == "__main__":

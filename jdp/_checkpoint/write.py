@@ -19,7 +19,7 @@ from .items import VERB, encode, manifest
 from .read import ARRAYS, MANIFEST, absent, intact
 from .steps import Steps, listed
 
-_saves = itertools.count()  # the same in all processes
+_saves, _writers = itertools.count(), itertools.count()  # the same in all processes
 _PATIENCE = 1200  # seconds for which the processes wait for the deletions of process 0, as Orbax for its writes
 
 
@@ -156,12 +156,16 @@ def _checkpointer() -> Any:
         (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, kinds.NumpyHandler()),
     )
+    # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. By a
+    # number, for a directory may have another name on another machine.
+    apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{next(_writers)}")
+    tree = ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, multiprocessing_options=apart)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(ARRAYS, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(type_handler_registry=arrays))
-    registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+    registry.add(ARRAYS, ocp.args.PyTreeSave, tree)
+    registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
     # A directory that cannot be made leaves threads of Orbax waiting, and the process with them, if a thread was to
     # make it. In many processes it has to be one: else Orbax runs collectives in a thread that is not the user's.
     how = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
-    options = ocp.CompositeOptions(async_options=how)
+    options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
-    return ocp.AsyncCheckpointer(handler, async_options=how)
+    return ocp.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=apart)

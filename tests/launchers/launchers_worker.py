@@ -33,8 +33,10 @@ def fail():
     raise ValueError("it fails here")
 
 
-def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, fail=fail, saver=jdp.Checkpointer, **options):
-    jdp.distributed.initialize(timeout=30, **options)
+def main(
+    folder, steps, checkpoints=None, seconds=0.0, fails=None, fail=fail, saver=jdp.Checkpointer, replicas=None, **more
+):
+    jdp.distributed.initialize(timeout=30, **more)
     here = jax.process_index()
     found = {"rank": here, "n": jax.process_count(), "pid": os.getpid(), "began": 0, "losses": []}
     note = pathlib.Path(folder) / f"rank-{here}-{time.time_ns()}.json"
@@ -44,8 +46,8 @@ def main(folder, steps, checkpoints=None, seconds=0.0, fails=None, fail=fail, sa
         part.write_text(json.dumps(found))
         part.replace(note)
 
-    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"])
-    step = dp.train_step(mse, optax.sgd(0.1))
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], replicas=replicas)
+    step = dp.train_step(mse, optax.sgd(0.1), deterministic=replicas is not None)
     state = step.init({"params": {"w": np.full((4, 1), 0.1, np.float32)}})
     with contextlib.ExitStack() as stack:
         saver = checkpoints and stack.enter_context(saver(checkpoints))

@@ -21,6 +21,9 @@ STEPS = 4
 LONG = 400  # steps of a job that is ended before
 BOUND = 120  # seconds to start and to train, on a busy machine
 WORKER = [sys.executable, str(HERE / "launchers_worker.py")]
+# A run that ends with the same bits on any number of processes.
+GPT = [sys.executable, str(ROOT / "examples" / "char_gpt.py"), "--steps", "60", "--save-every", "4"]
+GPT += "--batch-size 16 --width 32 --layers 1 --context 32 --replicas 8 --deterministic --checkpoints run".split()
 MARK = "JDP_LAUNCHED"
 KEPT = re.compile(rf"PATH|HOME|LANG|TMPDIR|{guard.MARK}|JAX_(COMPILATION|PERSISTENT|DISABLE)_.*")
 
@@ -76,6 +79,15 @@ class Job:
         self.until(lambda: not guard.bearers(self.mark, MARK), "ended", 20)
         return code
 
+    def killed(self, rank):
+        """Kills the process in whose environment this is (`SLURM_PROCID=1`), when `GPT` has come to step 20."""
+        steps = lambda: [path.name for path in self.folder.glob("run/*") if path.name.isdecimal()]  # noqa: E731
+        self.until(lambda: max(map(int, steps()), default=0) >= 20, "at step 20", 2 * BOUND)
+        for pid in guard.bearers(self.mark, MARK):
+            with contextlib.suppress(OSError):
+                if rank in pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0"):
+                    os.kill(pid, signal.SIGKILL)
+
     def log(self):
         return (self.folder / "log").read_text()
 
@@ -110,6 +122,14 @@ def check_one_job(job, code=0, steps=STEPS, began=None):
     assert [(note["rank"], note["n"]) for note in found] == [(0, 2), (1, 2)], job
     assert found[0]["losses"] == found[1]["losses"]
     np.testing.assert_allclose(found[0]["losses"], losses(steps)[found[0]["began"] :], rtol=1e-4)
+
+
+def check_went_on(job, alone):
+    """`GPT` has begun on two processes, has gone on with one, and has the bits of one that nobody disturbed."""
+    counts = re.findall(r"^devices .* in (\d) process", job.log(), re.M)
+    assert counts == ["2", "1"] and re.search(r"^going on  after step \d\d of 60", job.log(), re.M), job
+    sums = [re.findall(r"^parameters SHA-256 (\w+)$", one.log(), re.M) for one in (job, alone)]
+    assert len(sums[1]) == 1 and sums[0] == sums[1], job
 
 
 def check_saved(job):

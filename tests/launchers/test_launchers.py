@@ -14,7 +14,7 @@ import sys
 
 import pytest
 from laws import free_port
-from started import LONG, STEPS, WORKER, check_one_job, check_saved, said
+from started import BOUND, GPT, LONG, STEPS, WORKER, check_one_job, check_saved, check_went_on, said
 
 pytestmark = [
     pytest.mark.faults,
@@ -54,6 +54,16 @@ def test_mpirun_ends_the_others_where_one_is_killed(job):
     job.start(*mpi(OPEN_MPI_4), *WORKER, job.folder, LONG, job.folder / "run", 0.1)
     os.kill(job.trains()[1]["pid"], signal.SIGKILL)
     assert job.ends(30) != 0
+
+
+def test_mpirun_goes_on_with_fewer_to_the_same_bits(job, alone):
+    """A script calls mpirun again, for one process, where one of two was killed: as on docs/clusters.md."""
+    name, _, _, *more = mpi(OPEN_MPI_4)
+    lines = [" ".join([name, "-n", n, *more, *GPT]) for n in "21"]
+    job.start("sh", "-c", " || ".join(lines))
+    job.killed("OMPI_COMM_WORLD_RANK=1")
+    assert job.ends(2 * BOUND) == 0, job
+    check_went_on(job, alone)
 
 
 def test_sigterm_to_mpirun(job):

@@ -127,7 +127,8 @@ def test_a_node_is_drained_and_the_run_goes_on_with_one_worker(job: Job):
         cluster.remove_node(node, allow_graceful=False)
 
     threading.Thread(target=take_away, daemon=True).start()
-    fit("drained", workers=(1, 2), steps=60, every=60, seconds=0.5)
+    fit("drained", workers=(1, 2), steps=60, every=60, seconds=0.5, replicas=8)
+    fit("alone", workers=1, steps=60, every=60, replicas=8)
     ray.shutdown()
     cluster.shutdown()
 """,
@@ -135,6 +136,7 @@ def test_a_node_is_drained_and_the_run_goes_on_with_one_worker(job: Job):
     )
     assert found[0][2] == {"step": 60}, job
     saved = int(re.search(r"jdp: SIGTERM: saved step (\d+) in .*; going on until Ray ends the workers", job.log())[1])
-    first, _, after = curves(job)
+    first, _, after, alone = curves(job)
     assert (first["n"], after["n"], after["began"]) == (2, 1, saved) and found[0][3] == [saved, 60], job
-    np.testing.assert_allclose(first["losses"][:saved] + after["losses"], losses(60), rtol=1e-3)
+    assert first["losses"][:saved] + after["losses"] == alone["losses"]  # to the last bit
+    np.testing.assert_allclose(alone["losses"], losses(60), rtol=1e-3)

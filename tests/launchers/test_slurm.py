@@ -17,7 +17,7 @@ import uuid
 
 import pytest
 from laws import free_port
-from started import LONG, STEPS, WORKER, Job, check_one_job, check_saved, environment
+from started import BOUND, GPT, LONG, STEPS, WORKER, Job, check_one_job, check_saved, check_went_on, environment
 
 pytestmark = [
     pytest.mark.faults,
@@ -143,3 +143,18 @@ def test_requeue_goes_on(job, slurm):
     last = max(note["began"] for note in job.notes())
     assert last > 0, job
     check_one_job(job, steps=steps, began=last)
+
+
+def test_a_job_goes_on_with_fewer_tasks_to_the_same_bits(job, slurm, alone):
+    """Its script calls srun again, for one task, where one of two was killed: as on docs/clusters.md."""
+    command, script = command_of(job, slurm), job.folder / "train.sh"
+    lines = [f"srun --nodes={n} --ntasks={n} {' '.join(GPT)}" for n in (2, 1)]
+    script.write_text(f"#!/bin/sh\n{' || '.join(lines)}")
+    number = command("sbatch", "--parsable", "--no-kill", "--nodes=2", "--ntasks=2", f"--chdir={job.folder}",
+                     f"--output={job.folder / 'log'}", script)  # fmt: skip
+    try:
+        job.killed("SLURM_PROCID=1")
+        job.until(lambda: "COMPLETED" in command("scontrol", "show", "job", number), "completed", 2 * BOUND)
+    finally:
+        command("scancel", number)
+    check_went_on(job, alone)

@@ -521,41 +521,6 @@ def case_every_row():
     note("end", taken=batches.taken, step=int(state.step), params=[x.tolist() for x in jax.tree.leaves(state.params)])
 
 
-def case_fewer():
-    """After a while the last of four processes dies for good, later the last of two."""
-    dies = {4: 10, 2: 20}.get(jax.process_count())  # after which batch
-
-    def die(taken):
-        if dies is not None and taken >= dies and HERE == jax.process_count() - 1:
-            note("fault", processes=jax.process_count())
-            kill_myself()
-
-    dp = jdp.DataParallel(MLP(), replicas=8)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    step = dp.train_step(lambda v, b: (MLP().apply(v, b["x"]) - b["y"])[:, 0] ** 2, tx, deterministic=True)
-    with jdp.Checkpointer(folder() / "run", every=2) as checkpointer:
-        state, taken = checkpointer.restore(step.init(MLP().init(jax.random.key(0), np.zeros((1, 4), np.float32))))
-        note("from", taken=taken or 0, processes=jax.process_count())
-        die(taken or 0)
-        x = Rows().x
-        data = {"x": x, "y": np.sin(x.sum(-1, keepdims=True))}
-        batches = dp.batches(data, 11, seed=3, epochs=None, start=taken or 0)
-        for batch in batches:
-            state, metrics = step(state, batch)
-            note("step", taken=batches.taken, loss=float(metrics["loss"]).hex(), processes=jax.process_count())
-            die(batches.taken)
-            checkpointer.save(batches.taken, state, data=batches.taken)
-            if batches.taken == TOTAL:
-                break
-    note("end", state=hexes(jax.tree.map(lambda x: x.addressable_data(0), state)))
-
-
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(nn.relu(nn.Dense(16)(x)))
-
-
 def before_it_starts():
     """What goes wrong before the processes know each other."""
     case = sys.argv[2]

@@ -484,6 +484,17 @@ def case_checkpoint_data():
     return {"w": found["w"], "data": data, "differs": differs, "one": one, "latest": checkpointer.latest_step}
 
 
+def case_two_checkpointers():
+    """Both save the same steps at once, and neither waits at the other's barriers."""
+    state = {"w": jdp.replicate(np.arange(100000.0, dtype=np.float32))}
+    folders = [pathlib.Path(sys.argv[1], name) for name in ("one", "other")]
+    with jdp.Checkpointer(folders[0]) as one, jdp.Checkpointer(folders[1], every=2) as other:
+        for step in range(1, 21):
+            one.save(step, state)
+            other.save(step, state)
+        return {"w": [x.restore(state)[0]["w"] for x in (one, other)], "latest": [one.latest_step, other.latest_step]}
+
+
 def case_verbs():
     s = jdp.scatter({"x": X[MINE], "name": "a"})
     own = [i for i, d in enumerate(s.devices) if d.process_index == P]

@@ -45,16 +45,16 @@ NEWS = re.compile(r"jdp: (?!\d+ processes)|[\w.]+(Error|Exception|Interrupt|Exit
 
 
 class Job:
-    """Four processes of one case, under `jdp launch` or each on its own; what they print, and what they note."""
+    """Four processes of one case, under `jdp launch` or each on its own; or a script; what they print, and note."""
 
-    def __init__(self, folder, case, rank, how, options, absent, port, environ):
+    def __init__(self, folder, case, rank, how, options, absent, port, environ, script):
         self.folder, self.how, self.mark = folder, how, environ["JDP_FAULTS_MARK"]
         self.logs, self.processes, self.watchers, self.ends = {}, {}, {}, {}
         self.began = time.monotonic()
-        script = [str(HERE / "faults_worker.py"), str(folder), case, str(rank)]
+        usual = [] if script else ["-n", str(N), "--devices-per-process", "2"]
+        script = script or [str(HERE / "faults_worker.py"), str(folder), case, str(rank)]
         if how == "launch":
-            head = ["-m", "jdp", "launch", "-n", str(N), "--devices-per-process", "2", *options]
-            self._start("launcher", [*head, *script], environ)
+            self._start("launcher", ["-m", "jdp", "launch", *usual, *options, *script], environ)
             return
         port = port or free_port()
         for r in range(N):
@@ -182,12 +182,12 @@ def start(tmp_path):
     """`start(case, ...)`: a job, of which nothing outlives the test."""
     jobs = []
 
-    def start(case, rank=2, how="launch", options=(), absent=None, port=None, folder=tmp_path):
+    def start(case=None, rank=2, how="launch", options=(), absent=None, port=None, folder=tmp_path, script=None):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JDP_FAULTS_MARK": str(uuid.uuid4())}
         for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
             environ.pop(name, None)  # conftest's, for 8 devices
         folder.mkdir(exist_ok=True)
-        jobs.append(Job(folder, case, rank, how, options, absent, port, environ))
+        jobs.append(Job(folder, case, rank, how, options, absent, port, environ, script))
         return jobs[-1]
 
     yield start
@@ -735,7 +735,43 @@ def undisturbed():
     return batches, params
 
 
-def draw_losses(losses, job, path):
+GPT = ROOT / "examples" / "char_gpt.py"
+SMALL = "--steps 80 --batch-size 16 --width 32 --layers 1 --context 32 --save-every 4".split()
+BITS = ("--replicas", "8", "--deterministic")
+
+
+def lose_the_last(job, checkpoints, each):
+    """For every so many steps of the run the last process dies, in each attempt until the launcher has left it out."""
+    end = time.monotonic() + 4 * START
+    while job.processes["launcher"].poll() is None and time.monotonic() < end:
+        lost = job.said().count("is left out")
+        newest = max((int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()), default=0)
+        for pid in marked(job.mark) if newest >= each * (lost + 1) else ():
+            with contextlib.suppress(OSError):
+                lines = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
+                of = dict(line.split("=", 1) for line in lines if line.startswith("JDP_"))
+                if 0 < int(of.get("JDP_PROCESS_ID", 0)) == int(of["JDP_NUM_PROCESSES"]) - 1:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def losses_of(checkpoints):
+    """The loss of each step, as the example keeps them beside its last state."""
+    return json.loads((checkpoints / "80/jdp/metadata").read_text())["content"]["data"]["losses"]
+
+
+def attempts_of(job):
+    """Of each attempt that came so far: how many processes it had, and after which step it began."""
+    found, count = [(4, 0)], 4
+    for line in job.printed(0):
+        if said := re.match(r"devices .* in (\d) process", line):
+            count = int(said[1])
+        if said := re.match(r"going on  after step (\d+)", line):
+            found.append((count, int(said[1])))
+    return found
+
+
+def draw_losses(want, found, attempts, path):
     """The curve of the undisturbed run, that of the job on it, and where a process was lost."""
     import matplotlib
 
@@ -744,43 +780,42 @@ def draw_losses(losses, job, path):
 
     pyplot.rcParams["svg.hashsalt"] = "jdp"
     figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
-    x = sorted(losses)
-    axes.plot(x, [float.fromhex(losses[k]) for k in x], color="#b9c4d4", linewidth=5, label="one process, undisturbed")
-    for count, color in ((4, "#1b6ca8"), (2, "#2a9d8f"), (1, "#e07a1f")):
-        steps = sorted({n["taken"]: float.fromhex(n["loss"]) for n in job.notes("step", processes=count)}.items())
-        axes.plot(*zip(*steps, strict=True), color=color, marker="o", markersize=3, label=f"{count} of 4 processes")
-    red = "#c1121f"
-    attempts = [job.notes("step", attempt=fault["attempt"]) for fault in job.notes("fault")]
-    for at in {max(note["taken"] for note in steps) for steps in attempts if steps}:
+    axes.plot(range(1, 81), want, color="#b9c4d4", linewidth=5, label="one process, undisturbed")
+    labels, red = {4: "4 processes", 2: "2 of the 4", 1: "1 of the 4"}, "#c1121f"
+    for (count, begin), (_, end) in zip(attempts, [*attempts[1:], (1, 80)], strict=True):
+        color, steps = {4: "#1b6ca8", 2: "#2a9d8f", 1: "#e07a1f"}[count], range(max(1, begin), end + 1)
+        axes.plot(steps, [found[k - 1] for k in steps], color=color, label=labels.pop(count, None))
+    for at in {begin for _, begin in attempts[1:]}:
         axes.axvline(at, color=red, linestyle=":", linewidth=1)
         where = dict(xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=8, color=red)
         axes.annotate("a process dies", (at, 0.97), **where)
-    axes.set(xlabel="batches taken", ylabel="loss")
+    axes.set(xlabel="step", ylabel="bits per character")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
 def test_a_job_that_loses_processes_ends_with_the_bits_of_one(start, row, tmp_path):
-    """Four processes, and the last one dies for good, three times: two go on, two with the spare one, then one."""
-    whole = start("fewer", folder=tmp_path / "whole", options=["-n", "1"])
-    assert whole.processes["launcher"].wait(timeout=START) == 0, str(whole)
+    """Each 20 steps the last of the processes dies for good: two of four go on, two with the spare one, then one."""
+    whole, lossy = tmp_path / "whole", tmp_path / "lossy"
+    script = [str(GPT), *SMALL, *BITS, "--picture", str(tmp_path / "curve.png"), "--checkpoints"]
+    alone = start(folder=tmp_path / "alone", options=["-n", "1"], script=[*script, str(whole)])
+    assert alone.processes["launcher"].wait(timeout=START) == 0, str(alone)
     options = ["-n", "4", "--min-processes", "1", "--replicas", "8", "--max-restarts", "9"]
-    job = start("fewer", folder=tmp_path / "job", options=options)
-    assert job.processes["launcher"].wait(timeout=4 * START) == 0, str(job)
-    assert [note["processes"] for note in job.notes("fault")] == [4, 4, 2, 2, 2, 2]  # each in two attempts
-    (want,) = whole.notes("end")
-    assert [note["state"] for note in job.notes("end")] == [want["state"]]
-    losses = {note["taken"]: note["loss"] for note in whole.notes("step")}
-    assert len(losses) == worker.TOTAL
-    for note in job.notes("step"):
-        assert note["loss"] == losses[note["taken"]], note
-    assert {note["processes"] for note in job.notes("step")} == {4, 2, 1}
+    job = start(folder=tmp_path / "job", options=options, script=[*script, str(lossy)])
+    lose_the_last(job, lossy, each=20)
+    assert job.code() == 0, str(job)
+    assert job.said().count("is left out") == 3, str(job)
+    (want,), (found,) = ([x for x in j.printed(0) if x.startswith("parameters SHA-256 ")] for j in (alone, job))
+    assert found == want
+    losses, attempts = losses_of(whole), attempts_of(job)
+    assert losses_of(lossy) == losses and len(losses) == 80 and losses[-1] < 0.7 * losses[0]
+    assert {count for count, _ in attempts} == {4, 2, 1} and attempts[-1][1] >= 60
     if path := os.environ.get("JDP_FAULTS_PICTURE"):
-        draw_losses(losses, job, path)
+        draw_losses(losses, losses_of(lossy), attempts, path)
     said = "the bits of one process from the start"
-    row("the last process dies for good, three times: 4 -> 2 -> 2 -> 1", job, 0.0, said=said)
+    row("the last process dies for good each 20 steps: 4 -> 2 -> 2 -> 1", job, 0.0, said=said)
 
 
 def test_every_row_once_with_other_numbers_of_processes(start, row, tmp_path):

@@ -546,6 +546,14 @@ def test_checkpoint_data(found):
 
 
 @pytest.mark.full
+def test_two_checkpointers(found):
+    for result in found:
+        assert result["latest"] == [20, 20]
+        for w in result["w"]:
+            np.testing.assert_array_equal(w, np.arange(100000))
+
+
+@pytest.mark.full
 def test_global_parameters_here(found):
     for out in found:
         close(out, MLP.apply(variables(), X))

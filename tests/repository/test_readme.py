@@ -133,11 +133,15 @@ def test_files_that_are_named_are_there():
 def test_jdp_commands_are_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     commands = [command[1:] for command in COMMANDS if command and command[0] == "jdp"]
     for command, *args in commands:
         assert command in ("launch", "doctor", "plan", "replay")
         if command == "launch":
-            assert parse(args).command[1:] == ("train.py",)
+            script, *own = parse(args).command[1:]
+            assert script == "train.py" or script.startswith("examples/")
+            text = (tmp_path / script).read_text(encoding="utf-8")
+            assert all(f'"{option}"' in text for option in own if option.startswith("--"))
         if command == "plan":
             own = args[: args.index("--")] if "--" in args else args  # what follows is the script's
             options = cli._parser().parse_args(own)
