@@ -131,8 +131,13 @@ def evaluate(eqn: Any, env: Env) -> None:
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception]) -> Any:
-    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one."""
+def inlined(
+    jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False
+) -> Any:
+    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one.
+
+    With `unroll` a scan around one becomes its iterations, one after the other.
+    """
 
     def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
@@ -143,9 +148,19 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
             elif eqn.primitive.name in _CALLS:
                 body = inline(bodies[0], [read(env, v) for v in eqn.invars])
                 env.update(zip(eqn.outvars, body, strict=True))
+            elif unroll and eqn.primitive.name == "scan" and _parameter(eqn, "length"):
+                env.update(zip(eqn.outvars, iterations(eqn, [read(env, v) for v in eqn.invars]), strict=True))
             else:
                 raise refuse(eqn)
         return [read(env, v) for v in _opened(jaxpr).outvars]
+
+    def iterations(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        numbers, ys = range(_parameter(eqn, "length")), {}
+        for i in reversed(numbers) if _parameter(eqn, "reverse") else numbers:
+            out = inline(_parameter(eqn, "jaxpr"), [*consts, *carry, *(x[i] for x in xs)])
+            carry, ys[i] = out[: len(carry)], out[len(carry) :]
+        return [*carry, *(jnp.stack(y) for y in zip(*(ys[i] for i in numbers), strict=True))]
 
     return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
 
@@ -183,11 +198,19 @@ class Segmented(NamedTuple):
     segments: list[list[Any]]
     cuts: list[Any]
 
+    def reads(self, j: int) -> set[Any]:
+        """The variables that segment j needs: its own equations, and the cut or the outputs after it."""
+        last = self.cuts[j].invars if j < len(self.cuts) else self.jaxpr.jaxpr.outvars
+        return {v for v in (*last, *(v for eqn in self.segments[j] for v in eqn.invars)) if not is_literal(v)}
+
+    def later(self, j: int) -> set[Any]:
+        """The variables that segments after j need."""
+        return set[Any]().union(*(self.reads(i) for i in range(j + 1, len(self.segments))))
+
     def keeps(self, j: int) -> list[Any]:
-        """The variables that segment j makes and a later segment reads."""
-        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars]
-        wanted = {v for v in [*later, *self.jaxpr.jaxpr.outvars] if not is_literal(v)}
-        return [v for eqn in self.segments[j] for v in eqn.outvars if v in wanted]
+        """The variables that segment j makes and a later segment needs."""
+        later = self.later(j)
+        return [v for eqn in self.segments[j] for v in eqn.outvars if v in later]
 
 
 def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from .._core.devices import own_mesh, spans_processes
 from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
 from .._core.outputs import Outputs
 from .._core.scattered import Scattered
-from .._core.tree import Counter, Parts, exchange, numbers_of_rows, one_replica, picked, put_together
+from .._core.tree import (
+    Counter,
+    Parts,
+    Segment,
+    exchange,
+    numbers_of_rows,
+    one_replica,
+    picked,
+    put_together,
+    segments,
+)
 from .state import TrainState
 
 if TYPE_CHECKING:
@@ -73,10 +83,17 @@ class Lowered(NamedTuple):
         return self.text
 
 
+def _on_device(shapes: Any, device: Any) -> Any:
+    """The shapes, of arrays on this device."""
+    to = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to, weak_type=x.weak_type), shapes)
+
+
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
-    # Known once the programs are traced: what the parts are, and the trees of what the update gives.
+    # Known once the programs are traced: the parts, what they are, and the trees of what the update gives.
+    _parts: Parts
     _out: Outputs
     _after: Any
     _others: Any
@@ -85,12 +102,14 @@ class Deterministic:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
         self._is_ready = False
+        self._traced: dict[Any, tuple[list[Segment], Parts, Outputs]] = {}  # by the shapes of what comes in
         one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
         # With all replicas on one device: so each of them is traced, wherever it runs.
         alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         run = one_replica(program.call_of, self.__name__)
 
-        def turn(leaves: list[Any], arrays: list[Any], index: Any) -> Parts:
+        def turn(*operands: Any) -> Parts:
+            leaves, (*arrays, index) = operands[: treedef.num_leaves], operands[treedef.num_leaves :]
             batch = Scattered(arrays, alone)
             parts, self._out = run(*program.operands(treedef.unflatten(leaves), batch), index)
             return parts
@@ -107,9 +126,8 @@ class Deterministic:
             numbers = numbers_of_rows(self._out)
             return [jnp.concatenate(x, self._out.rules[i].axis) for i, *x in zip(numbers, *rows, strict=True)]
 
-        turn.__name__ = turn.__qualname__ = self.__name__
         update.__name__ = update.__qualname__ = f"update_{program.label}"
-        self._turn: Any = jax.jit(turn)
+        self._turn = turn
         self._update: Any = jax.jit(update, donate_argnums=0 if program.options.donate else ())
         self._join: Any = jax.jit(join)
         self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
@@ -123,7 +141,9 @@ class Deterministic:
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
         states, batches = self._apart(state, arrays)
         parts = self._turns(states, batches)
-        operands = zip(states, map(self._whole, batches), self._together(parts), strict=True)
+        sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
+        found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
+        operands = zip(states, map(self._whole, batches), found, strict=True)
         after, others = zip(*[self._update(*of_device) for of_device in operands], strict=True)
         state = self._after.unflatten(self._on.whole(after, remember=True))
         metrics, updates = self._others.unflatten(self._on.whole(others))
@@ -136,18 +156,38 @@ class Deterministic:
             leaves = self._gather(leaves)
         return self._on.apart(leaves), self._on.apart(arrays)
 
+    def _segments(self, states: list[list[Any]], batches: list[list[Any]]) -> list[Segment]:
+        """The programs of a turn, for operands of these shapes."""
+        key = tuple(x.aval for x in (*states[0], *batches[0]))
+        if key not in self._traced:
+            operands = *states[0], *self._chunk(batches[0], 0, 0), self._indices[0][0]
+            found = segments(self._turn, operands, self._layout, self.__name__)
+            self._traced[key] = *found, self._out
+        programs, self._parts, self._out = self._traced[key]
+        return programs
+
     def _turns(self, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
-        """What each device gives: its replicas take turns, and all devices begin with their first."""
-        count = self._layout.per_device
-        counters, kept = [Counter() for _ in states], [[] for _ in states]
-        for k in range(count):
-            for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                parts = self._turn(state, self._chunk(batch, d, k), self._indices[d][k])
-                counters[d].add(parts.sums)
-                kept[d].append(parts._replace(sums=[]))
+        """What each device gives: its replicas take turns, and all devices begin with their first.
+
+        Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
+        """
+        turns, programs = range(self._layout.per_device), self._segments(states, batches)
+        sums: list[list[Any]] = [[] for _ in states]
+        held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
+        for j, segment in enumerate(programs):
+            totals = self._together(sums, [[] for _ in sums])[0] if j else sums
+            counters = [Counter() for _ in states]
+            for k in turns:
+                for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
+                    values = held[d][k] if j else [*state, *self._chunk(batch, d, k), self._indices[d][k]]
+                    mine, held[d][k] = segment(totals[d], values)
+                    counters[d].add(mine)
+            sums = [counter.total for counter in counters]
+        rest = jax.tree.structure(self._parts._replace(sums=[]))
+        kept = [[rest.unflatten(x) for x in own] for own in held]
         return [
-            Parts(counter.total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
-            for counter, own in zip(counters, kept, strict=True)
+            Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
+            for total, own in zip(sums, kept, strict=True)
         ]
 
     def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
@@ -157,13 +197,13 @@ class Deterministic:
     def _joined(self, rows: list[list[Any]]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows)
 
-    def _together(self, parts: list[Parts]) -> list[Parts]:
+    def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """For each device the sums over all, and what the primary gave."""
         if self._layout.mesh.size == 1:
-            return [x._replace(rows=[]) for x in parts]
-        operands = [self._on.cut(x, [0] * len(x[0])) for x in ([p.sums for p in parts], [p.taken for p in parts])]
+            return sums, taken
+        operands = [self._on.cut(x, [0] * len(x[0])) for x in (sums, taken)]
         sums, taken = map(self._on.apart, self._exchange(*operands))
-        return [p._replace(sums=s, taken=t, rows=[]) for p, s, t in zip(parts, sums, taken, strict=True)]
+        return sums, taken
 
     def _whole(self, batch: list[Any]) -> list[Any]:
         """What of a batch the update may ask for: the arrays of NNX objects, no rows."""
@@ -194,18 +234,17 @@ class Deterministic:
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """The programs, for the processes to compare; each is compiled once for each device."""
         states, batches = self._apart(state, arrays)
-        chunks = [self._chunk(batch, d, 0) for d, batch in enumerate(batches)]
-        operands = zip(states, chunks, self._indices, strict=True)
-        turns = [self._turn.lower(mine, chunk, indices[0]) for mine, chunk, indices in operands]
+        programs, devices = self._segments(states, batches), self._on.devices
+        turns = [x.program.lower(*_on_device(x.operands, device)) for x in programs for device in devices]
 
         def compile() -> None:
+            parts = [_on_device(self._parts._replace(rows=[]), device) for device in devices]
+            operands = zip(states, map(self._whole, batches), parts, strict=True)
+            updates = [self._update.lower(*of_device) for of_device in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(pool.map(lambda x: x.compile(), turns))
-                operands = zip(states, map(self._whole, batches), self._turns(states, batches), strict=True)
-                updates = [self._update.lower(mine, x, parts._replace(rows=[])) for mine, x, parts in operands]
-                list(pool.map(lambda x: x.compile(), updates))
+                list(pool.map(lambda x: x.compile(), [*turns, *updates]))
 
-        return Lowered(turns[0].as_text(), compile)
+        return Lowered("\n".join(x.as_text() for x in turns[:: len(devices)]), compile)
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what a first call would: it takes long, and here it can be interrupted."""

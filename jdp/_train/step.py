@@ -227,11 +227,6 @@ def _check_deterministic(options: StepOptions, replicas: int) -> None:
             f"jdp.{VERB}: deterministic and shard_params are True; gradients of parameters that are cut are summed by "
             f"a reduce-scatter, whose order depends on the number of devices. Pass shard_optimizer=True instead."
         )
-    if options.sync_batch_norm:
-        raise ValueError(
-            f"jdp.{VERB}: deterministic and sync_batch_norm are True; replicas run one by one, and cannot share "
-            f"statistics. Leave one of the two out."
-        )
 
 
 class _Step(Generic[Kept]):
