@@ -76,9 +76,9 @@ class Segment(NamedTuple):
     after: list[int]
     """Which of those, and of what it makes after them, the replica has then."""
 
-    def __call__(self, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Its part of the next sum, and the values that the replica has then: in the end those of Parts."""
-        sums, made = self.program(totals, [values[i] for i in self.reads])
+    def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Its part of the next sum, and the values that the replica has then (in the end the rest of its parts)."""
+        sums, made = program(totals, [values[i] for i in self.reads])
         both = [*values, *made]
         return sums, [both[i] for i in self.after]
 

@@ -77,10 +77,23 @@ class Lowered(NamedTuple):
     """The programs for one device each, for the processes to compare, and to be compiled."""
 
     text: str
-    compile: Callable[[], None]
+    compile: Callable[[], Compiled]
 
     def as_text(self) -> str:
         return self.text
+
+
+class Compiled(NamedTuple):
+    """What runs where the operands have some shapes."""
+
+    turn: list[tuple[Segment, list[Any]]]  # with its program for each device
+    update: list[Any]  # for each device
+    parts: Parts  # their shapes
+    out: Outputs  # what they are parts of
+
+
+def _shapes(operands: Any) -> Any:
+    return tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands))
 
 
 def _on_device(shapes: Any, device: Any) -> Any:
@@ -92,8 +105,7 @@ def _on_device(shapes: Any, device: Any) -> Any:
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
-    # Known once the programs are traced: the parts, what they are, and the trees of what the update gives.
-    _parts: Parts
+    # Known once the programs are traced: what the parts are, and the trees of what the update gives.
     _out: Outputs
     _after: Any
     _others: Any
@@ -101,8 +113,7 @@ class Deterministic:
     def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
-        self._is_ready = False
-        self._traced: dict[Any, tuple[list[Segment], Parts, Outputs]] = {}  # by the shapes of what comes in
+        self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
         one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
         # With all replicas on one device: so each of them is traced, wherever it runs.
         alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
@@ -140,11 +151,16 @@ class Deterministic:
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
         states, batches = self._apart(state, arrays)
-        parts = self._turns(states, batches)
+        key = _shapes((states[0], batches[0]))
+        if key not in self._compiled:
+            self.lower(state, arrays).compile()
+        programs = self._compiled[key]
+        self._out = programs.out
+        parts = self._turns(programs, states, batches)
         sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
-        operands = zip(states, map(self._whole, batches), found, strict=True)
-        after, others = zip(*[self._update(*of_device) for of_device in operands], strict=True)
+        operands = zip(programs.update, states, map(self._whole, batches), found, strict=True)
+        after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         state = self._after.unflatten(self._on.whole(after, remember=True))
         metrics, updates = self._others.unflatten(self._on.whole(others))
         return self._placed(state), self._with_rows(metrics, parts), updates
@@ -156,34 +172,24 @@ class Deterministic:
             leaves = self._gather(leaves)
         return self._on.apart(leaves), self._on.apart(arrays)
 
-    def _segments(self, states: list[list[Any]], batches: list[list[Any]]) -> list[Segment]:
-        """The programs of a turn, for operands of these shapes."""
-        key = tuple(x.aval for x in (*states[0], *batches[0]))
-        if key not in self._traced:
-            operands = *states[0], *self._chunk(batches[0], 0, 0), self._indices[0][0]
-            found = segments(self._turn, operands, self._layout, self.__name__)
-            self._traced[key] = *found, self._out
-        programs, self._parts, self._out = self._traced[key]
-        return programs
-
-    def _turns(self, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
+    def _turns(self, programs: Compiled, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
         """What each device gives: its replicas take turns, and all devices begin with their first.
 
         Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
         """
-        turns, programs = range(self._layout.per_device), self._segments(states, batches)
+        turns = range(self._layout.per_device)
         sums: list[list[Any]] = [[] for _ in states]
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
-        for j, segment in enumerate(programs):
+        for j, (segment, runs) in enumerate(programs.turn):
             totals = self._together(sums, [[] for _ in sums])[0] if j else sums
             counters = [Counter() for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
                     values = held[d][k] if j else [*state, *self._chunk(batch, d, k), self._indices[d][k]]
-                    mine, held[d][k] = segment(totals[d], values)
+                    mine, held[d][k] = segment.run(runs[d], totals[d], values)
                     counters[d].add(mine)
             sums = [counter.total for counter in counters]
-        rest = jax.tree.structure(self._parts._replace(sums=[]))
+        rest = jax.tree.structure(programs.parts._replace(sums=[]))
         kept = [[rest.unflatten(x) for x in own] for own in held]
         return [
             Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
@@ -233,21 +239,25 @@ class Deterministic:
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """The programs, for the processes to compare; each is compiled once for each device."""
-        states, batches = self._apart(state, arrays)
-        programs, devices = self._segments(states, batches), self._on.devices
-        turns = [x.program.lower(*_on_device(x.operands, device)) for x in programs for device in devices]
+        (states, batches), devices = self._apart(state, arrays), self._on.devices
+        chunk = self._chunk(batches[0], 0, 0)
+        found, parts = segments(self._turn, [*states[0], *chunk, self._indices[0][0]], self._layout, self.__name__)
+        out = self._out
+        turns = [x.program.lower(*_on_device(x.operands, device)) for x in found for device in devices]
 
-        def compile() -> None:
-            parts = [_on_device(self._parts._replace(rows=[]), device) for device in devices]
-            operands = zip(states, map(self._whole, batches), parts, strict=True)
-            updates = [self._update.lower(*of_device) for of_device in operands]
+        def compile() -> Compiled:
+            after = [_on_device(parts._replace(rows=[]), device) for device in devices]
+            updates = [self._update.lower(*x) for x in zip(states, map(self._whole, batches), after, strict=True)]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(pool.map(lambda x: x.compile(), [*turns, *updates]))
+                programs = [*pool.map(lambda x: x.compile(), [*turns, *updates])]
+            each = [programs[i : i + len(devices)] for i in range(0, len(programs), len(devices))]
+            made = Compiled([*zip(found, each, strict=False)], each[-1], parts, out)
+            self._compiled[_shapes((states[0], batches[0]))] = made
+            return made
 
         return Lowered("\n".join(x.as_text() for x in turns[:: len(devices)]), compile)
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what a first call would: it takes long, and here it can be interrupted."""
-        if not self._is_ready:
+        if not self._compiled:
             self.lower(state, arrays).compile()
-            self._is_ready = True
