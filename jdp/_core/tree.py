@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._jax.jaxprs import Hidden, Segmented, axes, env_of, evaluate, inlined, read, segmented, with_index
+from .._jax.jaxprs import Hidden, Segmented, axes, env_of, evaluate, inlined, read, recomputed, segmented, with_index
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
@@ -108,7 +108,7 @@ def segments(
     have: list[Any] = [*code.jaxpr.jaxpr.invars]
     result = []
     for j in range(len(code.segments)):
-        needed, later, met = code.reads(j), code.later(j), code.cuts[j - 1].outvars if j else []
+        needed, later, met = set(code.reads[j]), code.later[j], code.cuts[j - 1].outvars if j else []
         reads = [i for i, v in enumerate(have) if v in needed]
         mine, made = [have[i] for i in reads], [*(v for v in met if v in later), *code.keeps(j)]
         program = _program(code, j, mine, made, parts, n)
@@ -132,12 +132,12 @@ def _cut(jaxpr: Any, axis_name: str) -> Segmented:
     def refuse(eqn: Any) -> ValueError:
         what = eqn.primitive.name
         return ValueError(
-            f"jdp.train_step: deterministic is True, and replicas meet in a {what} (a collective over {axis_name!r}, or "
-            f"a BatchNorm with sync_batch_norm); they run one by one, from one sum to the next, which a {what} hides. "
-            f"Leave the {what} out of the loss, or deterministic."
+            f"jdp.train_step: deterministic is True, and replicas meet in a {what} (in a collective over {axis_name!r}, "
+            f"or a BatchNorm with sync_batch_norm); they run one by one, from one sum to the next, and a {what} hides "
+            f"it. Leave the {what} out of the loss, or deterministic."
         )
 
-    code = segmented(inlined(jaxpr, meets, refuse, unroll=True), meets)
+    code = recomputed(segmented(inlined(jaxpr, meets, refuse, unroll=True), meets))
     for eqn in code.cuts:
         if eqn.primitive.name != "psum" or axes(eqn) != (axis_name,) or eqn.params.get("axis_index_groups") is not None:
             raise ValueError(
@@ -299,7 +299,7 @@ def exchange(mesh: Mesh, primary: int) -> Any:
 
     def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
-        return [_butterfly(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
+        return [_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
 
     specs = PartitionSpec(axis_name), PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
@@ -308,6 +308,20 @@ def exchange(mesh: Mesh, primary: int) -> Any:
         return mapped(sums, taken)
 
     return jax.jit(exchange)
+
+
+_SMALL = 1 << 16  # bytes
+
+
+def _sum(x: Any, axis_name: str, n: int) -> Any:
+    """The sum of a vector over n devices, neighbours first."""
+    if x.size * x.dtype.itemsize * n > _SMALL:
+        return _butterfly(x, axis_name, n)
+    # The bytes of a small one take no time. To wait for the others does, and here each waits once.
+    rows = jax.lax.all_gather(x, axis_name)
+    while len(rows) > 1:
+        rows = rows[::2] + rows[1::2]
+    return rows[0]
 
 
 def _butterfly(x: Any, axis_name: str, n: int) -> Any:

@@ -6,6 +6,7 @@ raises an error, or is left out; `tests/jax/test_private.py` has a test for each
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -191,26 +192,36 @@ def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
     return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])
 
 
-class Segmented(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Segmented:
     """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
 
     jaxpr: Any
     segments: list[list[Any]]
     cuts: list[Any]
 
-    def reads(self, j: int) -> set[Any]:
-        """The variables that segment j needs: its own equations, and the cut or the outputs after it."""
-        last = self.cuts[j].invars if j < len(self.cuts) else self.jaxpr.jaxpr.outvars
-        return {v for v in (*last, *(v for eqn in self.segments[j] for v in eqn.invars)) if not is_literal(v)}
+    @functools.cached_property
+    def reads(self) -> list[list[Any]]:
+        """The variables that each segment needs and does not make: for itself, and for the cut or the outputs after."""
+        found = []
+        after = [*(eqn.invars for eqn in self.cuts), self.jaxpr.jaxpr.outvars]
+        for eqns, last in zip(self.segments, after, strict=True):
+            own = {v for eqn in eqns for v in eqn.outvars}
+            needed = dict.fromkeys(v for v in [*(v for eqn in eqns for v in eqn.invars), *last] if not is_literal(v))
+            found.append([v for v in needed if v not in own])
+        return found
 
-    def later(self, j: int) -> set[Any]:
-        """The variables that segments after j need."""
-        return set[Any]().union(*(self.reads(i) for i in range(j + 1, len(self.segments))))
+    @functools.cached_property
+    def later(self) -> list[set[Any]]:
+        """The variables that segments after each one need of those before them."""
+        found = [set[Any]()]
+        for reads in self.reads[:0:-1]:
+            found.append(found[-1].union(reads))
+        return found[::-1]
 
     def keeps(self, j: int) -> list[Any]:
         """The variables that segment j makes and a later segment needs."""
-        later = self.later(j)
-        return [v for eqn in self.segments[j] for v in eqn.outvars if v in later]
+        return [v for eqn in self.segments[j] for v in eqn.outvars if v in self.later[j]]
 
 
 def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
@@ -223,6 +234,38 @@ def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
         else:
             segments[-1].append(eqn)
     return Segmented(jaxpr, segments, cuts)
+
+
+_CHEAP = {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reshape", "squeeze", "sub"}
+
+
+def recomputed(code: Segmented) -> Segmented:
+    """The same, where a segment makes again what is cheap, in place of one before that keeps it: x, not 2 * x and x."""
+    made_by = {v: eqn for eqns in code.segments for eqn in eqns for v in eqn.outvars}
+
+    def is_cheap(eqn: Any) -> bool:
+        if eqn.primitive.name not in _CHEAP:
+            return False
+        out = eqn.outvars[0].aval
+        large = [v.aval for v in eqn.invars if not is_literal(v) and 8 * v.aval.size > out.size]
+        return len(large) < 2 and all(x.size * x.dtype.itemsize <= out.size * out.dtype.itemsize for x in large)
+
+    def again(j: int) -> list[Any]:
+        own = {v for eqn in code.segments[j] for v in eqn.outvars}
+        found: dict[Any, Any] = {}
+
+        def add(v: Any) -> None:
+            eqn = None if is_literal(v) or v in own or v in found else made_by.get(v)
+            if eqn is not None and is_cheap(eqn):
+                for u in eqn.invars:
+                    add(u)
+                found[v] = eqn
+
+        for v in code.reads[j]:
+            add(v)
+        return [*found.values()]
+
+    return dataclasses.replace(code, segments=[[*again(j), *eqns] for j, eqns in enumerate(code.segments)])
 
 
 Rule = Callable[[Any], Callable[..., Any] | None]

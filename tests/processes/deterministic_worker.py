@@ -16,7 +16,12 @@ import test_deterministic as law  # noqa: E402
 
 jdp.distributed.initialize()
 found = {}
-for name, options in {"mlp": {"shard_optimizer": True, "accumulate_steps": 2}, "transformer": {}}.items():
+OPTIONS = {
+    "mlp": {"shard_optimizer": True, "accumulate_steps": 2},
+    "cnn": {"sync_batch_norm": True},
+    "transformer": {},
+}
+for name, options in OPTIONS.items():
     model = law.LINEN[name]()
     dp = jdp.DataParallel(model, replicas=4)
     step = dp.train_step(functools.partial(law.linen_loss, model), law.TX, deterministic=True, **options)
