@@ -212,7 +212,7 @@ def on_one_device(model, sizes, rate, accumulate_steps=1):
         parts = [(x, y)]
         if accumulate_steps > 1:  # of 4 replicas with equal chunks
             size = -(-rows // 4 // accumulate_steps)
-            place = np.arange(rows) % (rows // 4) // size
+            place = np.arange(rows) % max(rows // 4, 1) // size  # below 4 rows a chunk has one
             parts = [(x[place == k], y[place == k]) for k in range(place.max() + 1)]
         before, total = variables, jax.tree.map(jnp.zeros_like, variables["params"])
         for mine in parts:
