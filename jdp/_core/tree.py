@@ -20,7 +20,7 @@ from .._jax.jaxprs import Hidden, Segmented, axes, env_of, evaluate, inlined, re
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
-from .scattered import Scattered, Signature, flatten_call
+from .scattered import Scattered, flatten_call
 from .turns import weighted
 from .uneven import run_body, trace_bodies
 
@@ -132,9 +132,9 @@ def _cut(jaxpr: Any, axis_name: str) -> Segmented:
     def refuse(eqn: Any) -> ValueError:
         what = eqn.primitive.name
         return ValueError(
-            f"jdp.train_step: deterministic is True, and replicas meet in a {what} (in a collective over {axis_name!r}, "
-            f"or a BatchNorm with sync_batch_norm); they run one by one, from one sum to the next, and a {what} hides "
-            f"it. Leave the {what} out of the loss, or deterministic."
+            f"jdp.train_step: deterministic is True, and replicas meet in a {what}, in a sum over {axis_name!r} or a "
+            f"BatchNorm with sync_batch_norm; they run one by one, from one sum to the next, and a {what} hides it. "
+            f"Leave the {what} out of the loss, or deterministic."
         )
 
     code = recomputed(segmented(inlined(jaxpr, meets, refuse, unroll=True), meets))

@@ -132,9 +132,7 @@ def evaluate(eqn: Any, env: Env) -> None:
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def inlined(
-    jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False
-) -> Any:
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
     """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one.
 
     With `unroll` a scan around one becomes its iterations, one after the other.

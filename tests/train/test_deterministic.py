@@ -217,9 +217,10 @@ def on_one_device(model, sizes, rate, accumulate_steps=1):
         before, total = variables, jax.tree.map(jnp.zeros_like, variables["params"])
         for mine in parts:
             grads, updates = gradient(variables, *mine)
-            total = jax.tree.map(lambda a, b, n=len(mine[0]) / rows: a + b * n, total, grads)
+            step = rate * len(mine[0]) / rows
+            total = optax.tree.add_scale(total, step, grads)
             variables = {**variables, **updates}
-        variables["params"] = jax.tree.map(lambda p, g: p - rate * g, before["params"], total)
+        variables["params"] = optax.tree.sub(before["params"], total)
     return variables
 
 
@@ -364,6 +365,13 @@ def step_of(loss=None, replicas=8, n=2, **options):
     return dp.train_step(loss or (lambda v, x: jnp.mean((dp(v, x) - 6) ** 2)), optax.sgd(0.1), **options)
 
 
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def total(x):
+    return jax.lax.psum(x.sum(), "data")
+
+
 def plain(v, x):
     return jnp.mean((x * v["params"] - 6) ** 2)
 
@@ -374,14 +382,8 @@ def plain(v, x):
         ({"replicas": 6}, "there are 6 replicas"),
         ({"shard_params": True}, "deterministic and shard_params"),
         ({"loss": lambda v, x: plain(v, x) + 0 * jax.lax.pmax(x.sum(), "data")}, "runs a collective .pmax"),
-        (
-            {"loss": lambda v, x: plain(v, x) * jax.lax.psum(1.0 * x, "data", axis_index_groups=[[0, 1], [2, 3], [4, 5], [6, 7]])[0]},
-            "no sum over all replicas",
-        ),
-        (
-            {"loss": lambda v, x: plain(v, x) + jax.lax.cond(x[0] > 9, lambda: jax.lax.psum(x.sum(), "data"), lambda: 0.0)},
-            "replicas meet in a cond",
-        ),
+        ({"loss": lambda v, x: plain(v, x) + jax.lax.psum(x, "data", axis_index_groups=HALVES)[0]}, "no sum over all"),
+        ({"loss": lambda v, x: plain(v, x) + jax.lax.cond(x[0] > 9, total, jnp.mean, x)}, "replicas meet in a cond"),
         (
             {"loss": lambda v, x: plain(v, x) * jax.lax.fori_loop(0, 3, lambda *_: jax.lax.axis_index("data"), 0)},
             "asks for the replica's index",
