@@ -174,8 +174,7 @@ def packed(values: Sequence[Any], n: int) -> list[Any]:
     vectors = []
     for dtype in dict.fromkeys(x.dtype for x in values):
         flat = jnp.concatenate([x.reshape(-1) for x in values if x.dtype == dtype])
-        # Never an argument of the program itself, which would be donated where it is added.
-        vectors.append(jax.lax.optimization_barrier(jnp.pad(flat, (0, -flat.size % n))))
+        vectors.append(jnp.pad(flat, (0, -flat.size % n)))
     return vectors
 
 
