@@ -18,11 +18,11 @@ jdp.distributed.initialize()
 found = {}
 OPTIONS = {
     "mlp": {"shard_optimizer": True, "accumulate_steps": 2},
-    "cnn": {"sync_batch_norm": True},
+    "synced": {"sync_batch_norm": True},
     "transformer": {},
 }
 for name, options in OPTIONS.items():
-    model = law.LINEN[name]()
+    model = {**law.LINEN, "synced": law.Synced}[name]()
     dp = jdp.DataParallel(model, replicas=4)
     step = dp.train_step(functools.partial(law.linen_loss, model), law.TX, deterministic=True, **options)
     state, rows = step.init(law.variables_of(model), key=jax.random.key(2)), []
