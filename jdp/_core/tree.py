@@ -16,7 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._jax.jaxprs import Hidden, Segmented, axes, env_of, evaluate, inlined, read, recomputed, segmented, with_index
+from .._jax.jaxprs import (
+    Hidden,
+    Segmented,
+    axes,
+    env_of,
+    evaluate,
+    inlined,
+    is_sum_over,
+    read,
+    recomputed,
+    segmented,
+    with_index,
+)
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
@@ -139,7 +151,7 @@ def _cut(jaxpr: Any, axis_name: str) -> Segmented:
 
     code = recomputed(segmented(inlined(jaxpr, meets, refuse, unroll=True), meets))
     for eqn in code.cuts:
-        if eqn.primitive.name != "psum" or axes(eqn) != (axis_name,) or eqn.params.get("axis_index_groups") is not None:
+        if not is_sum_over(eqn, axis_name):
             raise ValueError(
                 f"jdp.train_step: deterministic is True, and the loss runs a collective ({eqn.primitive.name} over "
                 f"{axis_name!r}) that is no sum over all replicas; they run one by one then, and only such sums are "

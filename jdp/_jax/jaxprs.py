@@ -62,6 +62,11 @@ def axes(eqn: Any) -> tuple[Any, ...]:
     return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
+def is_sum_over(eqn: Any, axis_name: str) -> bool:
+    """Whether it is a sum over all members of this one axis."""
+    return eqn.primitive.name == "psum" and axes(eqn) == (axis_name,) and eqn.params.get("axis_index_groups") is None
+
+
 def communicates(jaxpr: Any) -> bool:
     """Whether there is a collective in it, for which devices wait for each other."""
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
