@@ -5,6 +5,7 @@ they have run. Figures are medians over the turns, and ratios of medians. Compil
 
     MLP            4 layers of 512, 512 rows
     CNN            2 convolutions with BatchNorm, 256 pictures of 28 x 28
+    CNN, synced    the same with sync_batch_norm=True
     Transformer    4 blocks of width 128 with dropout, 64 texts of 64 letters
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import _results
 
-MODELS = ("MLP", "CNN", "Transformer")
+MODELS = ("MLP", "CNN", "CNN, synced", "Transformer")
 
 
 def task(name: str) -> tuple[Any, Any]:
@@ -58,7 +59,7 @@ def task(name: str) -> tuple[Any, Any]:
 
     if name == "MLP":
         return MLP(), (rng.normal(size=(512, 512)).astype(np.float32), rng.integers(0, 10, 512))
-    if name == "CNN":
+    if name.startswith("CNN"):
         return CNN(), (rng.normal(size=(256, 28, 28, 1)).astype(np.float32), rng.integers(0, 10, 256))
     return Transformer(), (rng.integers(0, 64, (64, 64)), rng.integers(0, 10, 64))
 
@@ -79,7 +80,8 @@ def measure(name: str, n: int, seconds: float) -> dict[str, float]:
         return optax.softmax_cross_entropy_with_integer_labels(out, y), {}, updates
 
     variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch[0][:1])
-    steps = {which: dp.train_step(loss, optax.adamw(1e-3), deterministic=which) for which in (False, True)}
+    options = {"sync_batch_norm": name.endswith("synced")}
+    steps = {which: dp.train_step(loss, optax.adamw(1e-3), deterministic=which, **options) for which in (False, True)}
     states, found = {}, {}
     for which, step in steps.items():
         begun = time.perf_counter()

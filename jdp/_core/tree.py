@@ -2,6 +2,7 @@
 
 Each replica runs alone, by one and the same program for one device. Its sums are added to its neighbour's, the two to
 the two beside them, and so on: first on a device, then between devices. Where a device ends changes nothing then.
+Where the loss itself sums over the replicas (`sync_batch_norm`), it is cut into one program before and one after.
 """
 
 from __future__ import annotations
@@ -15,13 +16,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._jax.jaxprs import Hidden, with_index
+from .._jax.jaxprs import (
+    Hidden,
+    Segmented,
+    axes,
+    env_of,
+    evaluate,
+    inlined,
+    is_sum_over,
+    read,
+    recomputed,
+    segmented,
+    with_index,
+)
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
-from .scattered import Scattered, Signature, flatten_call
+from .scattered import Scattered, flatten_call
 from .turns import weighted
-from .uneven import collectives, run_body, trace_bodies
+from .uneven import run_body, trace_bodies
 
 
 class Parts(NamedTuple):
@@ -46,27 +59,8 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None, index: Any) -> tuple[Parts, Outputs]:
         operands, signature = flatten_call(replicas, inputs, kwargs)
-        found: list[Outputs] = []
-
-        def local(index: Any, *operands: Any) -> Parts:
-            parts, out = of_one(signature, operands, index)
-            found.append(out)
-            return parts
-
-        # As a device of one: for the axis has a name there, and a wrapper that is called in there runs its model.
-        mesh, whole = AbstractMesh((1,), (signature.axis_name,)), PartitionSpec()
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return mapped(index, *operands), found[-1]
-
-    def of_one(signature: Signature, operands: Sequence[Any], index: Any) -> tuple[Parts, Outputs]:
         operands = list(signature.fold_keys(operands, index))
         bodies = trace_bodies(functools.partial(body, signature), operands, signature)
-        for name in collectives(next(iter(bodies.values())).jaxpr.jaxpr, signature.axis_name):
-            raise ValueError(
-                f"jdp.train_step: deterministic is True, and the loss runs a collective ({name} over "
-                f"{signature.axis_name!r}); replicas run one by one then, and none would answer. Leave the collective "
-                f"out, or deterministic."
-            )
         try:
             place = signature.axis_name, index
             found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
@@ -80,6 +74,130 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
         return _apart(out), dataclasses.replace(out, values=shapes)
 
     return run
+
+
+class Segment(NamedTuple):
+    """What a replica runs from one sum over all replicas to the next: a program for one device."""
+
+    program: Any
+    """`(totals, values) -> (sums, made)`: of the last sum and what it reads, its part of the next and what it makes."""
+    operands: tuple[list[Any], list[Any]]
+    """The shapes of these totals and values."""
+    reads: list[int]
+    """Which of the values that the replica has it reads."""
+    after: list[int]
+    """Which of those, and of what it makes after them, the replica has then."""
+
+    def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Its part of the next sum, and the values that the replica has then (in the end the rest of its parts)."""
+        sums, made = program(totals, [values[i] for i in self.reads])
+        both = [*values, *made]
+        return sums, [both[i] for i in self.after]
+
+
+def segments(
+    turn: Callable[..., Parts], operands: Sequence[Any], layout: Layout, label: str
+) -> tuple[list[Segment], Parts]:
+    """`turn(*operands)` of one replica, cut where all meet: programs between sums; and the shapes of its parts.
+
+    The first begins with the operands. Between two of them all that a later one reads is held.
+    """
+    (axis_name,), n = layout.mesh.axis_names, len(layout.devices)
+    found: list[tuple[Segmented, Parts]] = []
+
+    def of_one(fn: Callable[..., Any]) -> Callable[..., Any]:
+        # As a device of one: for the axis has a name there, and a wrapper that is called in there runs its model.
+        mesh, whole = AbstractMesh((1,), (axis_name,)), PartitionSpec()
+        return jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+    def look(*operands: Any) -> tuple[()]:
+        jaxpr, parts = jax.make_jaxpr(turn, return_shape=True)(*operands)
+        found.append((_cut(jaxpr, axis_name), parts))
+        return ()
+
+    jax.eval_shape(of_one(look), *operands)
+    ((code, parts),) = found
+    have: list[Any] = [*code.jaxpr.jaxpr.invars]
+    result = []
+    for j in range(len(code.segments)):
+        needed, later, met = set(code.reads[j]), code.later[j], code.cuts[j - 1].outvars if j else []
+        reads = [i for i, v in enumerate(have) if v in needed]
+        mine, made = [have[i] for i in reads], [*(v for v in met if v in later), *code.keeps(j)]
+        program = _program(code, j, mine, made, parts, n)
+        program.__name__ = program.__qualname__ = f"{label}_{j}" if j else label
+        shapes = jax.eval_shape(functools.partial(packed, n=n), [*map(_shape, met)]), [*map(_shape, mine)]
+        if j < len(code.cuts):
+            after = [i for i, v in enumerate([*have, *made]) if v in later]
+        else:  # what it makes are the parts
+            after = [len(have) + i for i in range(len(jax.tree.leaves(parts)) - len(parts.sums))]
+        result.append(Segment(jax.jit(of_one(program)), shapes, reads, after))
+        have = [v for v in [*have, *made] if v in later]
+    return result, parts
+
+
+def _cut(jaxpr: Any, axis_name: str) -> Segmented:
+    """The jaxpr, cut where replicas meet; a `ValueError` where they do so in another way than by a sum over all."""
+
+    def meets(eqn: Any) -> bool:
+        return axis_name in axes(eqn)
+
+    def refuse(eqn: Any) -> ValueError:
+        what = eqn.primitive.name
+        return ValueError(
+            f"jdp.train_step: deterministic is True, and replicas meet in a {what}, in a sum over {axis_name!r} or a "
+            f"BatchNorm with sync_batch_norm; they run one by one, from one sum to the next, and a {what} hides it. "
+            f"Leave the {what} out of the loss, or deterministic."
+        )
+
+    code = recomputed(segmented(inlined(jaxpr, meets, refuse, unroll=True), meets))
+    for eqn in code.cuts:
+        if not is_sum_over(eqn, axis_name):
+            raise ValueError(
+                f"jdp.train_step: deterministic is True, and the loss runs a collective ({eqn.primitive.name} over "
+                f"{axis_name!r}) that is no sum over all replicas; they run one by one then, and only such sums are "
+                f"made between. Use jax.lax.psum or pmean over {axis_name!r} alone, or leave deterministic out."
+            )
+    return code
+
+
+def _program(code: Segmented, j: int, mine: list[Any], made: list[Any], parts: Parts, n: int) -> Callable[..., Any]:
+    def run(totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        env = env_of(code.jaxpr, [None] * len(code.jaxpr.jaxpr.invars)) | dict(zip(mine, values, strict=True))
+        if j:
+            met = code.cuts[j - 1].outvars
+            env.update(zip(met, unpacked(totals, [*map(_shape, met)]), strict=True))
+        for eqn in code.segments[j]:
+            evaluate(eqn, env)
+        last = j == len(code.cuts)
+        out = [jnp.asarray(read(env, v)) for v in (code.jaxpr.jaxpr.outvars if last else code.cuts[j].invars)]
+        if last:
+            return out[: len(parts.sums)], out[len(parts.sums) :]
+        return packed(out, n), [env[v] for v in made]
+
+    return run
+
+
+def _shape(v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+
+
+def packed(values: Sequence[Any], n: int) -> list[Any]:
+    """One vector for each dtype, with a length that is a multiple of n."""
+    vectors = []
+    for dtype in dict.fromkeys(x.dtype for x in values):
+        flat = jnp.concatenate([x.reshape(-1) for x in values if x.dtype == dtype])
+        vectors.append(jnp.pad(flat, (0, -flat.size % n)))
+    return vectors
+
+
+def unpacked(vectors: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """The arrays of these shapes that were packed."""
+    start, values = {x.dtype: 0 for x in vectors}, []
+    for x in shapes:
+        vector = next(v for v in vectors if v.dtype == x.dtype)
+        values.append(jax.lax.slice_in_dim(vector, start[x.dtype], start[x.dtype] + x.size).reshape(x.shape))
+        start[x.dtype] += x.size
+    return values
 
 
 Kind = Literal["sum", "taken", "same", "rows"]
@@ -108,10 +226,7 @@ def _apart(out: Outputs) -> Parts:
             parts.same.append(x)
         else:
             parts.rows.append(x if x.ndim else x[None])
-    for dtype in dict.fromkeys(x.dtype for x in added):
-        flat = jnp.concatenate([x.reshape(-1) for x in added if x.dtype == dtype])
-        parts.sums.append(jnp.pad(flat, (0, -flat.size % len(out.layout.devices))))
-    return parts
+    return parts._replace(sums=packed(added, len(out.layout.devices)))
 
 
 def _divisor(rule: Marked, layout: Layout) -> float | None:
@@ -133,23 +248,20 @@ def _wide(x: Any, dtype: Any) -> Any:
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
     """The value of each output, of the parts of all replicas together; None for what is gathered."""
     kinds, taken, same = _kinds(out), iter(parts.taken), iter(parts.same)
-    start = [0] * len(parts.sums)
-    at = {x.dtype: i for i, x in enumerate(parts.sums)}
-    totals: list[Any] = []
-    for x, kind, rule in zip(out.values, kinds, out.rules, strict=True):
-        if kind != "sum":
-            totals.append(None)
-            continue
-        i = at[x.dtype if _divisor(rule, out.layout) is None else jnp.dtype(rule.wire)]
-        totals.append(jax.lax.slice_in_dim(parts.sums[i], start[i], start[i] + x.size).reshape(x.shape))
-        start[i] += x.size
+    each = [*zip(out.values, kinds, out.rules, strict=True)]
+    sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, kind, rule in each if kind == "sum"]))
+    totals = [next(sums) if kind == "sum" else None for kind in kinds]
     values = []
-    for x, kind, rule, total in zip(out.values, kinds, out.rules, totals, strict=True):
+    for (x, kind, rule), total in zip(each, totals, strict=True):
         if kind == "sum":
             values.append(_finished(total, x.dtype, rule, _divisor(rule, out.layout), totals))
         else:
             values.append(next(taken)[0] if kind == "taken" else next(same) if kind == "same" else None)
     return values
+
+
+def _sent(x: Any, rule: Marked, layout: Layout) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if _divisor(rule, layout) is None else rule.wire)
 
 
 def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals: list[Any]) -> Any:
@@ -198,7 +310,7 @@ def exchange(mesh: Mesh, primary: int) -> Any:
 
     def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
-        return [_butterfly(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
+        return [_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
 
     specs = PartitionSpec(axis_name), PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
@@ -207,6 +319,20 @@ def exchange(mesh: Mesh, primary: int) -> Any:
         return mapped(sums, taken)
 
     return jax.jit(exchange)
+
+
+_SMALL = 1 << 16  # bytes
+
+
+def _sum(x: Any, axis_name: str, n: int) -> Any:
+    """The sum of a vector over n devices, neighbours first."""
+    if x.size * x.dtype.itemsize * n > _SMALL:
+        return _butterfly(x, axis_name, n)
+    # The bytes of a small one take no time. To wait for the others does, and here each waits once.
+    rows = jax.lax.all_gather(x, axis_name)
+    while len(rows) > 1:
+        rows = rows[::2] + rows[1::2]
+    return rows[0]
 
 
 def _butterfly(x: Any, axis_name: str, n: int) -> Any:

@@ -6,6 +6,7 @@ raises an error, or is left out; `tests/jax/test_private.py` has a test for each
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -59,6 +60,11 @@ def axes(eqn: Any) -> tuple[Any, ...]:
             raise _changed(eqn, "axes")
         return ()
     return tuple(names) if isinstance(names, tuple | list) else (names,)
+
+
+def is_sum_over(eqn: Any, axis_name: str) -> bool:
+    """Whether it is a sum over all members of this one axis."""
+    return eqn.primitive.name == "psum" and axes(eqn) == (axis_name,) and eqn.params.get("axis_index_groups") is None
 
 
 def communicates(jaxpr: Any) -> bool:
@@ -131,8 +137,11 @@ def evaluate(eqn: Any, env: Env) -> None:
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception]) -> Any:
-    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one."""
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
+    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one.
+
+    With `unroll` a scan around one becomes its iterations, one after the other.
+    """
 
     def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
@@ -143,9 +152,19 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
             elif eqn.primitive.name in _CALLS:
                 body = inline(bodies[0], [read(env, v) for v in eqn.invars])
                 env.update(zip(eqn.outvars, body, strict=True))
+            elif unroll and eqn.primitive.name == "scan" and _parameter(eqn, "length"):
+                env.update(zip(eqn.outvars, iterations(eqn, [read(env, v) for v in eqn.invars]), strict=True))
             else:
                 raise refuse(eqn)
         return [read(env, v) for v in _opened(jaxpr).outvars]
+
+    def iterations(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        numbers, ys = range(_parameter(eqn, "length")), {}
+        for i in reversed(numbers) if _parameter(eqn, "reverse") else numbers:
+            out = inline(_parameter(eqn, "jaxpr"), [*consts, *carry, *(x[i] for x in xs)])
+            carry, ys[i] = out[: len(carry)], out[len(carry) :]
+        return [*carry, *(jnp.stack(y) for y in zip(*(ys[i] for i in numbers), strict=True))]
 
     return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
 
@@ -176,18 +195,36 @@ def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
     return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])
 
 
-class Segmented(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Segmented:
     """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
 
     jaxpr: Any
     segments: list[list[Any]]
     cuts: list[Any]
 
+    @functools.cached_property
+    def reads(self) -> list[list[Any]]:
+        """The variables that each segment needs and does not make: for itself, and for the cut or the outputs after."""
+        found = []
+        after = [*(eqn.invars for eqn in self.cuts), self.jaxpr.jaxpr.outvars]
+        for eqns, last in zip(self.segments, after, strict=True):
+            own = {v for eqn in eqns for v in eqn.outvars}
+            needed = dict.fromkeys(v for v in [*(v for eqn in eqns for v in eqn.invars), *last] if not is_literal(v))
+            found.append([v for v in needed if v not in own])
+        return found
+
+    @functools.cached_property
+    def later(self) -> list[set[Any]]:
+        """The variables that segments after each one need of those before them."""
+        found = [set[Any]()]
+        for reads in self.reads[:0:-1]:
+            found.append(found[-1].union(reads))
+        return found[::-1]
+
     def keeps(self, j: int) -> list[Any]:
-        """The variables that segment j makes and a later segment reads."""
-        later = [v for eqns in self.segments[j + 1 :] for eqn in eqns for v in eqn.invars]
-        wanted = {v for v in [*later, *self.jaxpr.jaxpr.outvars] if not is_literal(v)}
-        return [v for eqn in self.segments[j] for v in eqn.outvars if v in wanted]
+        """The variables that segment j makes and a later segment needs."""
+        return [v for eqn in self.segments[j] for v in eqn.outvars if v in self.later[j]]
 
 
 def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
@@ -200,6 +237,38 @@ def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
         else:
             segments[-1].append(eqn)
     return Segmented(jaxpr, segments, cuts)
+
+
+_CHEAP = {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reshape", "squeeze", "sub"}
+
+
+def recomputed(code: Segmented) -> Segmented:
+    """The same, where a segment makes again what is cheap, in place of one before that keeps it: x, not 2 * x and x."""
+    made_by = {v: eqn for eqns in code.segments for eqn in eqns for v in eqn.outvars}
+
+    def is_cheap(eqn: Any) -> bool:
+        if eqn.primitive.name not in _CHEAP:
+            return False
+        out = eqn.outvars[0].aval
+        large = [v.aval for v in eqn.invars if not is_literal(v) and 8 * v.aval.size > out.size]
+        return len(large) < 2 and all(x.size * x.dtype.itemsize <= out.size * out.dtype.itemsize for x in large)
+
+    def again(j: int) -> list[Any]:
+        own = {v for eqn in code.segments[j] for v in eqn.outvars}
+        found: dict[Any, Any] = {}
+
+        def add(v: Any) -> None:
+            eqn = None if is_literal(v) or v in own or v in found else made_by.get(v)
+            if eqn is not None and is_cheap(eqn):
+                for u in eqn.invars:
+                    add(u)
+                found[v] = eqn
+
+        for v in code.reads[j]:
+            add(v)
+        return [*found.values()]
+
+    return dataclasses.replace(code, segments=[[*again(j), *eqns] for j, eqns in enumerate(code.segments)])
 
 
 Rule = Callable[[Any], Callable[..., Any] | None]

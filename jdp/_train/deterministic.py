@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from .._core.devices import own_mesh, spans_processes
 from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
 from .._core.outputs import Outputs
 from .._core.scattered import Scattered
-from .._core.tree import Counter, Parts, exchange, numbers_of_rows, one_replica, picked, put_together
+from .._core.tree import (
+    Counter,
+    Parts,
+    Segment,
+    exchange,
+    numbers_of_rows,
+    one_replica,
+    picked,
+    put_together,
+    segments,
+)
 from .state import TrainState
 
 if TYPE_CHECKING:
@@ -67,10 +77,29 @@ class Lowered(NamedTuple):
     """The programs for one device each, for the processes to compare, and to be compiled."""
 
     text: str
-    compile: Callable[[], None]
+    compile: Callable[[], Compiled]
 
     def as_text(self) -> str:
         return self.text
+
+
+class Compiled(NamedTuple):
+    """What runs where the operands have some shapes."""
+
+    turn: list[tuple[Segment, list[Any]]]  # with its program for each device
+    update: list[Any]  # for each device
+    parts: Parts  # their shapes
+    out: Outputs  # what they are parts of
+
+
+def _shapes(operands: Any) -> Any:
+    return tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands))
+
+
+def _on_device(shapes: Any, device: Any) -> Any:
+    """The shapes, of arrays on this device."""
+    to = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to, weak_type=x.weak_type), shapes)
 
 
 class Deterministic:
@@ -84,13 +113,14 @@ class Deterministic:
     def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
-        self._is_ready = False
+        self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
         one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
         # With all replicas on one device: so each of them is traced, wherever it runs.
         alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         run = one_replica(program.call_of, self.__name__)
 
-        def turn(leaves: list[Any], arrays: list[Any], index: Any) -> Parts:
+        def turn(*operands: Any) -> Parts:
+            leaves, (*arrays, index) = operands[: treedef.num_leaves], operands[treedef.num_leaves :]
             batch = Scattered(arrays, alone)
             parts, self._out = run(*program.operands(treedef.unflatten(leaves), batch), index)
             return parts
@@ -107,9 +137,8 @@ class Deterministic:
             numbers = numbers_of_rows(self._out)
             return [jnp.concatenate(x, self._out.rules[i].axis) for i, *x in zip(numbers, *rows, strict=True)]
 
-        turn.__name__ = turn.__qualname__ = self.__name__
         update.__name__ = update.__qualname__ = f"update_{program.label}"
-        self._turn: Any = jax.jit(turn)
+        self._turn = turn
         self._update: Any = jax.jit(update, donate_argnums=0 if program.options.donate else ())
         self._join: Any = jax.jit(join)
         self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
@@ -122,9 +151,16 @@ class Deterministic:
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
         states, batches = self._apart(state, arrays)
-        parts = self._turns(states, batches)
-        operands = zip(states, map(self._whole, batches), self._together(parts), strict=True)
-        after, others = zip(*[self._update(*of_device) for of_device in operands], strict=True)
+        key = _shapes((states[0], batches[0]))
+        if key not in self._compiled:
+            self.lower(state, arrays).compile()
+        programs = self._compiled[key]
+        self._out = programs.out
+        parts = self._turns(programs, states, batches)
+        sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
+        found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
+        operands = zip(programs.update, states, map(self._whole, batches), found, strict=True)
+        after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         state = self._after.unflatten(self._on.whole(after, remember=True))
         metrics, updates = self._others.unflatten(self._on.whole(others))
         return self._placed(state), self._with_rows(metrics, parts), updates
@@ -136,18 +172,28 @@ class Deterministic:
             leaves = self._gather(leaves)
         return self._on.apart(leaves), self._on.apart(arrays)
 
-    def _turns(self, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
-        """What each device gives: its replicas take turns, and all devices begin with their first."""
-        count = self._layout.per_device
-        counters, kept = [Counter() for _ in states], [[] for _ in states]
-        for k in range(count):
-            for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                parts = self._turn(state, self._chunk(batch, d, k), self._indices[d][k])
-                counters[d].add(parts.sums)
-                kept[d].append(parts._replace(sums=[]))
+    def _turns(self, programs: Compiled, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
+        """What each device gives: its replicas take turns, and all devices begin with their first.
+
+        Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
+        """
+        turns = range(self._layout.per_device)
+        sums: list[list[Any]] = [[] for _ in states]
+        held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
+        for j, (segment, runs) in enumerate(programs.turn):
+            totals = self._together(sums, [[] for _ in sums])[0] if j else sums
+            counters = [Counter() for _ in states]
+            for k in turns:
+                for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
+                    values = held[d][k] if j else [*state, *self._chunk(batch, d, k), self._indices[d][k]]
+                    mine, held[d][k] = segment.run(runs[d], totals[d], values)
+                    counters[d].add(mine)
+            sums = [counter.total for counter in counters]
+        rest = jax.tree.structure(programs.parts._replace(sums=[]))
+        kept = [[rest.unflatten(x) for x in own] for own in held]
         return [
-            Parts(counter.total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
-            for counter, own in zip(counters, kept, strict=True)
+            Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
+            for total, own in zip(sums, kept, strict=True)
         ]
 
     def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
@@ -157,13 +203,13 @@ class Deterministic:
     def _joined(self, rows: list[list[Any]]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows)
 
-    def _together(self, parts: list[Parts]) -> list[Parts]:
+    def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """For each device the sums over all, and what the primary gave."""
         if self._layout.mesh.size == 1:
-            return [x._replace(rows=[]) for x in parts]
-        operands = [self._on.cut(x, [0] * len(x[0])) for x in ([p.sums for p in parts], [p.taken for p in parts])]
+            return sums, taken
+        operands = [self._on.cut(x, [0] * len(x[0])) for x in (sums, taken)]
         sums, taken = map(self._on.apart, self._exchange(*operands))
-        return [p._replace(sums=s, taken=t, rows=[]) for p, s, t in zip(parts, sums, taken, strict=True)]
+        return sums, taken
 
     def _whole(self, batch: list[Any]) -> list[Any]:
         """What of a batch the update may ask for: the arrays of NNX objects, no rows."""
@@ -193,22 +239,25 @@ class Deterministic:
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """The programs, for the processes to compare; each is compiled once for each device."""
-        states, batches = self._apart(state, arrays)
-        chunks = [self._chunk(batch, d, 0) for d, batch in enumerate(batches)]
-        operands = zip(states, chunks, self._indices, strict=True)
-        turns = [self._turn.lower(mine, chunk, indices[0]) for mine, chunk, indices in operands]
+        (states, batches), devices = self._apart(state, arrays), self._on.devices
+        chunk = self._chunk(batches[0], 0, 0)
+        found, parts = segments(self._turn, [*states[0], *chunk, self._indices[0][0]], self._layout, self.__name__)
+        out = self._out
+        turns = [x.program.lower(*_on_device(x.operands, device)) for x in found for device in devices]
 
-        def compile() -> None:
+        def compile() -> Compiled:
+            after = [_on_device(parts._replace(rows=[]), device) for device in devices]
+            updates = [self._update.lower(*x) for x in zip(states, map(self._whole, batches), after, strict=True)]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(pool.map(lambda x: x.compile(), turns))
-                operands = zip(states, map(self._whole, batches), self._turns(states, batches), strict=True)
-                updates = [self._update.lower(mine, x, parts._replace(rows=[])) for mine, x, parts in operands]
-                list(pool.map(lambda x: x.compile(), updates))
+                programs = [*pool.map(lambda x: x.compile(), [*turns, *updates])]
+            each = [programs[i : i + len(devices)] for i in range(0, len(programs), len(devices))]
+            made = Compiled([*zip(found, each, strict=False)], each[-1], parts, out)
+            self._compiled[_shapes((states[0], batches[0]))] = made
+            return made
 
-        return Lowered(turns[0].as_text(), compile)
+        return Lowered("\n".join(x.as_text() for x in turns[:: len(devices)]), compile)
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what a first call would: it takes long, and here it can be interrupted."""
-        if not self._is_ready:
+        if not self._compiled:
             self.lower(state, arrays).compile()
-            self._is_ready = True

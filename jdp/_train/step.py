@@ -152,7 +152,10 @@ def train_step(
             to the last bit on any number of devices and processes that divides R, after any number of steps, where the
             platform, the kind of device, jaxlib and XLA's flags are the same (on GPUs with
             `--xla_gpu_deterministic_ops=true`). Each replica runs alone, gradients are added in one balanced tree, and
-            each device makes the whole update, with `shard_optimizer` too. `docs/replicas.md` says what it costs.
+            each device makes the whole update, with `shard_optimizer` too. At each BatchNorm with `sync_batch_norm`,
+            and at each `psum` or `pmean` of the loss's own, all replicas meet: what they need later is in memory of
+            all replicas of a device at once there, and each such sum makes one more program for each device.
+            `docs/replicas.md` says what it costs.
         check_replicas: compares the replicas of the state bit for bit after every so many steps, as
             `check_replicas` does; what differs is an error a few steps later. 0 is never.
 
@@ -162,7 +165,8 @@ def train_step(
     Raises:
         TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
-            no power of two, with `shard_params`, `sync_batch_norm` or a collective of the loss's own.
+            no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
+            where replicas meet in a branch or a `while` loop.
         RuntimeError: a state that was donated already.
 
     Example:
@@ -226,11 +230,6 @@ def _check_deterministic(options: StepOptions, replicas: int) -> None:
         raise ValueError(
             f"jdp.{VERB}: deterministic and shard_params are True; gradients of parameters that are cut are summed by "
             f"a reduce-scatter, whose order depends on the number of devices. Pass shard_optimizer=True instead."
-        )
-    if options.sync_batch_norm:
-        raise ValueError(
-            f"jdp.{VERB}: deterministic and sync_batch_norm are True; replicas run one by one, and cannot share "
-            f"statistics. Leave one of the two out."
         )
 
 

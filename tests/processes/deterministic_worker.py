@@ -16,8 +16,13 @@ import test_deterministic as law  # noqa: E402
 
 jdp.distributed.initialize()
 found = {}
-for name, options in {"mlp": {"shard_optimizer": True, "accumulate_steps": 2}, "transformer": {}}.items():
-    model = law.LINEN[name]()
+OPTIONS = {
+    "mlp": {"shard_optimizer": True, "accumulate_steps": 2},
+    "synced": {"sync_batch_norm": True},
+    "transformer": {},
+}
+for name, options in OPTIONS.items():
+    model = {**law.LINEN, "synced": law.Synced}[name]()
     dp = jdp.DataParallel(model, replicas=4)
     step = dp.train_step(functools.partial(law.linen_loss, model), law.TX, deterministic=True, **options)
     state, rows = step.init(law.variables_of(model), key=jax.random.key(2)), []

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -11,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from laws import close
 
 import jdp
+from jdp._core import tree
 from jdp._core.tree import Counter, exchange
 
 RANDOM = np.random.RandomState(0)
@@ -185,6 +187,90 @@ def test_with_other_options_and_statistics(option):
     check_bits("cnn", [64, 13, 1], 4, **OPTIONS[option])
 
 
+class Synced(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(8)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(jnp.tanh(x))
+
+
+def on_one_device(model, sizes, rate, accumulate_steps=1):
+    """The variables after steps of plain Flax on whole batches, cut into microbatches by their position in a chunk."""
+    variables = model.init(jax.random.key(0), X[:2])
+
+    @jax.jit
+    def gradient(variables, x, y):
+        def loss(params):
+            logits, updates = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+            return per_row(logits, y).mean(), updates
+
+        grads, updates = jax.grad(loss, has_aux=True)(variables["params"])
+        return grads, updates
+
+    for i, rows in enumerate(sizes):
+        x, y = np.roll(X, i, 0)[:rows], np.roll(Y, i)[:rows]
+        parts = [(x, y)]
+        if accumulate_steps > 1:  # of 4 replicas with equal chunks
+            size = -(-rows // 4 // accumulate_steps)
+            place = np.arange(rows) % max(rows // 4, 1) // size  # below 4 rows a chunk has one
+            parts = [(x[place == k], y[place == k]) for k in range(place.max() + 1)]
+        before, total = variables, jax.tree.map(jnp.zeros_like, variables["params"])
+        for mine in parts:
+            grads, updates = gradient(variables, *mine)
+            step = rate * len(mine[0]) / rows
+            total = optax.tree.add_scale(total, step, grads)
+            variables = {**variables, **updates}
+        variables["params"] = optax.tree.sub(before["params"], total)
+    return variables
+
+
+def check_synced(sizes, devices, **options):
+    """Of 4 replicas the same bits on any number of devices, and the numbers of one device and the whole batch."""
+    steps, tx = options.get("accumulate_steps", 1), optax.sgd(0.1)
+    with mock.patch.dict(LINEN, synced=Synced):
+        found = [run("synced", n, sizes, replicas=4, tx=tx, sync_batch_norm=True, **options) for n in devices]
+    assert len({(digest(state), digest(metrics)) for state, metrics in found}) == 1
+    want = on_one_device(Synced(), sizes, 0.1, steps)
+    state = found[0][0]
+    close({"params": state.params, **state.state}, want)
+    return found[0]
+
+
+@pytest.mark.budget(6)
+def test_statistics_of_the_whole_batch():
+    """Chunks of 4, then of 3, 3, 3 and 2, then of one row on three replicas and none on the last."""
+    check_synced([16, 11, 3], (1, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 3])
+def test_statistics_of_the_whole_microbatch(steps):
+    check_synced([32, 16, 3], (1, 2, 4), accumulate_steps=steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cnn", "nnx"])
+def test_statistics_of_the_whole_batch_after_50_steps(name):
+    check_bits(name, [64] * 49 + [7], 8, sync_batch_norm=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cnn", "nnx"])
+def test_statistics_of_the_whole_batch_are_those_of_the_ordinary_step(name):
+    (state, metrics), (want, expected) = (
+        run(name, 4, [64, 13, 7], tx=optax.sgd(0.1), sync_batch_norm=True, deterministic=which)
+        for which in (True, False)
+    )
+    close(metrics, expected)
+    close(bare(state), bare(want))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", OPTIONS)
+def test_statistics_of_the_whole_batch_with_other_options(option):
+    check_bits("cnn", [64, 16, 3], 4, sync_batch_norm=True, **OPTIONS[option])
+
+
 @pytest.mark.budget(6)
 def test_a_cut_optimizer_changes_no_bit():
     whole, cut = (digest(run("mlp", 2, [64, 7], replicas=2, shard_optimizer=x)[0]) for x in (False, True))
@@ -241,8 +327,10 @@ def balanced(rows):
     return rows[0]
 
 
-@given(VECTORS, st.sampled_from(DEVICES), st.integers(0, 2**31))
-def test_sums_are_one_balanced_tree(row, n, seed):
+@given(VECTORS, st.sampled_from(DEVICES), st.integers(0, 2**31), st.booleans())
+@example([1e4, 0.7, -9e3, 0.3, 77.7, -2.5e3, 3e-3, 11.1], 8, 0, True)
+@example([1e4, 0.7, -9e3, 0.3, 77.7, -2.5e3, 3e-3, 11.1], 8, 0, False)
+def test_sums_are_one_balanced_tree(row, n, seed, small):
     values = np.outer(row, np.float32([1, 1e-3, -7, 1e3] * 2)).astype(np.float32)
     values = np.random.RandomState(seed).permutation(values)
     devices = jax.devices()[:n]
@@ -256,7 +344,8 @@ def test_sums_are_one_balanced_tree(row, n, seed):
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))
     together = jax.make_array_from_single_device_arrays((8 * n,), where, totals)
     rows = jax.device_put(np.asarray(together).reshape(n, 8), where)
-    (found,), (taken,) = exchange(mesh, n - 1)([together], [rows])
+    with mock.patch.object(tree, "_SMALL", 1 << 16 if small else 0):  # a small vector is gathered whole
+        (found,), (taken,) = exchange(mesh, n - 1)([together], [rows])
     np.testing.assert_array_equal(np.asarray(found), balanced(values))
     np.testing.assert_array_equal(np.asarray(taken)[0], np.asarray(totals[-1]))
     for shard in found.addressable_shards:
@@ -278,6 +367,13 @@ def step_of(loss=None, replicas=8, n=2, **options):
     return dp.train_step(loss or (lambda v, x: jnp.mean((dp(v, x) - 6) ** 2)), optax.sgd(0.1), **options)
 
 
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def total(x):
+    return jax.lax.psum(x.sum(), "data")
+
+
 def plain(v, x):
     return jnp.mean((x * v["params"] - 6) ** 2)
 
@@ -287,7 +383,9 @@ def plain(v, x):
     [
         ({"replicas": 6}, "there are 6 replicas"),
         ({"shard_params": True}, "deterministic and shard_params"),
-        ({"loss": lambda v, x: plain(v, x) + 0 * jax.lax.psum(x.sum(), "data")}, "runs a collective .psum"),
+        ({"loss": lambda v, x: plain(v, x) + 0 * jax.lax.pmax(x.sum(), "data")}, "runs a collective .pmax"),
+        ({"loss": lambda v, x: plain(v, x) + jax.lax.psum(x, "data", axis_index_groups=HALVES)[0]}, "no sum over all"),
+        ({"loss": lambda v, x: plain(v, x) + jax.lax.cond(x[0] > 9, total, jnp.mean, x)}, "replicas meet in a cond"),
         (
             {"loss": lambda v, x: plain(v, x) * jax.lax.fori_loop(0, 3, lambda *_: jax.lax.axis_index("data"), 0)},
             "asks for the replica's index",
@@ -298,6 +396,30 @@ def test_refused(options, text):
     with pytest.raises(ValueError, match=text):
         step = step_of(**{"loss": plain, **options}, deterministic=True)
         step(step.init({"params": np.float32(1)}), np.ones(8, np.float32))
+
+
+@pytest.mark.budget(6)
+def test_sums_of_the_loss_s_own():
+    """By numpy: each replica's mean times the mean of all rows, and a sum in each of three iterations of a loop."""
+
+    def loss(v, x):
+        def body(i, total):
+            return total + jax.lax.psum((i + 1) * x.sum(), "data")
+
+        return jnp.mean(x * v["params"]) * jax.lax.pmean(x.mean(), "data"), {
+            "looped": jdp.Sum(jax.lax.fori_loop(0, 3, body, 0.0)),
+            "squared": x**2,
+        }
+
+    x, found = np.sin(np.arange(16, dtype=np.float32)), []
+    for n in (1, 2):
+        step = step_of(loss, replicas=4, n=n, deterministic=True)
+        found.append(step(step.init({"params": np.float32(2)}), x))
+    (state, metrics), other = found
+    assert (digest(state), digest(metrics)) == tuple(map(digest, other))
+    mean = x.astype(np.float64).mean()
+    close([metrics["loss"], metrics["looped"], metrics["squared"]], [2 * mean**2, 4 * 6 * x.sum(dtype=float), x**2])
+    close(state.params, 2 - 0.1 * mean**2)
 
 
 def test_inside_of_a_jit_it_is_refused():
