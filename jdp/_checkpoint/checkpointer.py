@@ -18,6 +18,7 @@ import jax
 
 from .._core.layout import Tree
 from .._processes.exchange import by_value
+from .._processes.watch import named, watch
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
@@ -151,6 +152,12 @@ class Checkpointer:
             return False
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
+            if watch.lost:  # Orbax would wait for them
+                raise RuntimeError(
+                    f"jdp.{VERB}: step {step} is not saved, for {named(sorted(watch.lost))} died before it; all "
+                    f"processes that the job began with save together. Call save no more after a "
+                    f"jdp.distributed.ProcessLost, or start the job again."
+                )
             self.wait()
             self._writer.write(step, *agree(self._writer.prepare, state, data))
         if ending:

@@ -19,6 +19,7 @@ from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
+from .._processes.recovery import raise_if_lost
 from .._processes.watch import limits
 from .devices import own_places, places_of, processes_of
 from .inputs import name_of
@@ -69,12 +70,16 @@ def begin(
         never: this process never had a batch, and is to be told what the others' is.
     """
     group = _group(mesh)
-    if group.last is None:
-        group.start(verb)
-    call = group.exchange.next_call(verb)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
     rows = sizes or [0] * len(own_places(mesh))
-    gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
+    try:
+        if group.last is None:
+            group.start(verb)
+        call = group.exchange.next_call(verb)
+        gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
+    except Exception as error:
+        raise_if_lost(group.exchange, verb, error)
+        raise
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     seconds = limits.step if verb in group.calls else limits.start
@@ -88,6 +93,14 @@ def finish(pending: Pending) -> Agreed:
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
     """
+    try:
+        return _agreed(pending)
+    except Exception as error:
+        raise_if_lost(pending.group.exchange, pending.call.what, error)
+        raise
+
+
+def _agreed(pending: Pending) -> Agreed:
     call, seconds, here = pending.call, pending.seconds, pending.call.exchange.here
     words = _read(pending)
     sizes = tuple(words[:, -2].tolist())
@@ -150,6 +163,8 @@ def _read(pending: Pending) -> np.ndarray:
     try:
         return np.asarray(pending.gathered)[pending.group.places]
     except jax.errors.JaxRuntimeError as error:  # the connection to one that has died, or does not come
+        if limits.recovers:
+            raise
         call.leave()
         call.wait(all_are_here, 0)
         raise DesyncError(

@@ -61,6 +61,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
     if are_described(mesh):  # nothing can be put there, and explain needs nothing there
         return x
+    x = own_copies(x, replicated(mesh))
     if not spans_processes(mesh) or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -76,11 +77,20 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
-    """An array that is whole on all processes, as one of these devices of this process; anything else as it is."""
+    """An array that is whole on all processes, as one of devices of this process; anything else as it is.
+
+    On these devices, if they are some of its own; else, if they are other devices of its processes, on one.
+    """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
         return x
-    here = sharding.is_fully_addressable and sharding.device_set <= x.sharding.device_set
-    return _of_shards(x, x.shape, sharding) if here else x
+    here, had = sharding.device_set, x.sharding.device_set
+    if sharding.is_fully_addressable and here <= had:
+        return _of_shards(x, x.shape, sharding)
+    return x.addressable_data(0) if here != had and _processes(here) <= _processes(had) else x
+
+
+def _processes(devices: set[Any]) -> set[int]:
+    return {d.process_index for d in devices}
 
 
 def refuse_traced(arrays: Sequence[Any], verb: str) -> None:

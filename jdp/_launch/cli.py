@@ -134,9 +134,14 @@ def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | 
             deadline = math.inf
             continue
         if isinstance(event, Worker):
-            if event.code and deadline == math.inf and crew.killed == math.inf:
+            if job.recover and event.rank and (event.code or 0) < 0 and asked is None and crew.killed == math.inf:
+                event.left_out = True
+                printer.say(f"{event.end()}; the others go on without it")
+            elif event.code and deadline == math.inf and crew.killed == math.inf:
                 crew.signal(signal.SIGTERM)
                 deadline = time.monotonic() + job.grace
+            elif event.code == 0 and event.rank == 0 and job.recover:  # it ends last, but for one that is stopped
+                deadline = min(deadline, time.monotonic() + job.grace)
         elif event == signal.SIGINT and asked is not None:
             crew.kill()
         else:

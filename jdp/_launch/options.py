@@ -52,6 +52,13 @@ a process that cannot be started again
   Where each process had given Checkpointer.save other data than the others,
   restore gives the list of them all.
 
+a process that the others go on without, an experiment
+  With --recover one that a signal has ended (SIGKILL, where memory runs out)
+  is left out, and no other gets SIGTERM. The script has
+  initialize(recover=True) then, and a loop that heeds it. If rank 0 dies, all
+  end, and start again if restarts are left. When rank 0 has ended with 0, what
+  still runs is killed after --grace: it is stopped.
+
 Ctrl-C and SIGTERM
   are handed on, and the processes have --preemption-grace to save and end.
   No restart follows. After SIGTERM the code is 0 if all ended with 0, else
@@ -89,6 +96,7 @@ class Job:
     max_restarts: int = 0
     min_processes: int | None = None
     replicas: int | None = None
+    recover: bool = False
     compilation_cache: str | None = None
     grace: float = 3.0
     preemption_grace: float = 30.0
@@ -131,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-processes", type=int, metavar="M", help=text)
     text = "leave out so many that the devices of the others divide R, as jdp.DataParallel(..., replicas=R) wants"
     add("--replicas", type=int, metavar="R", help=text)
+    text = "an experiment: one that is killed ends no other; for initialize(recover=True)"
+    add("--recover", action="store_true", help=text)
     text = "where compiled programs are kept (~/.cache/jdp); none for nowhere"
     add("--compilation-cache", type=_folder, default=argparse.SUPPRESS, metavar="DIR", help=text)
     text = "run on the CPU, as K devices in each process"

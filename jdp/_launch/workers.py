@@ -28,6 +28,7 @@ class Worker:
     started: float
     ended: float = 0.0
     code: int | None = None
+    left_out: bool = False  # the others go on without it
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -132,6 +133,9 @@ class Crew:
     def culprit(self) -> Worker | None:
         """The worker whose failure brought the others down, or `None` if none failed by itself."""
         failed = [worker for worker in self.workers if worker.code and worker.ended < self.killed]
+        others = [worker for worker in failed if not worker.left_out]
+        if others or any(worker.code == 0 for worker in self.workers):  # else all were left out, and nobody went on
+            failed = others
 
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.

@@ -9,13 +9,13 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from .coordination import ended, own_process, process_count, put, under
+from .coordination import delete, ended, own_process, process_count, put, under
 
 
 class Limits:
@@ -23,6 +23,7 @@ class Limits:
 
     def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
         self.step, self.start, self.compile = step, start, compile
+        self.recovers = False  # who dies is left out, and ends nobody
 
 
 limits = Limits()
@@ -80,6 +81,18 @@ class Watch:
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
+        self.lost: set[int] = set()  # the processes that have died, and are left out
+
+    def forget(self, processes: Set[int]) -> None:
+        """These have died, and are left out."""
+        self.lost |= {*processes}
+        for process in processes:
+            self._places.pop(process, None)
+            delete(f"{_FOLDER}{process}")
+
+    def running(self) -> set[int]:
+        """The others of which there has been a sign of life of late."""
+        return {*self._places} - {own_process(), *self.silent([*self._places])}
 
     def moved(self, group: str, what: str) -> None:
         """This process has come to the next call or program of a group."""
@@ -153,19 +166,20 @@ class Watch:
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
-        if dead := self._dead():
+        if (dead := self._dead()) and not limits.recovers:
             return (
                 f"jdp: {named(dead)} ended without a word: killed by the kernel, where memory runs out, or by a "
                 f"person; process {own_process()} ends."
             )
         left = ended() if self.silent([*self._places], _SILENCE) else set()
-        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in left and waited > _BEAT]
+        quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in {*left, *dead} and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if pending is None:
             return None
         waited = now - pending.since
         silent = [p for p in self.silent(pending.processes) if p not in left]
-        if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
+        jax_will_say = silent and limits.recovers and not self.silent(silent, 3 * limits.step)  # that they are dead
+        if jax_will_say or waited < (limits.step / 2 if self._stopped(silent) else limits.step):
             return None
         late = [] if silent else self._late(pending)
         if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from .._core.devices import spans_processes
+from .._core.devices import processes_of, spans_processes
 from .._core.fingerprint import Check, start
 from .._core.gather import join
 from .._core.global_arrays import put
@@ -27,6 +27,9 @@ from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
+from .._processes.coordination import DesyncError
+from .._processes.exchange import exchange_of
+from .._processes.recovery import raise_if_lost
 from .deterministic import Deterministic, OnDevices
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
@@ -174,7 +177,11 @@ class Program:
         else:
             program = None
         if program is not None:
-            program.make_ready(*named)  # which takes long, and here it can be interrupted
+            try:
+                program.make_ready(*named)  # which takes long, and here it can be interrupted
+            except DesyncError as error:
+                raise_if_lost(exchange_of(processes_of(mesh)), program.__name__, error)
+                raise
             run = getattr(program, "__wrapped__", program)
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         args = *leaves, *batch._arrays

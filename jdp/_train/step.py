@@ -24,6 +24,7 @@ from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
+from .._processes.watch import limits
 from .gradients import Loss
 from .loss import (
     FORMS,
@@ -195,7 +196,7 @@ def train_step(
         check_steps("train_step", accumulate_steps),
         bool(shard_optimizer or shard_params),
         wire_type("train_step", reduce_dtype),
-        bool(donate),
+        bool(donate) and not limits.recovers,  # or a step that fails would have nothing to go on with
         bool(skip_nonfinite),
         bool(sync_batch_norm),
         check_steps("train_step", check_replicas, "check_replicas", 0),
@@ -203,6 +204,7 @@ def train_step(
         bool(gather_once),
         bool(deterministic),
     )
+    _check_recovery(options)
     _check_deterministic(options, dp._config.replicas or len(dp._config.devices))
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
@@ -216,6 +218,15 @@ def train_step(
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes)
+
+
+def _check_recovery(options: StepOptions) -> None:
+    if limits.recovers and options.shard_optimizer:
+        raise ValueError(
+            f"jdp.{VERB}: shard_{'params' if options.shard_params else 'optimizer'} is True, and the job was started "
+            f"with initialize(recover=True); a process that dies takes its part of the state with it. Leave one of the "
+            f"two out."
+        )
 
 
 def _check_deterministic(options: StepOptions, replicas: int) -> None:

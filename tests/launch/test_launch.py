@@ -670,6 +670,53 @@ def test_without_min_processes_nobody_is_left_out():
     assert not any(places.blame(failed(3)) for _ in range(4)) and places.left == [0, 1]
 
 
+RECOVERS = """
+kind = sys.argv[1]
+ready()
+if rank == 1 and kind != "first" or rank == 0 and kind == "first": {killed}
+if rank == 0: until_ended(1); time.sleep(0.3); print("goes on", flush=True)
+if rank == 2 and kind == "stops": os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 2: time.sleep(0.6 if kind == "killed" else 20)
+"""
+KILLED, RAISED = "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(7)"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "end", "code", "goes_on"),
+    [
+        (["--recover"], "killed", KILLED, 0, True),
+        (["--recover"], "stops", KILLED, 0, True),  # it is killed when rank 0 has ended, which is the last
+        (["--recover"], "first", KILLED, 137, False),
+        (["--recover"], "raises", RAISED, 7, False),
+        ([], "killed", KILLED, 137, False),
+    ],
+)
+def test_a_process_that_is_killed_ends_no_other(options, kind, end, code, goes_on):
+    script = Path("script.py")
+    script.write_text(HEAD + textwrap.dedent(RECOVERS.format(killed=end)))
+    found, out, err = launch("-n", "3", "--grace", "0.2", *options, "script.py", kind)
+    assert (found, "[0] goes on" in out) == (code, goes_on), out + err
+    assert ("jdp launch: rank 1 was ended by SIGKILL" in err and "the others go on without it" in err) == goes_on
+
+
+@pytest.mark.parametrize(
+    ("codes", "culprit"),
+    [
+        ([0, -9, 0], None),  # the others have gone on
+        ([-9, -9, -6], 0),  # of those who went on rank 0 died, and one aborted for it
+        ([None, -6, -6], 2),  # on a machine without rank 0: nobody went on, and rank 2 was the first
+    ],
+)
+def test_who_was_left_out_is_not_the_culprit(codes, culprit):
+    crew = workers.Crew(None, None)
+    ranks = [rank for rank, code in enumerate(codes) if code is not None]
+    crew.workers = [failed(rank, 9.0 - rank, codes[rank]) for rank in ranks]
+    for worker in crew.workers:
+        worker.left_out = worker.rank != 0 and worker.code != 0
+    found = crew.culprit()
+    assert (None if found is None else found.rank) == culprit
+
+
 # Signals to the launcher
 
 

@@ -1,0 +1,274 @@
+"""`initialize(recover=True)`: who dies is left out, the others make the same batch again, and end with the same bits.
+
+JDP_RECOVERY_TABLE=FILE collects how long each death took: from the kill to the notice, and from there to a good step.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+import recovery_worker as worker
+
+import jdp
+from jdp._launch.protocol import WAITED
+from jdp._processes import recovery
+from jdp._processes.watch import limits, watch
+from jdp._wrapper.batches import order_of
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+ENDS = 40  # seconds from a fault within which a job ends that does not go on
+AGAIN = 5  # seconds from the notice to the next good step
+
+
+class Job:
+    """A job that has ended: its exit code, what was printed, and what the processes have noted."""
+
+    def __init__(self, folder, plan, processes=4, devices=2, options=("--recover",)):
+        folder.mkdir()
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # conftest's, for 8 devices, and for a cache of large programs alone
+        for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"):
+            environ.pop(name, None)
+        cache = folder / "programs"
+        cache.mkdir(mode=0o700)
+        head = ["-m", "jdp", "launch", "-n", str(processes), "--devices-per-process", str(devices)]
+        worker = [str(HERE / "recovery_worker.py"), str(folder), json.dumps(plan)]
+        command = [sys.executable, *head, "--compilation-cache", str(cache), *options, *worker]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        self.ended, self.code, self.printed = time.time(), done.returncode, done.stdout + done.stderr
+        lines = [line for path in folder.glob("notes-*") for line in path.read_text().split("\n")[:-1]]
+        self._notes = sorted(map(json.loads, lines), key=lambda note: note["time"])
+
+    def notes(self, what, **where):
+        wanted = {"what": what, **where}
+        return [note for note in self._notes if wanted.items() <= note.items()]
+
+    def __str__(self):
+        lines = [line for line in self.printed.splitlines() if not re.search(r"\[Gloo\]|\] +@ ", line)]
+        return "\n".join([f"exit code {self.code}", *lines[-60:]])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """`undisturbed(kind, steps)`: the bits of one process with all 8 devices, to which nothing happens."""
+    found = {}
+
+    def undisturbed(kind, steps):
+        if (kind, steps) not in found:
+            plan = {"kind": kind, "steps": steps, "faults": []}
+            job = Job(tmp_path_factory.mktemp("whole") / kind, plan, processes=1, devices=8)
+            assert job.code == 0, str(job)
+            found[kind, steps] = job.notes("end")[0]["state"]
+        return found[kind, steps]
+
+    return undisturbed
+
+
+def rows_of(steps):
+    """The rows of each batch, by the rule in the docstring of `dp.batches`."""
+    per_epoch = worker.ROWS // worker.BATCH
+    rows = [order_of(worker.ROWS, 0, epoch) for epoch in range(-(-steps // per_epoch))]
+    return np.concatenate(rows).reshape(-1, worker.BATCH)[:steps].tolist()
+
+
+def assert_every_row_once(job, steps):
+    """In each batch those who made it have, one after the other, the rows that belong to it."""
+    for taken, rows in enumerate(rows_of(steps), 1):
+        found = sorted(job.notes("step", taken=taken, attempt=0), key=lambda note: note["rank"])
+        assert sum((note["rows"] for note in found), []) == rows, f"batch {taken}: {found}"
+
+
+def assert_soon(job, title):
+    """Each death is told to all who are left, at one batch, and the next good step comes within the seconds."""
+    table, ends = [], [fault["time"] for fault in job.notes("fault")][1:] + [float("inf")]
+    for fault, end in zip(job.notes("fault"), ends, strict=True):
+        lost = [x for x in job.notes("lost") if fault["time"] < x["time"] < end]
+        assert lost and fault["rank"] not in {x["rank"] for x in lost}, str(job)
+        good = {x["rank"]: x for x in reversed(job.notes("step")) if x["time"] > max(y["time"] for y in lost)}
+        for x in lost:
+            assert f"process {fault['rank']} has died" in x["text"]
+            told, again = x["time"] - fault["time"], good[x["rank"]]["time"] - x["time"]
+            assert again < AGAIN, str(job)
+            table.append(f"| {title} | {fault['rank']} | {x['rank']} | {told:.1f} | {again:.1f} |")
+        assert len({good[x["rank"]]["taken"] for x in lost}) == 1
+    print("\n".join(table))
+    if path := os.environ.get("JDP_RECOVERY_TABLE"):
+        with open(path, "a") as file:
+            file.write("\n".join([*table, ""]))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_three_of_four_die_in_900_steps_and_the_bits_are_the_same(tmp_path, undisturbed, kind):
+    """One process is left in the end, of 2 devices; before, the 8 replicas were on 8, 4 and 4 devices."""
+    killed = [[2, 100, "dies"], [1, 400, "dies soon"], [3, 700, "dies"]]
+    job = Job(tmp_path / "job", {"kind": kind, "steps": 900, "faults": killed})
+    assert job.code == 0, str(job)
+    assert [note["rank"] for note in job.notes("fault")] == [2, 1, 3]
+    (end,) = job.notes("end")
+    assert (end["rank"], end["state"]) == (0, undisturbed(kind, 900))
+    assert_every_row_once(job, 900)
+    assert_soon(job, f"900 steps, {kind}")
+    assert job.printed.count("was ended by SIGKILL") == 3 and "the others go on without it" in job.printed
+
+
+@pytest.mark.faults
+def test_two_die_at_once(tmp_path, undisturbed):
+    job = Job(tmp_path / "job", {"kind": "linen", "steps": 60, "faults": [[1, 20, "dies"], [2, 20, "dies"]]})
+    assert job.code == 0, str(job)
+    assert {(end["rank"], end["state"]) for end in job.notes("end")} == {(r, undisturbed("linen", 60)) for r in (0, 3)}
+    assert_every_row_once(job, 60)
+
+
+@pytest.mark.faults
+def test_who_is_not_needed_any_more_ends(tmp_path, undisturbed):
+    """Three devices do not divide 8 replicas: two go on, and the third process ends well."""
+    plan = {"kind": "linen", "steps": 60, "faults": [[1, 20, "dies"]]}
+    job = Job(tmp_path / "job", plan, devices=1)
+    assert job.code == 0, str(job)
+    assert {(end["rank"], end["state"]) for end in job.notes("end")} == {(r, undisturbed("linen", 60)) for r in (0, 2)}
+    assert "[3] jdp: process 3 is not needed: 2 devices have the 8 replicas" in job.printed
+    assert_every_row_once(job, 60)
+    assert len(job.notes("lost")) == 3, "the end of the third is no death"
+
+
+@pytest.mark.faults
+def test_without_replicas_and_with_own_rows(tmp_path):
+    """All devices that are left, three times one; the rows of who is dead are lost with it."""
+    plan = {"kind": "uneven", "steps": 30, "faults": [[1, 10, "dies soon"], [3, 20, "dies"]]}
+    job = Job(tmp_path / "job", plan, devices=1)
+    assert job.code == 0, str(job)
+    assert [(end["rank"], end["devices"]) for end in job.notes("end")] in ([(0, 2), (2, 2)], [(2, 2), (0, 2)])
+    assert len({end["state"] for end in job.notes("end")}) == 1
+    assert [note["taken"] for note in job.notes("step", rank=0)] == [*range(1, 31)]
+
+
+@pytest.mark.faults
+def test_one_that_is_stopped_for_good_is_left_out(tmp_path, undisturbed):
+    """It cannot say that it is alive. The launcher kills it when the others have ended."""
+    job = Job(tmp_path / "job", {"kind": "linen", "steps": 60, "faults": [[2, 20, "stops"]]})
+    assert job.code == 0, str(job)
+    assert {(x["rank"], x["state"]) for x in job.notes("end")} == {(r, undisturbed("linen", 60)) for r in (0, 1, 3)}
+    assert_every_row_once(job, 60)
+
+
+@pytest.mark.faults
+def test_process_0_dies_and_all_start_again(tmp_path, undisturbed):
+    """JAX's coordination service is in it."""
+    plan = {"kind": "linen", "steps": 60, "faults": [[2, 10, "dies"], [0, 30, "dies"]]}
+    job = Job(tmp_path / "job", plan, options=["--recover", "--max-restarts", "1"])
+    assert job.code == 0, str(job)
+    assert "rank 0 was ended by SIGKILL" in job.printed and "all 4 processes start again" in job.printed
+    assert [end["attempt"] for end in job.notes("end")] == [1] * 4
+    assert {end["state"] for end in job.notes("end")} == {undisturbed("linen", 60)}
+    assert job.notes("step", attempt=1)[0]["time"] - job.notes("fault", rank=0)[0]["time"] < ENDS
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("rank", "what", "code", "said"),
+    [
+        (0, "dies", 128 + signal.SIGKILL, r"jdp launch: rank 0 was ended by SIGKILL after .*, before any other"),
+        (2, "sleeps", WAITED, r"process 2 did not come to it"),
+        (2, "raises", 1, r"jdp: process 2 has failed \(ValueError: row 17 is no good"),
+    ],
+)
+def test_what_ends_all_as_without(tmp_path, rank, what, code, said):
+    """The death of process 0; one that lives and does not come, or that fails by itself."""
+    job = Job(tmp_path / "job", {"kind": "linen", "steps": 60, "faults": [[rank, 20, what]]})
+    assert job.code == code and re.search(said, job.printed), str(job)
+    assert not job.notes("end")
+    assert job.ended - job.notes("fault")[0]["time"] < ENDS
+
+
+# ---- in one process
+
+
+class FakeDevice:
+    def __init__(self, process, number):
+        self.process_index, self.number = process, number
+
+    def __repr__(self):
+        return f"{self.process_index}:{self.number}"
+
+
+@pytest.mark.parametrize(
+    ("held", "replicas", "expected"),
+    [
+        ({0: 2, 1: 2, 3: 2}, 8, "0:0 0:1 1:0 3:0"),  # 6 do not divide 8; 4 do, and all processes have some
+        ({0: 2, 3: 2}, 8, "0:0 0:1 3:0 3:1"),
+        ({0: 3, 2: 1}, 6, "0:0 0:1 2:0"),
+        ({0: 1, 1: 1, 2: 1}, 3, "0:0 1:0 2:0"),
+        ({0: 8}, 4, "0:0 0:1 0:2 0:3"),
+    ],
+)
+def test_the_devices_for_so_many_replicas(held, replicas, expected):
+    devices = [FakeDevice(process, k) for process, count in held.items() for k in range(count)]
+    lost = jdp.distributed.ProcessLost("process 9 has died", devices)
+    assert " ".join(map(str, lost.devices_for(replicas))) == expected
+
+
+def test_a_process_without_devices_ends(monkeypatch, capsys):
+    monkeypatch.setattr(recovery, "own_process", lambda: 2)
+    lost = jdp.distributed.ProcessLost("process 9 has died", [FakeDevice(p, 0) for p in range(3)])
+    with pytest.raises(SystemExit) as end:
+        lost.devices_for(4)  # of processes 0 and 1
+    assert end.value.code == 0 and "process 2 is not needed: 2 devices have the 4 replicas" in capsys.readouterr().err
+
+
+def test_what_recovery_refuses(refused, monkeypatch):
+    job = {"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 1}
+    with refused(ValueError, "distributed.initialize", match="recover is True and timeout is None"):
+        jdp.distributed.initialize(**job, recover=True, timeout=None)
+    monkeypatch.setattr(limits, "recovers", True)
+    dp = jdp.DataParallel(lambda v, x: x, devices=[0, 1])
+    for name in ("shard_optimizer", "shard_params"):
+        with refused(ValueError, "train_step", match=f"{name} is True, and the job was started with"):
+            dp.train_step(lambda v, x: x.mean(), optax.sgd(0.1), **{name: True})
+
+
+def test_a_step_keeps_the_state_that_goes_in(monkeypatch):
+    monkeypatch.setattr(limits, "recovers", True)
+    step = jdp.DataParallel(lambda v, x: x, devices=[0, 1]).train_step(
+        lambda v, x: (x * v["params"]).mean(-1), optax.sgd(0.1), donate=True
+    )
+    before = step.init({"params": np.float32(1)})
+    step(before, np.ones((4, 2), np.float32))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(before))
+
+
+def test_a_checkpoint_after_a_death_is_refused(refused, monkeypatch, tmp_path):
+    """Orbax saves with all processes, and would wait for those that have died."""
+    with jdp.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.save(1, {"x": np.ones(3)})
+        monkeypatch.setattr(watch, "lost", {2})
+        with refused(RuntimeError, "Checkpointer", match="step 2 is not saved, for process 2 died before it"):
+            checkpointer.save(2, {"x": np.ones(3)})
+
+
+def test_a_step_is_made_by_all_or_by_none(monkeypatch):
+    """Where a process dies at the end of a step, it may have run here: what it gave is not kept."""
+
+    def program(x):
+        return x + 1
+
+    def meet(exchange, what, error=None):
+        raise jdp.distributed.ProcessLost(f"{what}: {error}", [])
+
+    assert recovery.in_all(None, program) is program
+    monkeypatch.setattr(limits, "recovers", True)
+    monkeypatch.setattr(recovery, "_meet", meet)
+    with pytest.raises(jdp.distributed.ProcessLost, match="program: None"):
+        recovery.in_all(None, program)(np.ones(2))
+    with pytest.raises(jdp.distributed.ProcessLost, match="program: unsupported operand"):
+        recovery.in_all(None, program)(None)
