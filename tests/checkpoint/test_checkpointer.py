@@ -628,6 +628,8 @@ def one_more(folder, kind, devices, replicas):
         return number
 
 
+@pytest.mark.one_case
+@pytest.mark.budget(4)  # five runs, each with a checkpoint
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_another_number_of_replicas_is_warned_of(tmp_path, devices, kind):
     assert run_of(tmp_path, kind, devices[:2], 4) == 1

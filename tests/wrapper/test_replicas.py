@@ -166,6 +166,7 @@ def nnx_loss(model, batch):
 
 @pytest.mark.parametrize("options", [{}, {"sync_batch_norm": True}, {"accumulate_steps": 2}], ids=str)
 @pytest.mark.parametrize(("replicas", "n"), HARD)
+@pytest.mark.budget(4)  # each size of batch is a program of its own
 def test_train_step_of_nnx(replicas, n, options):
     found = []
     for d in two(lambda: NNXNet(nnx.Rngs(0)), replicas, n):
