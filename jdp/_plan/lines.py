@@ -69,7 +69,7 @@ class Line:
 
     def is_like(self, other: Line) -> bool:
         """Whether a device needs the same for the rows of both lines, to a thousandth, at the most that both have."""
-        both = [rows for rows in self.measured if rows in other.measured]
+        both = sorted(self.measured.keys() & other.measured.keys())
         mine, others = ([one.measured[rows] - one.state_bytes for rows in both] for one in (self, other))
         found = [(x, y) for x, y in zip(mine, others, strict=True) if math.isfinite(x) and math.isfinite(y)]
         return bool(found) and abs(found[-1][0] - found[-1][1]) <= _ALIKE * found[-1][0]

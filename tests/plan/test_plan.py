@@ -227,10 +227,11 @@ def test_what_more_hosts_may_have_follows_from_fewer():
 def test_what_another_way_may_have_follows_where_the_most_rows_need_as_much():
     """At the first rows they differ; what counts is what more rows need."""
     cut = Line("1 x 8", 8, 1, 4, "shard_optimizer", peak_bytes=10_400, temp_bytes=5_000, most=Most(900, 901, 4))
-    cut.measured = {4: 10_400, 900: 99_500, 901: 100_100}
+    cut.measured = {900: 99_500, 901: 100_100, 4: 10_400}
 
     def whole(at_most):
-        return Line("1 x 8", 8, 1, 4, peak_bytes=10_700, temp_bytes=5_400, measured={4: 10_700, 900: at_most})
+        measured = {900: at_most, 4: 10_700}  # the most rows count, in whatever order they were compiled
+        return Line("1 x 8", 8, 1, 4, peak_bytes=10_700, temp_bytes=5_400, measured=measured)
 
     # 100 bytes less for the state
     assert cut.most_of(whole(99_400), 99_900) == Most(900, 901, 2, False, 8)
