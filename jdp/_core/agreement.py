@@ -19,7 +19,8 @@ from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
-from .._processes.recovery import raise_if_lost
+from .._processes.members import members
+from .._processes.recovery import raise_if_changed
 from .._processes.watch import limits
 from .devices import own_places, places_of, processes_of
 from .inputs import name_of
@@ -78,7 +79,7 @@ def begin(
         call = group.exchange.next_call(verb)
         gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
     except Exception as error:
-        raise_if_lost(group.exchange, verb, error)
+        raise_if_changed(group.exchange, verb, error)
         raise
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
@@ -96,7 +97,7 @@ def finish(pending: Pending) -> Agreed:
     try:
         return _agreed(pending)
     except Exception as error:
-        raise_if_lost(pending.group.exchange, pending.call.what, error)
+        raise_if_changed(pending.group.exchange, pending.call.what, error)
         raise
 
 
@@ -192,6 +193,7 @@ class _Group:
     def __init__(self, mesh: Mesh) -> None:
         devices = [*mesh.devices.flat]
         self.mesh, self.exchange = mesh, exchange_of(processes_of(mesh))
+        members.uses(devices)
         self.last: Any = None  # what was gathered last
         self.calls: set[str] = set()  # those that were made before
         # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited

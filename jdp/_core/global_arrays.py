@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
+from .._processes.members import members
 from .devices import are_described, own_mesh, spans_processes
 from .layout import Layout, cut_along, is_key, replicated
 
@@ -79,14 +80,16 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
     """An array that is whole on all processes, as one of devices of this process; anything else as it is.
 
-    On these devices, if they are some of its own; else, if they are other devices of its processes, on one.
+    On these devices, if they are some of its own; else on one, if they are other devices of its processes, or of some
+    that came back, who have it by `sync`.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
         return x
     here, had = sharding.device_set, x.sharding.device_set
     if sharding.is_fully_addressable and here <= had:
         return _of_shards(x, x.shape, sharding)
-    return x.addressable_data(0) if here != had and _processes(here) <= _processes(had) else x
+    moves = here != had and (members.generation or _processes(here) <= _processes(had))
+    return x.addressable_data(0) if moves else x
 
 
 def _processes(devices: set[Any]) -> set[int]:

@@ -97,9 +97,9 @@ def _attempt(
         if attempt == 0:
             printer.say(described(job, gpus, envs[0]))
         crew.start(job.command, envs)
-        reader = Reader(crew.pipes(), printer)
+        reader = Reader(crew.pipes(crew.workers), printer)
         reader.start()
-        asked = _supervise(crew, events, job, printer)
+        asked = _supervise(crew, events, job, reader, printer)
         crew.kill()  # what they have left behind, which would keep the pipes open
         reader.finish()
     culprit = crew.culprit()
@@ -120,9 +120,9 @@ def _attempt(
     return code if code >= 0 else 128 - code
 
 
-def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | None:
+def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Printer) -> int | None:
     """Waits until every worker has ended; gives the signal that asked the launcher to end, if one did."""
-    asked, deadline = None, math.inf
+    asked, deadline, alone = None, math.inf, 0
     while crew.running():
         try:
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -135,8 +135,12 @@ def _supervise(crew: Crew, events: Events, job: Job, printer: Printer) -> int | 
             continue
         if isinstance(event, Worker):
             if job.recover and event.rank and (event.code or 0) < 0 and asked is None and crew.killed == math.inf:
-                event.left_out = True
-                printer.say(f"{event.end()}; the others go on without it")
+                event.left_out, then = True, ""
+                if alone < job.max_restarts and all(worker.code is None for worker in crew.workers if worker.rank == 0):
+                    alone += 1
+                    then = f", and it starts again, alone ({alone} of {job.max_restarts})"
+                    reader.add(crew.pipes(crew.start_again(job.command, event)))
+                printer.say(f"{event.end()}; the others go on without it{then}")
             elif event.code and deadline == math.inf and crew.killed == math.inf:
                 crew.signal(signal.SIGTERM)
                 deadline = time.monotonic() + job.grace

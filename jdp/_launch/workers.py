@@ -29,6 +29,7 @@ class Worker:
     ended: float = 0.0
     code: int | None = None
     left_out: bool = False  # the others go on without it
+    env: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -85,8 +86,9 @@ class Crew:
         self._guard = guard
         self._events = events
 
-    def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
+    def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> list[Worker]:
         """Starts one worker for each environment."""
+        first = len(self.workers)
         head = [sys.executable, "-I", "-S", _launch_guard.__file__, "worker", str(os.getpid())]
         for env in environments:
             process = subprocess.Popen(
@@ -99,17 +101,26 @@ class Crew:
                 start_new_session=True,  # so that a Ctrl-C in the terminal comes once, from the launcher
             )
             self._guard.tell(b"+%d\n" % process.pid)
-            self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
-        self._watchers = watch([worker.process for worker in self.workers], self._ended)
+            self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic(), env=env))
+        new = self.workers[first:]
 
-    def _ended(self, i: int, code: int) -> None:
-        self.workers[i].ended, self.workers[i].code = time.monotonic(), code
-        self._events.put(self.workers[i])
+        def note_end(i: int, code: int) -> None:
+            new[i].ended, new[i].code = time.monotonic(), code
+            self._events.put(new[i])
 
-    def pipes(self) -> list[tuple[IO[bytes], int, int]]:
+        self._watchers += watch([worker.process for worker in new], note_end)
+        return new
+
+    def start_again(self, command: Sequence[str], worker: Worker) -> list[Worker]:
+        """Starts one that has ended once more, alone, after what it has left behind is killed."""
+        _launch_guard.kill_group(worker.process.pid)
+        return self.start(command, [worker.env])
+
+    @staticmethod
+    def pipes(workers: Sequence[Worker]) -> list[tuple[IO[bytes], int, int]]:
         """What the workers write: `(pipe, rank, file descriptor it was written to)`."""
         found = []
-        for worker in self.workers:
+        for worker in workers:
             for fd, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)):
                 assert pipe is not None
                 found.append((pipe, worker.rank, fd))

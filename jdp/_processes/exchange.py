@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
+from .members import members
 from .watch import limits, named, watch
 
 _SLICE = 1.0  # seconds after which a process that waits says so, and looks who has not come, or has ended
@@ -30,7 +31,8 @@ class Exchange:
 
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes, self.here = processes, jax.process_index()
-        self._group = "jdp/" + "-".join(map(str, processes)) if len(processes) < jax.process_count() else "jdp/all"
+        group = "-".join(map(str, processes)) if len(processes) < jax.process_count() else "all"
+        self._group = f"jdp/{group}/{members.generation}"
         self._number, self._thread = 0, threading.get_ident()
         self._left: collections.deque[str] = collections.deque()
 
@@ -170,8 +172,12 @@ class Call:
         )
 
 
-@functools.cache
 def exchange_of(processes: tuple[int, ...]) -> Exchange:
+    return _exchange(processes, members.generation)
+
+
+@functools.cache
+def _exchange(processes: tuple[int, ...], generation: int) -> Exchange:
     return Exchange(processes)
 
 

@@ -17,7 +17,7 @@ from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count
 from .last_words import install
 from .launchers import incomplete, launched, number, ray_worker, several
-from .recovery import set_up
+from .recovery import begin, set_up
 from .watch import limits
 
 
@@ -129,6 +129,7 @@ def initialize(
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
     install()
+    begin()
     if thread_guard:
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()

@@ -29,7 +29,7 @@ from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
 from .._processes.coordination import DesyncError
 from .._processes.exchange import exchange_of
-from .._processes.recovery import raise_if_lost
+from .._processes.recovery import raise_if_changed
 from .deterministic import Deterministic, OnDevices
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
@@ -180,7 +180,7 @@ class Program:
             try:
                 program.make_ready(*named)  # which takes long, and here it can be interrupted
             except DesyncError as error:
-                raise_if_lost(exchange_of(processes_of(mesh)), program.__name__, error)
+                raise_if_changed(exchange_of(processes_of(mesh)), program.__name__, error)
                 raise
             run = getattr(program, "__wrapped__", program)
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))

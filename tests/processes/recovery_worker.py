@@ -1,7 +1,8 @@
 """One process of a job that test_recovery.py starts, under `jdp launch`: it trains, and goes on where others die.
 
 Usage: recovery_worker.py FOLDER PLAN. The plan is JSON: `kind` of the model, `steps`, and `faults`, a list of `[rank,
-batches taken, what]`. What happens goes to FOLDER/notes-RANK, a line of JSON each.
+batches taken, what]`; with `slow` the steps take longer while somebody is missing. What happens goes to
+FOLDER/notes-RANK, a line of JSON each.
 """
 
 import hashlib
@@ -31,16 +32,20 @@ DATA = {"x": X, "y": np.sin(X.sum(-1, keepdims=True)), "row": np.arange(ROWS)}
 
 
 def plan(what):
-    return json.loads(sys.argv[2])[what]
+    return json.loads(sys.argv[2]).get(what)
+
+
+def notes_here():
+    return pathlib.Path(sys.argv[1]) / f"notes-{HERE}"
 
 
 def note(what, **facts):
-    with (pathlib.Path(sys.argv[1]) / f"notes-{HERE}").open("a") as notes:
+    with notes_here().open("a") as notes:
         notes.write(json.dumps({"what": what, "time": time.time(), "rank": HERE, "attempt": ATTEMPT, **facts}) + "\n")
 
 
-def fault(what):
-    note("fault", fault=what)
+def fault(number, what):
+    note("fault", fault=what, number=number)
     if what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "dies soon":  # in the middle of something
@@ -97,18 +102,19 @@ def train_linen():
         step = dp.train_step(linen_loss, optax.adam(1e-2), deterministic=True)
         if state is None:
             state = step.init(MLP().init(jax.random.key(0), X[:1], train=False), key=jax.random.key(1))
-        batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
         try:
+            state, taken = jdp.distributed.sync((state, taken), dp)
+            batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
             for batch in batches:
-                before(taken)
+                before(taken, dp, batch)
                 state, metrics = step(state, batch)
                 taken = batches.taken
                 after(taken, metrics)
                 if taken == plan("steps"):
                     return state
-        except jdp.distributed.ProcessLost as lost:
-            note("lost", text=str(lost))
-            devices = lost.devices_for(REPLICAS)
+        except jdp.distributed.ProcessesChanged as changed:
+            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
+            devices = changed.devices_for(REPLICAS)
 
 
 def train_nnx():
@@ -117,18 +123,20 @@ def train_nnx():
         dp = jdp.DataParallel(model, devices, replicas=REPLICAS)
         step = dp.train_step(nnx_loss, tx, deterministic=True)
         tx = step.optimizer
-        batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
         try:
+            found, taken = jdp.distributed.sync((nnx.state((model, tx)), taken), dp)
+            nnx.update((model, tx), found)
+            batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
             for batch in batches:
-                before(taken)
+                before(taken, dp, batch)
                 metrics = step(batch)
                 taken = batches.taken
                 after(taken, metrics)
                 if taken == plan("steps"):
                     return nnx.as_pure(nnx.state((model, tx)))
-        except jdp.distributed.ProcessLost as lost:
-            note("lost", text=str(lost))
-            devices = lost.devices_for(REPLICAS)
+        except jdp.distributed.ProcessesChanged as changed:
+            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
+            devices = changed.devices_for(REPLICAS)
 
 
 def train_uneven():
@@ -140,21 +148,29 @@ def train_uneven():
         if state is None:
             state = step.init(MLP().init(jax.random.key(0), X[:1], train=False), key=jax.random.key(1))
         try:
+            state, taken = jdp.distributed.sync((state, taken), dp)
             while taken < plan("steps"):
-                before(taken)
+                before(taken, dp)
                 state, metrics = step(state, jax.tree.map(lambda x: x[HERE::4][:5], DATA))
                 taken += 1
                 after(taken, metrics)
             return state
-        except jdp.distributed.ProcessLost as lost:
-            note("lost", text=str(lost))
-            devices = lost.devices
+        except jdp.distributed.ProcessesChanged as changed:
+            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
+            devices = changed.devices
 
 
-def before(taken):
-    for rank, at, what in plan("faults") if ATTEMPT == 0 else ():
-        if (rank, at) == (HERE, taken):
-            fault(what)
+def before(taken, dp, batch=None):
+    """A process that dies may have made its step, and not said so: which rows it takes it says before."""
+    if batch is not None:
+        note("begins", taken=taken + 1, rows=np.asarray(jdp.gather(batch["row"])).tolist())
+    if plan("slow") and len(dp.devices) < jax.device_count():
+        time.sleep(0.1)
+    had = [json.loads(line).get("number") for line in notes_here().read_text().splitlines()]
+    for number, (rank, at, what) in enumerate(plan("faults") if ATTEMPT == 0 else ()):
+        if rank == HERE and at <= taken and number not in had:
+            fault(number, what)
+            break
 
 
 def after(taken, metrics):
