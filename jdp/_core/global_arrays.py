@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,16 +80,19 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
     """An array that is whole on all processes, as one of devices of this process; anything else as it is.
 
-    On these devices, if they are some of its own; else on one, if they are other devices of its processes, or of some
-    that came back, who have it by `sync`.
+    On these devices, if they are some of its own; else on one, if they are other devices of its processes. Where
+    processes have left and come back, so does any array that is whole here: they have it by `sync`.
     """
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable or not x.is_fully_replicated:
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.is_fully_replicated:
         return x
-    here, had = sharding.device_set, x.sharding.device_set
+    if x.is_fully_addressable and not members.generation:
+        return x
+    here, had, mesh = sharding.device_set, x.sharding.device_set, cast(Mesh, sharding.mesh)
     if sharding.is_fully_addressable and here <= had:
         return _of_shards(x, x.shape, sharding)
-    moves = here != had and (members.generation or _processes(here) <= _processes(had))
-    return x.addressable_data(0) if moves else x
+    if here != had and (members.generation or _processes(here) <= _processes(had)):
+        return jax.device_put(x.addressable_data(0), own_mesh(mesh).devices.flat[0])
+    return x
 
 
 def _processes(devices: set[Any]) -> set[int]:

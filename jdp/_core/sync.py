@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +14,28 @@ from .._processes.agree import difference, same_program
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Exchange, exchange_of
 from .._processes.members import members
-from .._processes.recovery import enter, in_all, raise_if_changed
+from .._processes.recovery import enter, in_all, meet, raise_if_changed
 from .._processes.watch import limits
-from .devices import Device, make_mesh, processes_of
+from .devices import Devices, make_mesh, processes_of, resolve_devices
 from .layout import is_key
 
 T = TypeVar("T")
 _VERB = "distributed.sync"
 
 
-class _Wrapper(Protocol):
-    @property
-    def devices(self) -> Sequence[Device]: ...
-
-
-def sync(tree: T, dp: _Wrapper) -> T:
+def sync(tree: T, devices: Devices) -> T:
     """Gives a process that has come back what the others have: an experiment, `initialize(recover=True)`.
 
-    Call it in the loop that catches `ProcessesChanged`, in all processes, after the wrapper is made and before the
-    first step. Where nobody has come back it gives the tree as it is, and asks nobody. A process that was started
-    again waits in its first call until the others let it in, at the end of a step, and gets the `ProcessesChanged` that
-    they get; in its second call the values. Until then its `jdp.DataParallel(model)` is one over its own devices.
+    Call it in the loop that catches `ProcessesChanged`, in all processes, before the first step; for NNX before the
+    wrapper is made, which compares the parameters. Where nobody has come back it gives the tree as it is, and asks
+    nobody. A process that was started again waits in its first call until the others let it in, at the end of a step,
+    and gets the `ProcessesChanged` that they get; in its second call the values. Until then `jdp.DataParallel(model)`
+    is one over its own devices there.
 
     Args:
         tree: the state, the number of batches taken, and what else the loop holds: arrays, whole in each process, of
             any dtypes, and numbers. For NNX `nnx.state((model, optimizer))`, and `nnx.update` for what comes back.
-        dp: the wrapper, over the devices of `ProcessesChanged`.
+        devices: those of the wrapper: of `ProcessesChanged`, or None before there was one.
 
     Returns:
         In a process that has come back the values of process 0, in leaves like those of `tree`, bit for bit; in all
@@ -53,18 +48,19 @@ def sync(tree: T, dp: _Wrapper) -> T:
         SystemExit: in a process that was started again; with code 0, the job has ended, or has no place for it.
 
     Example:
-        >>> import jax, jdp, numpy as np
-        >>> dp = jdp.DataParallel(lambda v, x: x * v)
-        >>> jdp.distributed.sync((np.float32(2), 7), dp)  # nobody has come back
+        >>> import jdp, numpy as np
+        >>> jdp.distributed.sync((np.float32(2), 7), None)  # nobody has come back
         (np.float32(2.0), 7)
 
     Source: `State.sync` of Elastic Horovod (horovod/common/elastic.py).
     """
     if members.waits:
         enter()
+    if not members.joined:
+        return tree
+    mesh = make_mesh(resolve_devices(_VERB, devices))
     joined, members.joined = members.joined, ()
-    mesh = make_mesh(tuple(dp.devices))
-    if not {*joined} & {*processes_of(mesh)}:
+    if not {*joined} & {*processes_of(mesh)}:  # it is not needed, and has ended
         return tree
     exchange = exchange_of(processes_of(mesh))
     try:
@@ -79,8 +75,8 @@ def _synced(tree: Any, mesh: Mesh, exchange: Exchange, takes: bool) -> Any:
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     values = {jax.tree_util.keystr(path) or "the tree": _value(path, x) for path, x in flat}
     outline = {path: f"{x.dtype}{[*x.shape]}" for path, x in values.items()}
-    # Who has come back has made its own tree first, which may take long.
-    told = exchange.tell(_VERB, outline, limits.compile)
+    meet(exchange, _VERB)  # it may have died again
+    told = exchange.tell(_VERB, outline, limits.start)
     if len({json.dumps(x) for x in told.values()}) > 1:
         raise DesyncError(
             f"jdp.{_VERB}: the processes have different trees: {difference(told) or 'in another order'}; who has come "

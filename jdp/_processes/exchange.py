@@ -143,6 +143,8 @@ class Call:
                 if left := [p for p in absent if p in gone]:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
+                if again := [p for p in absent if p in watch.reborn]:
+                    raise AbsentError(self._text(again, "died, and was started again"))
                 if is_over() or (limits.recovers and watch.silent(absent)):
                     self._give_up(absent, gone)
 

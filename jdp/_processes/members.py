@@ -18,10 +18,22 @@ class Members:
         self.generation = 0  # how often somebody has left or come back
         self.meetings = 0  # of this generation
         self.there: tuple[int, ...] = ()  # the processes, once that is known to have changed
-        self.life = 0  # how often this process was started again, alone
-        self.waits = False  # this process was, and the others have not let it in yet
+        self.lives: dict[int, int] = {}  # of the processes that are there, by JAX's numbers
+        self.waits = False  # this process was started again, alone, and the others have not let it in yet
         self.joined: tuple[int, ...] = ()  # who has come back, and has not the others' state yet
         self.used: set[tuple[int, ...]] = set()  # orders of devices, by their ids
+
+    def to_tell(self) -> dict[str, Any]:
+        """What one that comes back has to know."""
+        lives = {str(p): self.lives[p] for p in self.there}
+        return {"generation": self.generation, "joined": self.joined, "lives": lives, "used": sorted(self.used)}
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """What this process has been told, which comes back."""
+        self.generation, self.joined = told["generation"], tuple(told["joined"])
+        self.lives = {int(p): life for p, life in told["lives"].items()}
+        self.there, self.waits = tuple(sorted(self.lives)), False
+        self.used |= {*map(tuple, told["used"])}
 
     def uses(self, devices: Sequence[Any]) -> None:
         """A program runs over these, in this order, or in that of the gather before a batch."""
@@ -36,7 +48,7 @@ class Members:
             return tuple(devices)
         return next((order for order in _ways(list(each.values())) if not self.used & {*_orders(order)}), None)
 
-    def has_place_for(self, devices: Sequence[Any]) -> bool:
+    def have_place_for(self, devices: Sequence[Any]) -> bool:
         """Whether there is an order for these, and for the rest where one more process but the first dies."""
         gone = {d.process_index for d in devices} - {0}
         rests = [[d for d in devices if d.process_index != p] for p in gone]

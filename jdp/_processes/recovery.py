@@ -1,6 +1,6 @@
 """Recovery, an experiment: where a process dies, the others learn at one place in their programs who is left.
 
-JAX lets the others live (`jax_enable_recoverability`) and says who does (`live_devices`, at which all meet). What they
+JAX lets the others live (`jax_enable_recoverability`) and says who does (`alive`, for which all meet). What they
 meet at here is the end of each training step, and any exchange that has failed: so all are told at the same batch.
 A process that was started again says so in the coordination service; process 0 names a meeting after which it is one
 of them.
@@ -9,18 +9,18 @@ of them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
-from jax.experimental.multihost_utils import ProcessFailureError, live_devices
 
-from .coordination import DesyncError, client, delete, ended, get, now, own_process, process_count, put, under
+from .._jax.private import GLOO_KEYS
+from .coordination import DesyncError, alive, delete, ended, get, keys, now, own_process, process_count, put, under
 from .exchange import Exchange, exchange_of
 from .members import members
 from .watch import limits, named, watch
@@ -115,12 +115,12 @@ def in_all(exchange: Exchange | None, program: Callable[..., T]) -> Callable[...
     if members.waits:
         raise RuntimeError(
             f"jdp.{program.__name__}: process {own_process()} was started again, and the others have not let it in; "
-            f"alone it would do their work a second time. Call jdp.distributed.sync(state, dp) before the first step."
+            f"alone it would do their work a second time. Call jdp.distributed.sync(state, devices) before the first step."
         )
     if members.joined:
         raise RuntimeError(
             f"jdp.{program.__name__}: {named(members.joined)} came back, and did not get the state of the others; all "
-            f"would go on with different ones. Call jdp.distributed.sync(state, dp) after each ProcessesChanged, before "
+            f"would go on with different ones. Call jdp.distributed.sync(state, devices) after each ProcessesChanged, before "
             f"the next step."
         )
     if exchange is None:
@@ -135,7 +135,7 @@ def in_all(exchange: Exchange | None, program: Callable[..., T]) -> Callable[...
         except Exception as error:
             raise_if_changed(meets, program.__name__, error)
             raise
-        _meet(meets, program.__name__)
+        meet(meets, program.__name__)
         return out
 
     return run
@@ -144,7 +144,7 @@ def in_all(exchange: Exchange | None, program: Callable[..., T]) -> Callable[...
 def raise_if_changed(exchange: Exchange, what: str, error: Exception) -> None:
     """Raises `ProcessesChanged` where an error comes from the death of a process."""
     if limits.recovers and not isinstance(error, ProcessesChanged):
-        _meet(exchange, what, error)
+        meet(exchange, what, error)
 
 
 class _Meeting:
@@ -159,43 +159,53 @@ class _Meeting:
         return self.is_over
 
 
-_members = "jdp/members"
-_let_in = "jdp/let_in/"
-_back = "jdp/back/"
+_MEMBERS = "jdp/members"
+_BORN = "jdp/born/"
+_BACK = "jdp/back/"
+_LET_IN = "jdp/let_in/"
+_OVER = "jdp/over"
 
 
-def _meet(exchange: Exchange, what: str, error: Exception | None = None) -> None:
+def meet(exchange: Exchange, what: str, error: Exception | None = None) -> None:
     """Waits for all that live; raises `ProcessesChanged` where one of them is missing, or one more is there."""
-    devices = [d for d in jax.devices() if d.process_index in exchange.processes]
     meeting: Any = _Meeting()
     exchange.come_to(f"{what} (who is there)")
     exchange.dispatched(meeting)
     members.meetings += 1
     if own_process() == 0:
-        _invite(exchange.processes, devices)
-    gone: set[int] = set()
+        _invite(exchange.processes)
     try:
-        with _live(exchange)(devices) as before:  # those of the last meeting
-            gone = {*exchange.processes} - {d.process_index for d in before}
-    except ProcessFailureError as failure:
-        gone |= {d.process_index for d in failure.failed_devices} & {*exchange.processes}
+        found = alive(exchange.processes)
     finally:
         meeting.is_over = True
+    if not members.lives:  # the first meeting of all
+        members.lives = {int(key.removeprefix(_BORN)): int(life) for key, life in under(_BORN)}
+    gone = {p for p in exchange.processes if found.get(p) != members.lives[p]}
     joined = _invited()
     if not (gone or joined):
         return
     watch.forget(gone)
-    there = ({*exchange.processes} - gone) | {*joined}
+    members.lives |= joined
+    members.there = tuple(sorted(({*exchange.processes} - gone) | {*joined}))
     members.joined = tuple(sorted(({*members.joined} - gone) | {*joined}))
     members.generation, members.meetings = members.generation + 1, 0
-    members.there = tuple(sorted(there))
     if own_process() == 0:
-        put(_members, json.dumps(members.there))
-        entered = [members.generation, members.there, members.joined, sorted(members.used)]
+        _delete_addresses(gone)
+        put(_MEMBERS, json.dumps(members.there))
         for process, life in joined.items():
-            delete(f"{_back}{process}")
-            put(_entry(process, life), json.dumps(entered))
+            delete(f"{_BACK}{process}")
+            put(_entry(process, life), json.dumps(members.to_tell()))
     raise _changed(what, gone, [*joined]) from error
+
+
+def _delete_addresses(gone: set[int]) -> None:
+    """Of the devices that each of these has had for itself: it may come back, and would not find its own."""
+    found = keys(GLOO_KEYS)
+    for process in gone:
+        own = {str(d.id) for d in jax.devices() if d.process_index == process}
+        for key in found:
+            if own >= {*key.removeprefix(GLOO_KEYS).split("/")[0].split(",")}:
+                delete(key)
 
 
 def _changed(what: str, gone: set[int], joined: Sequence[int]) -> ProcessesChanged:
@@ -208,30 +218,23 @@ def _changed(what: str, gone: set[int], joined: Sequence[int]) -> ProcessesChang
     )
 
 
-@functools.cache
-def _live(exchange: Exchange) -> Any:
-    """JAX's `live_devices`, which compares with the meeting before: one for those that meet in a generation."""
-    return type(live_devices)()
-
-
-def _invite(processes: tuple[int, ...], devices: list[Any]) -> None:
+def _invite(processes: tuple[int, ...]) -> None:
     """Process 0 names this meeting to all, where others wait to be let in; each generation does so once."""
-    waiting = {int(key.removeprefix(_back)): int(life) for key, life in under(_back)}
+    waiting = {int(key.removeprefix(_BACK)): int(life) for key, life in under(_BACK)}
     waiting = {process: life for process, life in waiting.items() if process not in processes}
-    if not waiting or now(f"{_let_in}{members.generation}") is not None:
+    if not waiting or now(f"{_LET_IN}{members.generation}") is not None:
         return
-    every = devices + [d for d in jax.devices() if d.process_index in waiting]
-    if members.has_place_for(every):
-        put(f"{_let_in}{members.generation}", json.dumps([members.meetings, waiting]))
+    if members.have_place_for([d for d in jax.devices() if d.process_index in {*processes, *waiting}]):
+        put(f"{_LET_IN}{members.generation}", json.dumps([members.meetings, waiting]))
         return
     for process, life in waiting.items():
-        delete(f"{_back}{process}")
+        delete(f"{_BACK}{process}")
         put(_entry(process, life), "null")
 
 
 def _invited() -> dict[int, int]:
     """Who is one of the others from this meeting on, and in which of its lives."""
-    found = now(f"{_let_in}{members.generation}")
+    found = now(f"{_LET_IN}{members.generation}")
     meeting, waiting = json.loads(found) if found else (None, {})
     return {int(process): life for process, life in waiting.items()} if meeting == members.meetings else {}
 
@@ -245,59 +248,55 @@ def begin() -> None:
     if not limits.recovers:
         return
     here = own_process()
-    before = now(f"jdp/life/{here}")
-    members.life = 0 if before is None else int(before) + 1
-    put(f"jdp/life/{here}", str(members.life))
-    if here == 0:
-        put(_members, json.dumps([*range(process_count())]))
-    if members.life:
-        members.waits, watch.lost = True, {here}
-        _be_missed()
-
-
-def _be_missed() -> None:
-    """Waits until the others have seen that this process had died."""
-
-    def is_missed() -> bool:
-        return own_process() not in json.loads(now(_members) or "[]")
-
+    if now(f"{_BORN}{here}") is None:
+        put(f"{_BORN}{here}", str(alive([here])[here]))
+        if here == 0:
+            put(_MEMBERS, json.dumps([*range(process_count())]))
+        return
+    members.waits, watch.lost = True, {here}
     time.sleep(_SEEN)
-    if not is_missed():
-        # They wait for all that live, so for this one, too; and see there that it is another.
-        client().get_live_nodes(json.loads(now(_members) or "[]"))
-    while not is_missed():
-        time.sleep(_SEEN)
+    if here in _members():
+        # The others wait for all that live, so for this one, too; and see there that it is another.
+        missed = threading.Thread(target=alive, args=(_members(),), name="jdp-is-missed", daemon=True)
+        missed.start()
+        while here in _members():
+            missed.join(_SEEN)
+            if now(_OVER) is not None:
+                _too_late()
 
 
 _SEEN = 1.0  # seconds after a meeting in which process 0 says who was there
+
+
+def _members() -> list[int]:
+    return json.loads(now(_MEMBERS) or "[]")
+
+
+def _too_late() -> NoReturn:
+    print(f"jdp: process {own_process()} was started again, and the job has ended without it; it ends", file=sys.stderr)
+    os._exit(0)  # in JAX's client there may be a thread of it
 
 
 def enter() -> NoReturn:
     """Waits until the others let this process in, and raises the `ProcessesChanged` that they get there.
 
     Raises:
-        SystemExit: with code 0; the job has ended, or there is no place any more.
+        SystemExit: with code 0; there is no place any more.
     """
-    here = own_process()
-    put(f"{_back}{here}", str(members.life))
-    entered = None
+    here, entered = own_process(), None
+    life = alive([here])[here]
+    put(f"{_BACK}{here}", str(life))
     try:
         while entered is None:
             if now(_OVER) is not None:
-                _end(f"process {here} was started again, and the job has ended without it")
-            entered = get(_entry(here, members.life), _SEEN)
-    except DesyncError:
-        _end(f"process {here} was started again, and the job has ended without it")
-    found = json.loads(entered)
-    if found is None:
+                _too_late()
+            entered = get(_entry(here, life), _SEEN)
+    except DesyncError:  # process 0 has gone
+        _too_late()
+    if entered == "null":
         _end(f"process {here} was started again, and Gloo has no order of devices left in which it could be reached")
-    members.generation, there, joined, used = found
-    members.there, members.joined, members.waits = tuple(there), tuple(joined), False
-    members.used |= {*map(tuple, used)}
-    raise _changed("distributed.sync", set(), [here])
-
-
-_OVER = "jdp/over"
+    members.hear(json.loads(entered))
+    raise _changed("distributed.sync", set(), members.joined)
 
 
 def stay() -> None:
@@ -310,5 +309,5 @@ def stay() -> None:
     while (here := watch.running() - ended()) and time.monotonic() < end:
         time.sleep(0.1)
     if not here:
-        with contextlib.suppress(ProcessFailureError), live_devices(jax.devices()):
-            pass
+        with contextlib.suppress(DesyncError):
+            alive(range(process_count()))  # who has left, JAX knows a moment later

@@ -82,10 +82,12 @@ class Watch:
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
         self.lost: set[int] = set()  # the processes that have died, and are left out
+        self.reborn: set[int] = set()  # those that have died and are there again, which only they know
 
     def forget(self, processes: Set[int]) -> None:
         """These have died, and are left out."""
         self.lost |= {*processes}
+        self.reborn -= {*processes}
         for process in processes:
             self._places.pop(process, None)
             delete(f"{_FOLDER}{process}")
@@ -252,6 +254,8 @@ class Watch:
         for key, text in found:
             process, place = int(key.removeprefix(_FOLDER)), Place(*json.loads(text))
             before = self._places.get(process)
+            if before is not None and before[0].pid != place.pid:
+                self.reborn.add(process)
             if before is None or before[0].beat != place.beat:
                 self._places[process] = place, self._learnt
 

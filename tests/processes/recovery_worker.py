@@ -1,8 +1,8 @@
 """One process of a job that test_recovery.py starts, under `jdp launch`: it trains, and goes on where others die.
 
 Usage: recovery_worker.py FOLDER PLAN. The plan is JSON: `kind` of the model, `steps`, and `faults`, a list of `[rank,
-batches taken, what]`; with `slow` the steps take longer while somebody is missing. What happens goes to
-FOLDER/notes-RANK, a line of JSON each.
+batches taken, what]`; with `slow` the steps take longer while somebody is missing; who is `unlucky` dies when it has
+been let in again. What happens goes to FOLDER/notes-RANK, a line of JSON each.
 """
 
 import hashlib
@@ -31,12 +31,17 @@ X = rng.normal(size=(ROWS, 6)).astype(np.float32)
 DATA = {"x": X, "y": np.sin(X.sum(-1, keepdims=True)), "row": np.arange(ROWS)}
 
 
-def plan(what):
-    return json.loads(sys.argv[2]).get(what)
-
-
 def notes_here():
     return pathlib.Path(sys.argv[1]) / f"notes-{HERE}"
+
+
+HAD = []  # the numbers of this process's faults, those of its lives before with them
+if notes_here().exists():
+    HAD += [json.loads(line).get("number") for line in notes_here().read_text().splitlines()]
+
+
+def plan(what, default=None):
+    return json.loads(sys.argv[2]).get(what, default)
 
 
 def note(what, **facts):
@@ -45,6 +50,7 @@ def note(what, **facts):
 
 
 def fault(number, what):
+    HAD.append(number)
     note("fault", fault=what, number=number)
     if what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -103,7 +109,7 @@ def train_linen():
         if state is None:
             state = step.init(MLP().init(jax.random.key(0), X[:1], train=False), key=jax.random.key(1))
         try:
-            state, taken = jdp.distributed.sync((state, taken), dp)
+            state, taken = jdp.distributed.sync((state, taken), dp.devices)
             batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
             for batch in batches:
                 before(taken, dp, batch)
@@ -113,19 +119,18 @@ def train_linen():
                 if taken == plan("steps"):
                     return state
         except jdp.distributed.ProcessesChanged as changed:
-            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
-            devices = changed.devices_for(REPLICAS)
+            devices = after_change(changed).devices_for(REPLICAS)
 
 
 def train_nnx():
-    model, tx, devices, taken = NNXMLP(nnx.Rngs(0)), optax.adam(1e-2), None, 0
+    model, devices, taken = NNXMLP(nnx.Rngs(0)), None, 0
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     while True:
-        dp = jdp.DataParallel(model, devices, replicas=REPLICAS)
-        step = dp.train_step(nnx_loss, tx, deterministic=True)
-        tx = step.optimizer
         try:
-            found, taken = jdp.distributed.sync((nnx.state((model, tx)), taken), dp)
-            nnx.update((model, tx), found)
+            found, taken = jdp.distributed.sync((nnx.state((model, optimizer)), taken), devices)
+            nnx.update((model, optimizer), found)
+            dp = jdp.DataParallel(model, devices, replicas=REPLICAS)
+            step = dp.train_step(nnx_loss, optimizer, deterministic=True)
             batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
             for batch in batches:
                 before(taken, dp, batch)
@@ -133,10 +138,9 @@ def train_nnx():
                 taken = batches.taken
                 after(taken, metrics)
                 if taken == plan("steps"):
-                    return nnx.as_pure(nnx.state((model, tx)))
+                    return nnx.as_pure(nnx.state((model, optimizer)))
         except jdp.distributed.ProcessesChanged as changed:
-            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
-            devices = changed.devices_for(REPLICAS)
+            devices = after_change(changed).devices_for(REPLICAS)
 
 
 def train_uneven():
@@ -148,7 +152,7 @@ def train_uneven():
         if state is None:
             state = step.init(MLP().init(jax.random.key(0), X[:1], train=False), key=jax.random.key(1))
         try:
-            state, taken = jdp.distributed.sync((state, taken), dp)
+            state, taken = jdp.distributed.sync((state, taken), dp.devices)
             while taken < plan("steps"):
                 before(taken, dp)
                 state, metrics = step(state, jax.tree.map(lambda x: x[HERE::4][:5], DATA))
@@ -156,8 +160,7 @@ def train_uneven():
                 after(taken, metrics)
             return state
         except jdp.distributed.ProcessesChanged as changed:
-            note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
-            devices = changed.devices
+            devices = after_change(changed).devices
 
 
 def before(taken, dp, batch=None):
@@ -166,11 +169,17 @@ def before(taken, dp, batch=None):
         note("begins", taken=taken + 1, rows=np.asarray(jdp.gather(batch["row"])).tolist())
     if plan("slow") and len(dp.devices) < jax.device_count():
         time.sleep(0.1)
-    had = [json.loads(line).get("number") for line in notes_here().read_text().splitlines()]
     for number, (rank, at, what) in enumerate(plan("faults") if ATTEMPT == 0 else ()):
-        if rank == HERE and at <= taken and number not in had:
+        if rank == HERE and at <= taken and number not in HAD:
             fault(number, what)
             break
+
+
+def after_change(changed):
+    note("changed", text=str(changed), lost=changed.lost, joined=changed.joined)
+    if HERE in changed.joined and HERE in plan("unlucky", []) and "unlucky" not in HAD:
+        fault("unlucky", "dies")
+    return changed
 
 
 def after(taken, metrics):

@@ -44,6 +44,7 @@ class Job:
         head = ["-m", "jdp", "launch", "-n", str(processes), "--devices-per-process", str(devices)]
         worker = [str(HERE / "recovery_worker.py"), str(folder), json.dumps(plan)]
         command = [sys.executable, *head, "--compilation-cache", str(cache), *options, *worker]
+        self.began = time.time()
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
         self.ended, self.code, self.printed = time.time(), done.returncode, done.stdout + done.stderr
         lines = [line for path in folder.glob("notes-*") for line in path.read_text().split("\n")[:-1]]
@@ -97,37 +98,92 @@ def assert_every_row_once(job, steps):
 
 
 def assert_soon(job, title):
-    """Each death is told to all who are left, at one batch, and the next good step comes within the seconds."""
-    table, ends = [], [fault["time"] for fault in job.notes("fault")][1:] + [float("inf")]
-    for fault, end in zip(job.notes("fault"), ends, strict=True):
-        lost = [x for x in job.notes("changed") if fault["time"] < x["time"] < end and fault["rank"] in x["lost"]]
+    """Each change is told to all who are there, at one batch, and the next good step comes within the seconds.
+
+    On a machine that is busy with more all takes longer; so did the start of this very job.
+    """
+    table, faults = [], [fault for fault in job.notes("fault") if fault["number"] != "unlucky"]
+    least = max(AGAIN, (job.notes("step")[0]["time"] - job.began) / 2)
+    for fault, end in zip(faults, [*[fault["time"] for fault in faults[1:]], float("inf")], strict=True):
+        changed = [x for x in job.notes("changed") if fault["time"] < x["time"] < end]
+        lost = [x for x in changed if fault["rank"] in x["lost"]]
+        back = [x for x in changed if fault["rank"] in x["joined"]]
         assert lost and fault["rank"] not in {x["rank"] for x in lost}, str(job)
-        good = {x["rank"]: x for x in reversed(job.notes("step")) if x["time"] > max(y["time"] for y in lost)}
-        for x in lost:
-            assert f"process {fault['rank']} has died" in x["text"]
-            told, again = x["time"] - fault["time"], good[x["rank"]]["time"] - x["time"]
-            assert again < AGAIN, str(job)
-            table.append(f"| {title} | {fault['rank']} | {x['rank']} | {told:.1f} | {again:.1f} |")
-        assert len({good[x["rank"]]["taken"] for x in lost}) == 1
+        assert not back or fault["rank"] in {x["rank"] for x in back}, str(job)
+        for told, what in ((lost, "has died"), (back, "has come back")):
+            last = max([x["time"] for x in told], default=0)
+            good = {x["rank"]: x for x in reversed(job.notes("step")) if x["time"] > last}
+            for x in told:
+                assert f"process {fault['rank']} {what}" in x["text"]
+                since, again = x["time"] - fault["time"], good[x["rank"]]["time"] - x["time"]
+                assert again < least, f"{again:.1f} s, at most {least:.1f}: {job}"
+                table.append(f"| {title} | {fault['rank']} {what} | {x['rank']} | {since:.1f} | {again:.1f} |")
+            assert len({good[x["rank"]]["taken"] for x in told}) <= 1
     print("\n".join(table))
     if path := os.environ.get("JDP_RECOVERY_TABLE"):
         with open(path, "a") as file:
             file.write("\n".join([*table, ""]))
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_three_of_four_die_in_900_steps_and_the_bits_are_the_same(tmp_path, undisturbed, kind):
-    """One process is left in the end, of 2 devices; before, the 8 replicas were on 8, 4 and 4 devices."""
-    killed = [[2, 100, "dies"], [1, 400, "dies soon"], [3, 700, "dies"]]
-    job = Job(tmp_path / "job", {"kind": kind, "steps": 900, "faults": killed})
+def assert_all_end_so(job, ranks, state):
     assert job.code == 0, str(job)
-    assert [note["rank"] for note in job.notes("fault")] == [2, 1, 3]
-    (end,) = job.notes("end")
-    assert (end["rank"], end["state"]) == (0, undisturbed(kind, 900))
+    assert {(end["rank"], end["state"]) for end in job.notes("end")} == {(rank, state) for rank in ranks}, str(job)
+
+
+BACK = ["--recover", "--max-restarts"]
+
+
+@pytest.mark.faults
+def test_ten_die_in_900_steps_and_come_back_and_the_bits_are_the_same(tmp_path, undisturbed):
+    """The 8 replicas are on 8 and on 4 devices, in turns; in the end all four processes are there."""
+    killed = [[2, 1, 3][i % 3] for i in range(10)]
+    faults = [[rank, 80 * (i + 1), "dies soon" if i % 3 == 1 else "dies"] for i, rank in enumerate(killed)]
+    job = Job(tmp_path / "job", {"kind": "linen", "steps": 900, "slow": True, "faults": faults}, options=[*BACK, "10"])
+    assert_all_end_so(job, range(4), undisturbed("linen", 900))
+    assert [note["rank"] for note in job.notes("fault")] == killed
     assert_every_row_once(job, 900)
-    assert_soon(job, f"900 steps, {kind}")
+    assert_soon(job, "900 steps")
+    assert job.printed.count("the others go on without it, and it starts again, alone") == 10
+
+
+@pytest.mark.faults
+def test_three_of_four_die_and_the_bits_are_the_same(tmp_path, undisturbed):
+    """One process is left in the end, of 2 devices; before, the 8 replicas were on 8, 4 and 4 devices. With NNX."""
+    killed = [[2, 50, "dies"], [1, 100, "dies soon"], [3, 150, "dies"]]
+    job = Job(tmp_path / "job", {"kind": "nnx", "steps": 200, "faults": killed})
+    assert_all_end_so(job, [0], undisturbed("nnx", 200))
+    assert [note["rank"] for note in job.notes("fault")] == [2, 1, 3]
+    assert_every_row_once(job, 200)
+    assert_soon(job, "200 steps of NNX")
     assert job.printed.count("was ended by SIGKILL") == 3 and "the others go on without it" in job.printed
+
+
+@pytest.mark.faults
+def test_all_but_one_die_and_come_back(tmp_path, undisturbed):
+    """With NNX. One of them dies again as it is let in."""
+    plan = {"kind": "nnx", "steps": 200, "slow": True, "unlucky": [3]}
+    plan["faults"] = [[1, 20, "dies"], [2, 20, "dies"], [3, 20, "dies"]]
+    job = Job(tmp_path / "job", plan, options=[*BACK, "4"])
+    assert_all_end_so(job, range(4), undisturbed("nnx", 200))
+    assert [note["rank"] for note in job.notes("fault", number="unlucky")] == [3]
+    assert {2, 3} <= {p for note in job.notes("changed", rank=1) for p in note["joined"]}
+    assert_every_row_once(job, 200)
+
+
+@pytest.mark.faults
+def test_the_job_ends_without_one_that_was_started_again(tmp_path, undisturbed):
+    job = Job(tmp_path / "job", {"kind": "linen", "steps": 60, "faults": [[2, 58, "dies"]]}, options=[*BACK, "1"])
+    assert_all_end_so(job, [0, 1, 3], undisturbed("linen", 60))
+    assert "it starts again, alone (1 of 1)" in job.printed
+
+
+@pytest.mark.faults
+def test_one_that_cannot_come_back(tmp_path, undisturbed):
+    """Two devices have two orders, and Gloo has broken connections in both. The other goes on alone."""
+    plan = {"kind": "linen", "steps": 60, "slow": True, "faults": [[1, 20, "dies"]]}
+    job = Job(tmp_path / "job", plan, processes=2, devices=1, options=[*BACK, "1"])
+    assert_all_end_so(job, [0], undisturbed("linen", 60))
+    assert "[1] jdp: process 1 was started again, and Gloo has no order of devices left" in job.printed
 
 
 @pytest.mark.faults
@@ -147,7 +203,7 @@ def test_who_is_not_needed_any_more_ends(tmp_path, undisturbed):
     assert {(end["rank"], end["state"]) for end in job.notes("end")} == {(r, undisturbed("linen", 60)) for r in (0, 2)}
     assert "[3] jdp: process 3 is not needed: 2 devices have the 8 replicas" in job.printed
     assert_every_row_once(job, 60)
-    assert len(job.notes("lost")) == 3, "the end of the third is no death"
+    assert len(job.notes("changed")) == 3, "the end of the third is no death"
 
 
 @pytest.mark.faults
@@ -174,7 +230,7 @@ def test_one_that_is_stopped_for_good_is_left_out(tmp_path, undisturbed):
 def test_process_0_dies_and_all_start_again(tmp_path, undisturbed):
     """JAX's coordination service is in it."""
     plan = {"kind": "linen", "steps": 60, "faults": [[2, 10, "dies"], [0, 30, "dies"]]}
-    job = Job(tmp_path / "job", plan, options=["--recover", "--max-restarts", "1"])
+    job = Job(tmp_path / "job", plan, options=[*BACK, "1"])
     assert job.code == 0, str(job)
     assert "rank 0 was ended by SIGKILL" in job.printed and "all 4 processes start again" in job.printed
     assert [end["attempt"] for end in job.notes("end")] == [1] * 4
@@ -203,8 +259,10 @@ def test_what_ends_all_as_without(tmp_path, rank, what, code, said):
 
 
 class FakeDevice:
+    platform = "cpu"
+
     def __init__(self, process, number):
-        self.process_index, self.number = process, number
+        self.process_index, self.number, self.id = process, number, 100 * process + number
 
     def __repr__(self):
         return f"{self.process_index}:{self.number}"
@@ -222,13 +280,13 @@ class FakeDevice:
 )
 def test_the_devices_for_so_many_replicas(held, replicas, expected):
     devices = [FakeDevice(process, k) for process, count in held.items() for k in range(count)]
-    lost = jdp.distributed.ProcessLost("process 9 has died", devices)
+    lost = jdp.distributed.ProcessesChanged("process 9 has died", devices)
     assert " ".join(map(str, lost.devices_for(replicas))) == expected
 
 
 def test_a_process_without_devices_ends(monkeypatch, capsys):
     monkeypatch.setattr(recovery, "own_process", lambda: 2)
-    lost = jdp.distributed.ProcessLost("process 9 has died", [FakeDevice(p, 0) for p in range(3)])
+    lost = jdp.distributed.ProcessesChanged("process 9 has died", [FakeDevice(p, 0) for p in range(3)])
     with pytest.raises(SystemExit) as end:
         lost.devices_for(4)  # of processes 0 and 1
     assert end.value.code == 0 and "process 2 is not needed: 2 devices have the 4 replicas" in capsys.readouterr().err
@@ -271,12 +329,12 @@ def test_a_step_is_made_by_all_or_by_none(monkeypatch):
         return x + 1
 
     def meet(exchange, what, error=None):
-        raise jdp.distributed.ProcessLost(f"{what}: {error}", [])
+        raise jdp.distributed.ProcessesChanged(f"{what}: {error}", [])
 
     assert recovery.in_all(None, program) is program
     monkeypatch.setattr(limits, "recovers", True)
-    monkeypatch.setattr(recovery, "_meet", meet)
-    with pytest.raises(jdp.distributed.ProcessLost, match="program: None"):
+    monkeypatch.setattr(recovery, "meet", meet)
+    with pytest.raises(jdp.distributed.ProcessesChanged, match="program: None"):
         recovery.in_all(None, program)(np.ones(2))
-    with pytest.raises(jdp.distributed.ProcessLost, match="program: unsupported operand"):
+    with pytest.raises(jdp.distributed.ProcessesChanged, match="program: unsupported operand"):
         recovery.in_all(None, program)(None)

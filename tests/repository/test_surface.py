@@ -40,7 +40,7 @@ NAMES = [
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
 METHODS += ["value_and_grad", "grad", "train_step", "parallel", "check_replicas", "batches"]
-PUBLIC_MODULES = {"distributed.py": ["DesyncError", "ProcessLost", "initialize"], "__main__.py": ["main"]}
+PUBLIC_MODULES = {"distributed.py": ["DesyncError", "ProcessesChanged", "initialize", "sync"], "__main__.py": ["main"]}
 
 
 def module_name(path):
