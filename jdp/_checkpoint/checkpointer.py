@@ -18,7 +18,8 @@ import jax
 
 from .._core.layout import Tree
 from .._processes.exchange import by_value
-from .._processes.watch import named, watch
+from .._processes.members import members
+from .._processes.watch import limits
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
@@ -147,19 +148,16 @@ class Checkpointer:
             return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
-        ending = self._preemption.reached()
+        ending = not members.generation and self._preemption.reached()  # which asks all that the job began with
         if not ending and step % self._every:
             return False
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
-            if watch.lost:  # Orbax would wait for them
-                raise RuntimeError(
-                    f"jdp.{VERB}: step {step} is not saved, for {named(sorted(watch.lost))} died before it; all "
-                    f"processes that the job began with save together. Call save no more after a "
-                    f"jdp.distributed.ProcessLost, or start the job again."
-                )
             self.wait()
-            self._writer.write(step, *agree(self._writer.prepare, state, data))
+            if limits.recovers and jax.process_index():  # process 0 saves alone
+                self._steps.newest = step
+            else:
+                self._writer.write(step, *agree(self._writer.prepare, state, data))
         if ending:
             self.wait()
             self._preemption.act()
@@ -197,6 +195,13 @@ class Checkpointer:
                 replicas, and `replicas=` was passed to `jdp.DataParallel` then or now.
         """
         step = None if step is None else _number(step)
+        if members.waits:
+            return state, None
+        if members.generation:
+            raise RuntimeError(
+                f"jdp.{VERB}: restore is called after a jdp.distributed.ProcessesChanged; all processes that the job "
+                f"began with restore together, before the first step. Go on with the state that is there."
+            )
         self.wait()
         leaves = leaves_of(state)
         found = self._steps.find(leaves, step)
@@ -360,12 +365,12 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         check_data(data)
         leaves = leaves_of(state)
         prepare()
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or limits.recovers:
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
         local = fingerprints(encode(own))
     except Exception as error:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or limits.recovers:
             raise
         failed = error
     mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._processes.watch import limits
 from .directory import free_name, remove_unfinished, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all
@@ -79,7 +80,8 @@ class Steps:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        ahead = int(tell_all(str(max((s for s in newer if s > here), default=-1)))[0])
+        tell = (lambda text: [text]) if limits.recovers else tell_all  # process 0 saves alone then
+        ahead = int(tell(str(max((s for s in newer if s > here), default=-1)))[0])
         if not self._looked and ahead >= 0:
             raise ValueError(
                 f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead} already; a "
@@ -92,7 +94,7 @@ class Steps:
                 remove_unfinished(self._directory)
         except OSError as e:
             failed = e
-        problem = tell_all(str(failed or ""))[0]
+        problem = tell(str(failed or ""))[0]
         if problem:
             raise failed or OSError(problem)
         self._damaged, self._cleared = set(), True

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from .._processes.coordination import client
+from .._processes.watch import limits
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
 from .read import ARRAYS, MANIFEST, absent, intact
@@ -97,7 +98,7 @@ class Writer:
                     f"jdp.{VERB}: in {self._directory} what is older than the newest {self._keep} could not be "
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not limits.recovers:
             # Here, for the next thing that all do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
@@ -158,14 +159,17 @@ def _checkpointer() -> Any:
     )
     # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. By a
     # number, for a directory may have another name on another machine.
-    apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{next(_writers)}")
+    apart = ocp.options.MultiprocessingOptions(
+        active_processes={0} if limits.recovers else None, barrier_sync_key_prefix=f"jdp{next(_writers)}"
+    )
     tree = ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, multiprocessing_options=apart)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, tree)
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
     # A directory that cannot be made leaves threads of Orbax waiting, and the process with them, if a thread was to
     # make it. In many processes it has to be one: else Orbax runs collectives in a thread that is not the user's.
-    how = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
+    many = jax.process_count() > 1 and not limits.recovers
+    how = ocp.AsyncOptions(create_directories_asynchronously=many)
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=apart)

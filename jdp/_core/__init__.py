@@ -19,6 +19,7 @@
     gather.py          puts the chunks together
     reduce_add.py      sums over the replicas
     fingerprint.py     whether all replicas have one value, bit for bit
+    sync.py            what a process that was started again gets from the others
 
 To follow one call, read the functions `scatter`, `replicate`, `parallel_apply` and `gather`, each in the file of its
 name, and come back to the rest when it is named. The package imports `_jax`, `_processes` and `_page`, and of other

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
+from .coordination import AbsentError, DesyncError, delete, ended, get, now, put, under
 from .members import members
 from .watch import limits, named, watch
 
@@ -61,6 +61,14 @@ class Exchange:
         """That program runs; this is one of its outputs. None where it is being traced."""
         if output is not None:
             watch.dispatched(self._group, self.processes, output)
+
+    def failed(self) -> None:
+        """This process has left the order of the calls, with an error, and waits where all meet."""
+        put(f"{self._group}/failed", "")
+
+    def has_failed(self) -> bool:
+        """Whether one has."""
+        return now(f"{self._group}/failed") is not None
 
     def leave(self, key: str, text: str) -> None:
         put(key, text)
@@ -143,8 +151,10 @@ class Call:
                 if left := [p for p in absent if p in gone]:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
-                if again := [p for p in absent if p in watch.reborn]:
+                if again := watch.reborn(absent):
                     raise AbsentError(self._text(again, "died, and was started again"))
+                if limits.recovers and self.exchange.has_failed():
+                    raise AbsentError(f"jdp.{self.what}: another process has failed before it; its output says why.")
                 if is_over() or (limits.recovers and watch.silent(absent)):
                     self._give_up(absent, gone)
 

@@ -89,10 +89,11 @@ def initialize(
             kept, at most about 4 GiB: who starts again reads them. It may be shared by processes, jobs and machines.
             Default: the one that `jdp launch` names, else none. "none" is none. A setting of JAX's own
             (`JAX_COMPILATION_CACHE_DIR`) goes before.
-        recover: an experiment. Where a process dies, the others get a `jdp.distributed.ProcessLost` at one and the
-            same batch, and can go on without it; `docs/processes.md` has the loop. Steps then keep the state that goes
-            in, and each is waited for. A process is dead after `timeout` seconds without a heartbeat, and one that is
-            that late for a sum on CPUs ends the job, as do the death of process 0, and one outside of the loop.
+        recover: an experiment. Where a process dies, the others get a `jdp.distributed.ProcessesChanged` at one and
+            the same batch, and can go on without it, and with it when it was started again; `docs/processes.md` has
+            the loop. Steps then keep the state that goes in, and each is waited for. A process is dead after `timeout`
+            seconds without a heartbeat, and one that is that late for a sum on CPUs ends the job, as do the death of
+            process 0, and one outside of the loop.
         **options: further arguments of `jax.distributed.initialize` (`local_device_ids`, ...).
 
     Raises:
@@ -128,8 +129,8 @@ def initialize(
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
-    install()
     begin()
+    install()
     if thread_guard:
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()

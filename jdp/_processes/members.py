@@ -19,6 +19,7 @@ class Members:
         self.meetings = 0  # of this generation
         self.there: tuple[int, ...] = ()  # the processes, once that is known to have changed
         self.lives: dict[int, int] = {}  # of the processes that are there, by JAX's numbers
+        self.life = 0  # of this one
         self.waits = False  # this process was started again, alone, and the others have not let it in yet
         self.joined: tuple[int, ...] = ()  # who has come back, and has not the others' state yet
         self.used: set[tuple[int, ...]] = set()  # orders of devices, by their ids

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -115,13 +115,14 @@ def in_all(exchange: Exchange | None, program: Callable[..., T]) -> Callable[...
     if members.waits:
         raise RuntimeError(
             f"jdp.{program.__name__}: process {own_process()} was started again, and the others have not let it in; "
-            f"alone it would do their work a second time. Call jdp.distributed.sync(state, devices) before the first step."
+            f"alone it would do their work a second time. Call jdp.distributed.sync(state, devices) before the first "
+            f"step."
         )
     if members.joined:
         raise RuntimeError(
             f"jdp.{program.__name__}: {named(members.joined)} came back, and did not get the state of the others; all "
-            f"would go on with different ones. Call jdp.distributed.sync(state, devices) after each ProcessesChanged, before "
-            f"the next step."
+            f"would go on with different ones. Call jdp.distributed.sync(state, devices) after each ProcessesChanged, "
+            f"before the next step."
         )
     if exchange is None:
         if members.there != (own_process(),):  # a program of this process alone, beside that of all
@@ -172,6 +173,8 @@ def meet(exchange: Exchange, what: str, error: Exception | None = None) -> None:
     exchange.come_to(f"{what} (who is there)")
     exchange.dispatched(meeting)
     members.meetings += 1
+    if error is not None:
+        exchange.failed()
     if own_process() == 0:
         _invite(exchange.processes)
     try:
@@ -248,21 +251,51 @@ def begin() -> None:
     if not limits.recovers:
         return
     here = own_process()
+    members.life = alive([here])[here]
     if now(f"{_BORN}{here}") is None:
-        put(f"{_BORN}{here}", str(alive([here])[here]))
+        put(f"{_BORN}{here}", str(members.life))
         if here == 0:
             put(_MEMBERS, json.dumps([*range(process_count())]))
         return
     members.waits, watch.lost = True, {here}
+    with _in_time():
+        _be_missed()
+
+
+def _be_missed() -> None:
+    """Waits until the others know that this process had died."""
+
+    def join() -> None:
+        with contextlib.suppress(DesyncError):
+            alive(_members())
+
     time.sleep(_SEEN)
-    if here in _members():
-        # The others wait for all that live, so for this one, too; and see there that it is another.
-        missed = threading.Thread(target=alive, args=(_members(),), name="jdp-is-missed", daemon=True)
-        missed.start()
-        while here in _members():
-            missed.join(_SEEN)
-            if now(_OVER) is not None:
-                _too_late()
+    if own_process() in _members():
+        # They wait for all that live, so for this one, too; and see there that it is another.
+        threading.Thread(target=join, name="jdp-is-missed", daemon=True).start()
+    while own_process() in _members():
+        time.sleep(_SEEN / 4)
+        leave_if_over()
+
+
+@contextlib.contextmanager
+def _in_time() -> Iterator[None]:
+    """Ends this process well where the job ends before it is one of it again."""
+    try:
+        yield
+    except DesyncError:  # process 0, which keeps the keys, has gone
+        _leave()
+
+
+def leave_if_over() -> None:
+    """The same, wherever this process is; a thread asks each second."""
+    if members.waits and now(_OVER) is not None:
+        _leave()
+
+
+def _leave() -> NoReturn:
+    print(f"jdp: process {own_process()} was started again, and the job has ended without it", file=sys.stderr)
+    os._exit(0)  # a thread may be waiting in JAX's client
 
 
 _SEEN = 1.0  # seconds after a meeting in which process 0 says who was there
@@ -272,27 +305,17 @@ def _members() -> list[int]:
     return json.loads(now(_MEMBERS) or "[]")
 
 
-def _too_late() -> NoReturn:
-    print(f"jdp: process {own_process()} was started again, and the job has ended without it; it ends", file=sys.stderr)
-    os._exit(0)  # in JAX's client there may be a thread of it
-
-
 def enter() -> NoReturn:
     """Waits until the others let this process in, and raises the `ProcessesChanged` that they get there.
 
     Raises:
         SystemExit: with code 0; there is no place any more.
     """
-    here, entered = own_process(), None
-    life = alive([here])[here]
-    put(f"{_BACK}{here}", str(life))
-    try:
+    here, life, entered = own_process(), members.life, None
+    with _in_time():
+        put(f"{_BACK}{here}", str(life))
         while entered is None:
-            if now(_OVER) is not None:
-                _too_late()
             entered = get(_entry(here, life), _SEEN)
-    except DesyncError:  # process 0 has gone
-        _too_late()
     if entered == "null":
         _end(f"process {here} was started again, and Gloo has no order of devices left in which it could be reached")
     members.hear(json.loads(entered))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .coordination import delete, ended, own_process, process_count, put, under
+from .members import members
 
 
 class Limits:
@@ -45,6 +46,7 @@ class Place(NamedTuple):
     idle: float  # seconds since
     compiles: bool
     positions: dict[str, int]  # in each group's calls and programs, to which all of the group come in one order
+    life: int  # of its process, as members.lives has it
 
 
 class Pending(NamedTuple):
@@ -82,15 +84,18 @@ class Watch:
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
         self.lost: set[int] = set()  # the processes that have died, and are left out
-        self.reborn: set[int] = set()  # those that have died and are there again, which only they know
 
     def forget(self, processes: Set[int]) -> None:
         """These have died, and are left out."""
         self.lost |= {*processes}
-        self.reborn -= {*processes}
         for process in processes:
             self._places.pop(process, None)
             delete(f"{_FOLDER}{process}")
+
+    def reborn(self, processes: Sequence[int]) -> list[int]:
+        """Those of these that have died, and are there again: it is not known yet that they had died."""
+        lives = {p: place.life for p, (place, _) in self._places.items()}
+        return [p for p in processes if p in members.lives and lives.get(p, members.lives[p]) != members.lives[p]]
 
     def running(self) -> set[int]:
         """The others of which there has been a sign of life of late."""
@@ -245,7 +250,7 @@ class Watch:
         self._beat, self._told = self._beat + 1, now
         compiles = self._compiles_since is not None and now - self._compiles_since < limits.compile
         idle, positions = round(now - self._since, 1), dict(self._positions)
-        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions)
+        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions, members.life)
         put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -254,8 +259,6 @@ class Watch:
         for key, text in found:
             process, place = int(key.removeprefix(_FOLDER)), Place(*json.loads(text))
             before = self._places.get(process)
-            if before is not None and before[0].pid != place.pid:
-                self.reborn.add(process)
             if before is None or before[0].beat != place.beat:
                 self._places[process] = place, self._learnt
 
@@ -277,7 +280,7 @@ class Watch:
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
 
 
-_NOWHERE = Place(0, "", 0, "", 0.0, False, {})
+_NOWHERE = Place(0, "", 0, "", 0.0, False, {}, 0)
 watch = Watch()
 
 

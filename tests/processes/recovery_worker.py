@@ -1,8 +1,9 @@
 """One process of a job that test_recovery.py starts, under `jdp launch`: it trains, and goes on where others die.
 
 Usage: recovery_worker.py FOLDER PLAN. The plan is JSON: `kind` of the model, `steps`, and `faults`, a list of `[rank,
-batches taken, what]`; with `slow` the steps take longer while somebody is missing; who is `unlucky` dies when it has
-been let in again. What happens goes to FOLDER/notes-RANK, a line of JSON each.
+batches taken, what]`; with `slow` the steps take longer while somebody is missing, and most before the next fault; who
+is `unlucky` dies when it has been let in again; who is started again is `late` by so many seconds. What happens goes to
+FOLDER/notes-RANK, a line of JSON each.
 """
 
 import hashlib
@@ -36,8 +37,6 @@ def notes_here():
 
 
 HAD = []  # the numbers of this process's faults, those of its lives before with them
-if notes_here().exists():
-    HAD += [json.loads(line).get("number") for line in notes_here().read_text().splitlines()]
 
 
 def plan(what, default=None):
@@ -102,12 +101,17 @@ def digest(tree):
 
 
 def train_linen():
+    checkpointer = jdp.Checkpointer(plan("checkpoints"), every=plan("every")) if plan("checkpoints") else None
     devices, state, taken = None, None, 0
     while True:
         dp = jdp.DataParallel(MLP(), devices, replicas=REPLICAS)
         step = dp.train_step(linen_loss, optax.adam(1e-2), deterministic=True)
         if state is None:
             state = step.init(MLP().init(jax.random.key(0), X[:1], train=False), key=jax.random.key(1))
+            if checkpointer is not None:
+                state, found = checkpointer.restore(state)
+                taken = found or 0
+                note("restored", taken=taken)
         try:
             state, taken = jdp.distributed.sync((state, taken), dp.devices)
             batches = dp.batches(DATA, BATCH, seed=0, epochs=None, start=taken)
@@ -115,8 +119,12 @@ def train_linen():
                 before(taken, dp, batch)
                 state, metrics = step(state, batch)
                 taken = batches.taken
+                if checkpointer is not None:
+                    checkpointer.save(taken, state, data=taken)
                 after(taken, metrics)
                 if taken == plan("steps"):
+                    if checkpointer is not None:
+                        checkpointer.close()
                     return state
         except jdp.distributed.ProcessesChanged as changed:
             devices = after_change(changed).devices_for(REPLICAS)
@@ -168,7 +176,7 @@ def before(taken, dp, batch=None):
     if batch is not None:
         note("begins", taken=taken + 1, rows=np.asarray(jdp.gather(batch["row"])).tolist())
     if plan("slow") and len(dp.devices) < jax.device_count():
-        time.sleep(0.1)
+        time.sleep(0.5 if any(taken < at <= taken + 20 for _, at, _ in plan("faults")) else 0.1)
     for number, (rank, at, what) in enumerate(plan("faults") if ATTEMPT == 0 else ()):
         if rank == HERE and at <= taken and number not in HAD:
             fault(number, what)
@@ -187,7 +195,11 @@ def after(taken, metrics):
 
 
 def main():
+    if notes_here().exists():
+        HAD.extend(json.loads(line).get("number") for line in notes_here().read_text().splitlines())
     jdp.distributed.initialize(recover=True, timeout=4)
+    if HAD:
+        time.sleep(plan("late", 0))
     state = {"linen": train_linen, "nnx": train_nnx, "uneven": train_uneven}[plan("kind")]()
     note("end", state=digest(state), devices=len(jax.tree.leaves(state)[0].sharding.device_set))
 
