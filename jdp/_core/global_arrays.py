@@ -90,7 +90,7 @@ def own_copies(x: Any, sharding: NamedSharding) -> Any:
     here, had, mesh = sharding.device_set, x.sharding.device_set, cast(Mesh, sharding.mesh)
     if sharding.is_fully_addressable and here <= had:
         return _of_shards(x, x.shape, sharding)
-    if here != had and (members.generation or _processes(here) <= _processes(had)):
+    if x.sharding != sharding if members.generation else here != had and _processes(here) <= _processes(had):
         return jax.device_put(x.addressable_data(0), own_mesh(mesh).devices.flat[0])
     return x
 
