@@ -55,11 +55,11 @@ a process that cannot be started again
 a process that the others go on without, an experiment
   With --recover one that a signal has ended (SIGKILL, where memory runs out)
   is left out, and no other gets SIGTERM. The script has
-  initialize(recover=True) then, and a loop that heeds it. With --max-restarts N
-  it starts again, alone, on each machine N times at most, and the others let it
-  in. If rank 0 dies, all end, and start again N times at most. Rank 0 ends last:
-  a process that still runs after it has been stopped by somebody, and is killed
-  after --grace.
+  initialize(recover=True) then, and a loop that heeds it. With --max-restarts K
+  it starts again, alone, and the others let it in: on each machine K times. If
+  rank 0 dies, all end, and start again, K times. Rank 0 ends last: a process
+  that still runs after it has been stopped by somebody, and is killed after
+  --grace.
 
 Ctrl-C and SIGTERM
   are handed on, and the processes have --preemption-grace to save and end.

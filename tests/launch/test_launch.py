@@ -699,6 +699,27 @@ def test_a_process_that_is_killed_ends_no_other(options, kind, end, code, goes_o
     assert ("jdp launch: rank 1 was ended by SIGKILL" in err and "the others go on without it" in err) == goes_on
 
 
+COMES_BACK = """
+import pathlib
+lives = len([*pathlib.Path(".").glob("born-1-*")]) if rank else 0
+pathlib.Path(f"born-{rank}-{lives}").touch()
+print(f"life {lives}", flush=True)
+if rank and lives < int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)
+if not rank: until(f"born-1-{sys.argv[2]}"); time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "deaths", "lives"), [(3, 2, 3), (1, 2, 2), (0, 1, 1)])
+def test_one_that_is_killed_starts_again_alone(restarts, deaths, lives):
+    """As often as is said; what each of its lives prints has the rank before it."""
+    Path("script.py").write_text(HEAD + COMES_BACK)
+    options = ["-n", "2", "--grace", "0.2", "--recover", "--max-restarts", str(restarts)]
+    code, out, err = launch(*options, "script.py", str(deaths), str(lives - 1))
+    assert code == 0, out + err
+    assert re.findall(r"\[1\] life (\d)", out) == [*map(str, range(lives))] and out.count("[0] life") == 1, out
+    assert err.count("and it starts again, alone") == lives - 1 and "all 2 processes" not in err
+
+
 @pytest.mark.parametrize(
     ("codes", "culprit"),
     [
