@@ -52,7 +52,8 @@ class ProcessesChanged(RuntimeError):
         self, text: str, devices: Sequence[Any], lost: Sequence[int] = (), joined: Sequence[int] = ()
     ) -> None:
         super().__init__(text)
-        self.lost, self.joined = tuple(lost), tuple(joined)
+        self.lost: tuple[int, ...] = tuple(lost)
+        self.joined: tuple[int, ...] = tuple(joined)
         self._devices = tuple(devices)
 
     @property
