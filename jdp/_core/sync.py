@@ -14,7 +14,7 @@ from .._processes.agree import difference, same_program
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Exchange, exchange_of
 from .._processes.members import members
-from .._processes.recovery import enter, in_all, meet, raise_if_changed
+from .._processes.recovery import enter, meet, raise_if_changed
 from .._processes.watch import limits
 from .devices import Devices, make_mesh, processes_of, resolve_devices
 from .layout import is_key
@@ -45,6 +45,7 @@ def sync(tree: T, devices: Devices) -> T:
         ProcessesChanged: this process is let in, or one has died meanwhile.
         DesyncError: the trees of the processes differ in their paths, shapes or dtypes.
         TypeError: a leaf is no array and no number.
+        ValueError: a leaf is cut over the processes.
         SystemExit: in a process that was started again; with code 0, the job has ended, or has no place for it.
 
     Example:
@@ -59,19 +60,18 @@ def sync(tree: T, devices: Devices) -> T:
     if not members.joined:
         return tree
     mesh = make_mesh(resolve_devices(_VERB, devices))
-    joined, members.joined = members.joined, ()
-    if not {*joined} & {*processes_of(mesh)}:  # it is not needed, and has ended
-        return tree
-    exchange = exchange_of(processes_of(mesh))
-    try:
-        return _synced(tree, mesh, exchange, exchange.here in joined)
-    except Exception as error:
-        members.joined = joined
-        raise_if_changed(exchange, _VERB, error)
-        raise
+    if {*members.joined} & {*processes_of(mesh)}:  # else it is not needed, and has ended
+        exchange = exchange_of(processes_of(mesh))
+        try:
+            tree = _synced(tree, mesh, exchange)
+        except Exception as error:
+            raise_if_changed(exchange, _VERB, error)
+            raise
+    members.joined = ()
+    return tree
 
 
-def _synced(tree: Any, mesh: Mesh, exchange: Exchange, takes: bool) -> Any:
+def _synced(tree: Any, mesh: Mesh, exchange: Exchange) -> Any:
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     values = {jax.tree_util.keystr(path) or "the tree": _value(path, x) for path, x in flat}
     outline = {path: f"{x.dtype}{[*x.shape]}" for path, x in values.items()}
@@ -90,8 +90,9 @@ def _synced(tree: Any, mesh: Mesh, exchange: Exchange, takes: bool) -> Any:
     )
     program.make_ready(operand)
     exchange.come_to(_VERB)
-    found = np.asarray(in_all(exchange, program.__wrapped__)(operand).addressable_data(0)).tobytes()
-    if not takes:
+    found = np.asarray(program.__wrapped__(operand).addressable_data(0)).tobytes()
+    meet(exchange, _VERB)  # all have it, or none
+    if exchange.here not in members.joined:
         return tree
     leaves, start = [], 0
     for (_, x), value in zip(flat, values.values(), strict=True):
@@ -107,6 +108,11 @@ def _value(path: Any, x: Any) -> np.ndarray:
     """A leaf as it is on this process's first device."""
     if isinstance(x, jax.Array):
         x = jax.random.key_data(x) if is_key(x) else x
+        if not (x.is_fully_addressable or x.is_fully_replicated):
+            raise ValueError(
+                f"jdp.{_VERB}: the leaf at {jax.tree_util.keystr(path)} is cut over the processes; each is to have all "
+                f"of it, for who has died takes its part along. Leave shard_params and shard_optimizer out."
+            )
         return np.asarray(x if x.is_fully_addressable else x.addressable_data(0))
     if isinstance(x, bool | int | float | complex | np.ndarray | np.generic) and np.asarray(x).dtype != object:
         return np.asarray(x)

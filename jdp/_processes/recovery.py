@@ -184,7 +184,7 @@ def meet(exchange: Exchange, what: str, error: Exception | None = None) -> None:
         meeting.is_over = True
     if not members.lives:  # the first meeting of all
         members.lives = {int(key.removeprefix(_BORN)): int(life) for key, life in under(_BORN)}
-    gone = {p for p in exchange.processes if found.get(p) != members.lives[p]}
+    gone = {p for p in exchange.processes if p not in found or found[p] != members.lives.get(p)}
     joined = _invited()
     if not (gone or joined):
         return
