@@ -334,7 +334,7 @@ from jdp._processes.coordination import keys
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 mesh, spec = jax.sharding.Mesh(jax.devices(), ("i",)), jax.sharding.PartitionSpec
 total = jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=spec("i"), out_specs=spec())
-jax.jit(total)(jax.numpy.ones(2))
+jax.jit(total)(jax.numpy.ones(2)).block_until_ready()
 print("found", sorted(key.removeprefix(private.GLOO_KEYS).split("/")[0] for key in keys(private.GLOO_KEYS)))
 """
 
