@@ -51,7 +51,7 @@ class Job:
         worker = [str(HERE / "recovery_worker.py"), str(folder), json.dumps(plan)]
         command = [sys.executable, *head, "--compilation-cache", str(cache), *options, *worker]
         self.began = time.time()
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800)
         self.ended, self.code, self.printed = time.time(), done.returncode, done.stdout + done.stderr
         lines = [line for path in folder.glob("notes-*") for line in path.read_text().split("\n")[:-1]]
         self._notes = sorted(map(json.loads, lines), key=lambda note: note["time"])
@@ -140,6 +140,7 @@ BACK = ["--recover", "--max-restarts"]
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 def test_ten_die_in_900_steps_and_come_back_and_the_bits_are_the_same(tmp_path, undisturbed):
     """The 8 replicas are on 8 and on 4 devices, in turns; in the end all four processes are there."""
     killed = [[2, 1, 3][i % 3] for i in range(10)]
@@ -165,6 +166,7 @@ def test_three_of_four_die_and_the_bits_are_the_same(tmp_path, undisturbed):
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(600)
 def test_all_but_one_die_and_come_back(tmp_path, undisturbed):
     """With NNX. One of them dies again as it is let in."""
     plan = {"kind": "nnx", "steps": 200, "slow": True, "unlucky": [3]}
