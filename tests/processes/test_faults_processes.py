@@ -29,6 +29,7 @@ from laws import free_port
 from jdp._launch.protocol import FOR_ANOTHER, WAITED
 
 pytestmark = [
+    pytest.mark.timeout(900),  # on a slow machine, beside two others
     pytest.mark.faults,
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for what is left behind"),
 ]
