@@ -23,7 +23,7 @@ from .._processes.watch import limits
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
-from .read import tell_all
+from .read import tell_all, together
 from .replay import current
 from .steps import Steps
 from .write import Writer
@@ -353,6 +353,16 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
+def _check_whole(leaves: dict[str, Any]) -> None:
+    """Refuses what one process alone cannot save."""
+    for path, x in leaves.items():
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            raise ValueError(
+                f"jdp.{VERB}: {path} is cut over the processes, and with initialize(recover=True) process 0 saves "
+                f"alone; it has to have all of each leaf. Put it whole on all devices (jdp.replicate)."
+            )
+
+
 def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """The leaves to save and the data, and whether that is a list with each process's own, for they differ.
 
@@ -365,12 +375,13 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         check_data(data)
         leaves = leaves_of(state)
         prepare()
-        if jax.process_count() == 1 or limits.recovers:
+        if not together():
+            _check_whole(leaves)
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
         local = fingerprints(encode(own))
     except Exception as error:
-        if jax.process_count() == 1 or limits.recovers:
+        if not together():
             raise
         failed = error
     mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._processes.watch import limits
 from .directory import is_local, kind, open_file
 from .items import (
     FORMAT,
@@ -97,6 +98,11 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
         return [_brief(e)]
     found, saved = fingerprints(encode(leaves)), content["fingerprints"]
     return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
+
+
+def together() -> bool:
+    """Whether several processes save one checkpoint together; with `initialize(recover=True)` process 0 does alone."""
+    return jax.process_count() > 1 and not limits.recovers
 
 
 def tell_all(text: str) -> list[str]:

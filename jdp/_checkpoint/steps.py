@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 
-from .._processes.watch import limits
 from .directory import free_name, remove_unfinished, steps_in
 from .items import VERB
-from .read import Damaged, read, tell_all
+from .read import Damaged, read, tell_all, together
 
 _FEW = 40  # steps that one message names
 
@@ -80,7 +79,7 @@ class Steps:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        tell = (lambda text: [text]) if limits.recovers else tell_all  # process 0 saves alone then
+        tell = tell_all if together() else lambda text: [text]
         ahead = int(tell(str(max((s for s in newer if s > here), default=-1)))[0])
         if not self._looked and ahead >= 0:
             raise ValueError(

@@ -17,7 +17,7 @@ from .._processes.coordination import client
 from .._processes.watch import limits
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
-from .read import ARRAYS, MANIFEST, absent, intact
+from .read import ARRAYS, MANIFEST, absent, intact, together
 from .steps import Steps, listed
 
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
@@ -98,7 +98,7 @@ class Writer:
                     f"jdp.{VERB}: in {self._directory} what is older than the newest {self._keep} could not be "
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
-        if jax.process_count() > 1 and not limits.recovers:
+        if together():
             # Here, for the next thing that all do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
@@ -168,8 +168,7 @@ def _checkpointer() -> Any:
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
     # A directory that cannot be made leaves threads of Orbax waiting, and the process with them, if a thread was to
     # make it. In many processes it has to be one: else Orbax runs collectives in a thread that is not the user's.
-    many = jax.process_count() > 1 and not limits.recovers
-    how = ocp.AsyncOptions(create_directories_asynchronously=many)
+    how = ocp.AsyncOptions(create_directories_asynchronously=together())
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=apart)

@@ -154,7 +154,7 @@ class Call:
                 if again := watch.reborn(absent):
                     raise AbsentError(self._text(again, "died, and was started again"))
                 if limits.recovers and self.exchange.has_failed():
-                    raise AbsentError(f"jdp.{self.what}: another process has failed before it; its output says why.")
+                    raise AbsentError(f"jdp.{self.what}: another process has failed; all end. Its output says why.")
                 if is_over() or (limits.recovers and watch.silent(absent)):
                     self._give_up(absent, gone)
 

@@ -258,7 +258,7 @@ def begin() -> None:
         if here == 0:
             put(_MEMBERS, json.dumps([*range(process_count())]))
         return
-    members.waits, watch.lost = True, {here}
+    members.waits = True
     with _in_time():
         _be_missed()
 

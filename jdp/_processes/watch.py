@@ -83,11 +83,9 @@ class Watch:
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
-        self.lost: set[int] = set()  # the processes that have died, and are left out
 
     def forget(self, processes: Set[int]) -> None:
         """These have died, and are left out."""
-        self.lost |= {*processes}
         for process in processes:
             self._places.pop(process, None)
             delete(f"{_FOLDER}{process}")

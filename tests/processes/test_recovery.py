@@ -399,6 +399,32 @@ def test_what_a_leaf_becomes_on_the_way():
             sync._value((jax.tree_util.DictKey("x"),), what)
 
 
+def test_what_is_cut_over_the_processes_is_refused(refused, monkeypatch, tmp_path):
+    """Who has died takes its part along; and process 0 would save its own part alone."""
+    cut = jax.device_put(np.arange(8.0), jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x")))
+    monkeypatch.setattr(type(cut), "is_fully_addressable", False)
+    with refused(ValueError, "distributed.sync", match=r"the leaf at \['x'\] is cut over the processes"):
+        sync._value((jax.tree_util.DictKey("x"),), cut)
+    monkeypatch.setattr(limits, "recovers", True)
+    with jdp.Checkpointer(tmp_path / "run") as checkpointer:
+        with refused(ValueError, "Checkpointer", match=r"\['x'\] is cut over the processes"):
+            checkpointer.save(1, {"x": cut})
+
+
+def test_trees_that_differ_are_refused(refused, monkeypatch):
+    """The leaf is named, and who has what there."""
+
+    class Told:
+        here, processes = 0, (0, 1)
+
+        def tell(self, what, outline, seconds):
+            return {0: outline, 1: {**outline, "['x']": "float32[4]"}}
+
+    monkeypatch.setattr(sync, "meet", lambda exchange, what: None)
+    with refused(jdp.distributed.DesyncError, "distributed.sync", match=r"trees: \['x'\]: process 0 has float32\[3\]"):
+        sync._synced({"x": np.ones(3, np.float32)}, None, Told())
+
+
 @pytest.mark.parametrize(("name", "value", "text"), [
     ("waits", True, "was started again, and the others have not let it in"),
     ("joined", (2,), "process 2 came back, and did not get the state of the others"),
