@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "Checkpointer",
     "DataParallel",
+    "LossCheck",
     "Mean",
     "Scattered",
     "Sum",

@@ -12,6 +12,7 @@ from ._core.scatter import scatter as scatter
 from ._core.scattered import Scattered as Scattered
 from ._explain.explain import explain as explain
 from ._topology.topology import topology as topology
+from ._train.check import LossCheck as LossCheck
 from ._train.state import TrainState as TrainState
 from ._train.terms import Mean as Mean
 from ._train.terms import Sum as Sum

@@ -12,12 +12,12 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax.convolutions import canonical
 from .._jax.jaxprs import (
     Env,
     Segmented,
     axes,
     bind,
-    canonical,
     env_of,
     equations,
     evaluate,
@@ -209,12 +209,14 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
 
 # What reduces by rows, and so takes unequal chunks, by the door that was called.
 _BY_ROWS = {
-    "value_and_grad": "leave the collectives out: gradients and losses are reduced by rows anyway (and "
-    "sync_batch_norm=True stands for the axis_name of a BatchNorm)",
+    "value_and_grad": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs "
+    "of all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",
+    "train_step": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs of "
+    "all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",
     "parallel": "write the step for dp.train_step, which reduces by rows (sync_batch_norm=True there stands for the "
     "axis_name of a BatchNorm)",
-    "parallel_apply": "leave the collectives to dp.train_step or dp.value_and_grad, which reduce by rows "
-    "(sync_batch_norm=True there stands for the axis_name of a BatchNorm)",
+    "parallel_apply": "leave the collectives to dp.train_step or dp.value_and_grad, which reduce by rows and whose "
+    "criterion= gets the outputs of all rows (sync_batch_norm=True there stands for the axis_name of a BatchNorm)",
 }
 
 

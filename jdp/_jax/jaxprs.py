@@ -327,41 +327,6 @@ def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callabl
     return rewrite(jaxpr, rule)
 
 
-def canonical(jaxpr: Any) -> Any:
-    """The jaxpr, with every convolution in the one layout that is fast on a CPU.
-
-    XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
-    entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
-    a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So it is
-    done here. Transposes that are not needed cost nothing: the compiler takes them out. Where JAX has changed what
-    this needs, the jaxpr stays as it is, and slow.
-    """
-    try:
-        return rewrite(jaxpr, _rule)
-    except (AttributeError, TypeError):
-        return jaxpr
-
-
-def _rule(eqn: Any) -> Callable[..., Any] | None:
-    if eqn.primitive is not jax.lax.conv_general_dilated_p:
-        return None
-    return functools.partial(_convolution, **eqn.params)
-
-
-def _convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-    lhs, rhs, out = dimension_numbers
-    n = len(lhs)
-    space = tuple(range(1, n - 1))
-    x = jnp.transpose(x, (lhs[0], *lhs[2:], lhs[1]))
-    kernel = jnp.transpose(kernel, (*rhs[2:], rhs[1], rhs[0]))
-    numbers = jax.lax.ConvDimensionNumbers((0, n - 1, *space), (n - 1, n - 2, *range(n - 2)), (0, n - 1, *space))
-    y = jax.lax.conv_general_dilated_p.bind(x, kernel, dimension_numbers=numbers, **params)
-    back = [0] * n
-    for position, axis in enumerate((out[0], *out[2:], out[1])):
-        back[axis] = position
-    return jnp.transpose(y, back)
-
-
 # What these give is the same on every replica.
 _REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _COLLECTIVES = {*_REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
@@ -541,6 +506,25 @@ def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
 def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
     known = [[(v.varying, v.reduced is None, v.sources, v.groups) for v in values] for values in (a, b)]
     return known[0] == known[1]
+
+
+def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] = lambda _: True) -> list[bool]:
+    """Returns for each output whether it depends on one of the inputs that are marked, by values that go `through`.
+
+    What an equation with a loop or a branch in it gives is taken to depend on all that goes in.
+    """
+    jaxpr = _opened(jaxpr)
+    known = {v: mark and through(v.aval) for v, mark in zip(jaxpr.invars, inputs, strict=True)}
+    for eqn in jaxpr.eqns:
+        mine = [not is_literal(v) and known.get(v, False) for v in eqn.invars]
+        bodies = [*inside(eqn)] if eqn.primitive.name not in ("scan", "while", "cond") else []
+        sizes = [(len(_opened(body).invars), len(_opened(body).outvars)) for body in bodies]
+        if sizes == [(len(mine), len(eqn.outvars))]:
+            found = reached(bodies[0], mine, through)
+        else:
+            found = [any(mine)] * len(eqn.outvars)
+        known.update((v, x and through(v.aval)) for v, x in zip(eqn.outvars, found, strict=True))
+    return [not is_literal(v) and known.get(v, False) for v in jaxpr.outvars]
 
 
 def source_line(eqn: Any) -> str:

@@ -7,6 +7,7 @@ there are; one program for several is compiled in other ways, and rounds in othe
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from .._core.devices import own_mesh, spans_processes
-from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
+from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, replicated
 from .._core.outputs import Outputs
-from .._core.scattered import Scattered
+from .._core.parallel_apply import CallOf
+from .._core.scattered import Scattered, unpadded
 from .._core.tree import (
     Counter,
     Parts,
@@ -30,7 +32,12 @@ from .._core.tree import (
     put_together,
     segments,
 )
+from .criterion import Passes, padded, with_last
+from .forms import SeveralTerms
+from .gradients import Forward, gradients, has_cotangent
+from .gradients import forward as forward_of
 from .state import TrainState
+from .terms import finished
 
 if TYPE_CHECKING:
     from .program import Program
@@ -83,17 +90,38 @@ class Lowered(NamedTuple):
         return self.text
 
 
+class Turn(NamedTuple):
+    """What each replica runs in its turn."""
+
+    segments: list[Segment]
+    parts: Parts  # their shapes
+    out: Outputs  # what they are parts of
+    programs: list[list[Any]] = []  # of each segment, for each device
+
+
 class Compiled(NamedTuple):
     """What runs where the operands have some shapes."""
 
-    turn: list[tuple[Segment, list[Any]]]  # with its program for each device
+    turn: Turn
     update: list[Any]  # for each device
-    parts: Parts  # their shapes
-    out: Outputs  # what they are parts of
+    forward: Turn | None = None  # where the loss is one of all rows
+    judge: list[Any] = []  # for each device: the loss of what the forward pass gives
 
 
 def _shapes(operands: Any) -> Any:
     return tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands))
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> list[Any]:
+    """Of arrays of all replicas, padded, the chunks of the one with this index."""
+    return [
+        jax.lax.dynamic_slice_in_dim(x, index * leaf.padded, leaf.padded, leaf.axis) if isinstance(leaf, Cut) else x
+        for x, leaf in zip(arrays, leaves, strict=True)
+    ]
 
 
 def _on_device(shapes: Any, device: Any) -> Any:
@@ -116,31 +144,24 @@ class Deterministic:
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
         one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
         # With all replicas on one device: so each of them is traced, wherever it runs.
-        alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
-        run = one_replica(program.call_of, self.__name__)
+        self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
+        self._treedef = treedef
 
-        def turn(*operands: Any) -> Parts:
-            leaves, (*arrays, index) = operands[: treedef.num_leaves], operands[treedef.num_leaves :]
-            batch = Scattered(arrays, alone)
-            parts, self._out = run(*program.operands(treedef.unflatten(leaves), batch), index)
-            return parts
-
-        def update(leaves: list[Any], arrays: list[Any], parts: Parts) -> Any:
+        def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
             state, out = treedef.unflatten(leaves), self._out
             found = program.read(state, out.treedef.unflatten(put_together(parts, out)))
-            after, *others = program.updated(state, Scattered(arrays, alone), found)
+            found = found if judged is None else found._replace(out=judged)
+            after, *others = program.updated(state, Scattered(arrays, self._alone), found)
             leaves, self._after = jax.tree.flatten(after)
             others, self._others = jax.tree.flatten(others)
             return leaves, others
 
-        def join(rows: list[list[Any]]) -> list[Any]:
-            numbers = numbers_of_rows(self._out)
-            return [jnp.concatenate(x, self._out.rules[i].axis) for i, *x in zip(numbers, *rows, strict=True)]
+        def join(rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
+            return [jnp.concatenate(x, axis) for axis, *x in zip(axes, *rows, strict=True)]
 
         update.__name__ = update.__qualname__ = f"update_{program.label}"
-        self._turn = turn
         self._update: Any = jax.jit(update, donate_argnums=0 if program.options.donate else ())
-        self._join: Any = jax.jit(join)
+        self._join: Any = jax.jit(join, static_argnums=1)
         self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
         self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=replicated(layout.mesh))
         on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
@@ -155,11 +176,21 @@ class Deterministic:
         if key not in self._compiled:
             self.lower(state, arrays).compile()
         programs = self._compiled[key]
-        self._out = programs.out
-        parts = self._turns(programs, states, batches)
+        judged: list[Any] = [None] * len(states)
+        cotangents: list[list[Any]] = [[] for _ in states]
+        if programs.forward is not None:
+            first = self._turns(programs.forward, states, batches, cotangents)
+            sums, _ = self._together([x.sums for x in first], [[] for _ in first])
+            rows, whole = self._everywhere(programs.forward.out, first, arrays)
+            operands = zip(programs.judge, states, whole, rows, sums, strict=True)
+            found = [judge(*of_device) for judge, *of_device in operands]
+            cotangents = [x for _, x in found]
+            judged = [x for x, _ in found] if self._program.loss.criterion else judged
+        self._out = programs.turn.out
+        parts = self._turns(programs.turn, states, batches, cotangents)
         sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
-        operands = zip(programs.update, states, map(self._whole, batches), found, strict=True)
+        operands = zip(programs.update, states, map(self._whole, batches), found, judged, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         state = self._after.unflatten(self._on.whole(after, remember=True))
         metrics, updates = self._others.unflatten(self._on.whole(others))
@@ -172,7 +203,17 @@ class Deterministic:
             leaves = self._gather(leaves)
         return self._on.apart(leaves), self._on.apart(arrays)
 
-    def _turns(self, programs: Compiled, states: list[list[Any]], batches: list[list[Any]]) -> list[Parts]:
+    def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
+        """For each device what is gathered of all replicas, and the whole batch; both padded."""
+        axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
+        rows = self._on.cut([x.rows for x in parts], axes) if axes else []
+        found = self._gather([*rows, *batch])
+        apart = self._on.apart(found)
+        return [x[: len(rows)] for x in apart], [x[len(rows) :] for x in apart]
+
+    def _turns(
+        self, turn: Turn, states: list[list[Any]], batches: list[list[Any]], cotangents: list[list[Any]]
+    ) -> list[Parts]:
         """What each device gives: its replicas take turns, and all devices begin with their first.
 
         Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
@@ -180,19 +221,20 @@ class Deterministic:
         turns = range(self._layout.per_device)
         sums: list[list[Any]] = [[] for _ in states]
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
-        for j, (segment, runs) in enumerate(programs.turn):
+        for j, (segment, runs) in enumerate(zip(turn.segments, turn.programs, strict=True)):
             totals = self._together(sums, [[] for _ in sums])[0] if j else sums
             counters = [Counter() for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                    values = held[d][k] if j else [*state, *self._chunk(batch, d, k), self._indices[d][k]]
+                    values = held[d][k] if j else self._operands(state, batch, cotangents[d], d, k)
                     mine, held[d][k] = segment.run(runs[d], totals[d], values)
                     counters[d].add(mine)
             sums = [counter.total for counter in counters]
-        rest = jax.tree.structure(programs.parts._replace(sums=[]))
+        rest = jax.tree.structure(turn.parts._replace(sums=[]))
+        axes = tuple(turn.out.rules[i].axis or 0 for i in numbers_of_rows(turn.out))
         kept = [[rest.unflatten(x) for x in own] for own in held]
         return [
-            Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own]))
+            Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own], axes))
             for total, own in zip(sums, kept, strict=True)
         ]
 
@@ -200,8 +242,14 @@ class Deterministic:
         """What turn k of device d takes of the batch."""
         return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
 
-    def _joined(self, rows: list[list[Any]]) -> list[Any]:
-        return rows[0] if len(rows) == 1 else self._join(rows)
+    def _operands(self, state: list[Any], batch: list[Any], cotangents: list[Any], d: int, k: int) -> list[Any]:
+        """What the program of a turn takes."""
+        index = self._indices[d][k]
+        own = self._pick_own(cotangents, index) if cotangents else []
+        return [*state, *self._chunk(batch, d, k), *own, index]
+
+    def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
+        return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
     def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """For each device the sums over all, and what the primary gave."""
@@ -230,32 +278,106 @@ class Deterministic:
         for i, x in zip(numbers, arrays, strict=True):
             leaf = Cut(out.rules[i].axis or 0, out.sizes[i]) if out.sizes[i] else Stack()
             leaves[i] = Scattered((x,), self._layout.of(jax.tree.structure(0), [leaf]))
-        _, rows = out.treedef.unflatten(leaves).out
+        _, rows = finished(out.treedef.unflatten(leaves).out)
 
         def fill(x: Any, of_rows: Any) -> Any:
             return x if of_rows is None else of_rows
 
         return metrics | jax.tree.map(fill, {k: metrics[k] for k in rows}, rows, is_leaf=lambda x: x is None)
 
+    def _turn(self, call_of: CallOf, operands: Sequence[Any], leaves: Sequence[Leaf] = ()) -> Turn:
+        """The programs of a replica's turn; `leaves` are those of the cotangents among the operands."""
+        run, count, n = one_replica(call_of, self.__name__), self._treedef.num_leaves, len(self._layout.arrays)
+        outs: list[Outputs] = []
+
+        def turn(*operands: Any) -> Parts:
+            state, (*arrays, index) = operands[:count], operands[count:]
+            batch = Scattered(arrays[:n], self._alone)
+            replicas, inputs, key = self._program.operands(self._treedef.unflatten(state), batch)
+            if leaves:
+                inputs = with_last(inputs, arrays[n:], leaves)
+            parts, out = run(replicas, inputs, key, index)
+            outs.append(out)
+            return parts
+
+        found, parts = segments(turn, operands, self._layout, self.__name__)
+        return Turn(found, parts, outs[-1])
+
+    def _judge(self, forward: Turn) -> tuple[Any, list[Leaf]]:
+        """The program of the loss of all rows, for one device; and what the cotangents that it gives are."""
+        out, passes = forward.out, Passes(self._program.loss, self._program.options.accumulate_steps)
+        numbers, alone = numbers_of_rows(out), self._alone
+        leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
+        marks: Forward = out.treedef.unflatten(range(len(out.rules)))
+        each: list[int] = jax.tree.leaves(marks.outputs)
+        leaves: list[Leaf] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
+
+        def judge(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
+            scattered = Scattered(batch, alone)
+            (diff, held), inputs, _ = self._program.operands(self._treedef.unflatten(state), scattered)
+            values = put_together(Parts(sums, [[None]] * len(out.rules), [None] * len(out.rules), []), out)
+            for i, x in zip(numbers, rows, strict=True):
+                (values[i],) = unpadded(Scattered((x,), alone.of(LEAF, [leaf_of[i]])))
+            found: Forward = out.treedef.unflatten(values)
+            judged, cotangents, _ = passes.differentiated(found, found.outputs, diff, held, inputs)
+            return judged, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
+
+        judge.__name__ = judge.__qualname__ = f"criterion_of_{self._program.label}"
+        return jax.jit(judge), leaves
+
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """The programs, for the processes to compare; each is compiled once for each device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
-        chunk = self._chunk(batches[0], 0, 0)
-        found, parts = segments(self._turn, [*states[0], *chunk, self._indices[0][0]], self._layout, self.__name__)
-        out = self._out
-        turns = [x.program.lower(*_on_device(x.operands, device)) for x in found for device in devices]
+        program, steps = self._program, self._program.options.accumulate_steps
+        operands = self._operands(states[0], batches[0], [], 0, 0)
+        forward = judge = None
+        rows, whole, sums = [], [], []
+        judged: list[Any] = [None] * len(devices)
+        try:
+            if program.loss.criterion:
+                raise SeveralTerms
+            turn = self._turn(program.call_of, operands)
+        except SeveralTerms:
+            forward = self._turn(forward_of(program.loss, steps), operands)
+            judge, leaves = self._judge(forward)
+            # From shapes: nothing has run yet.
+            rows, whole, sums = self._shapes_of_all(forward, arrays)
+            result, cotangents = jax.eval_shape(judge, states[0], whole, rows, sums)
+            own = jax.eval_shape(functools.partial(_own_chunks, leaves=tuple(leaves)), cotangents, operands[-1])
+            self._pick_own = jax.jit(functools.partial(_own_chunks, leaves=tuple(leaves)))
+            pulls = gradients(program.loss._replace(pulls=True), steps, program.options.reduce_dtype)
+            turn = self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)
+            if program.loss.criterion:
+                judged = [_on_device(result, device) for device in devices]
+        self._out, turns = turn.out, [x for x in (forward, turn) if x is not None]
+        lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
+        if judge is not None:
+            shapes = [jax.tree.map(_shape_of, states[0]), whole, rows, sums]
+            lowered += [judge.lower(*_on_device(shapes, d)) for d in devices]
 
         def compile() -> Compiled:
-            after = [_on_device(parts._replace(rows=[]), device) for device in devices]
-            updates = [self._update.lower(*x) for x in zip(states, map(self._whole, batches), after, strict=True)]
+            after = [_on_device(turn.parts._replace(rows=[]), device) for device in devices]
+            operands = zip(states, map(self._whole, batches), after, judged, strict=True)
+            updates = [self._update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                programs = [*pool.map(lambda x: x.compile(), [*turns, *updates])]
-            each = [programs[i : i + len(devices)] for i in range(0, len(programs), len(devices))]
-            made = Compiled([*zip(found, each, strict=False)], each[-1], parts, out)
+                programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
+            ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
+            judges = [next(programs) for _ in devices] if judge is not None else []
+            made = Compiled(ready[-1], [*programs], ready[0] if judge is not None else None, judges)
             self._compiled[_shapes((states[0], batches[0]))] = made
             return made
 
-        return Lowered("\n".join(x.as_text() for x in turns[:: len(devices)]), compile)
+        return Lowered("\n".join(x.as_text() for x in lowered[:: len(devices)]), compile)
+
+    def _shapes_of_all(self, forward: Turn, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The shapes of what a criterion's program takes: what is gathered, the whole batch, and the sums."""
+        out, rows = forward.out, []
+        for i in numbers_of_rows(out):
+            shape: list[int] = [*(out.values[i].shape or (1,))]
+            axis = out.rules[i].axis or 0
+            shape[axis] = len(self._layout.devices) * max(1, 1, *out.sizes[i])
+            rows.append(jax.ShapeDtypeStruct(tuple(shape), out.values[i].dtype))
+        return rows, [*map(_shape_of, batch)], [*map(_shape_of, forward.parts.sums)]
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what a first call would: it takes long, and here it can be interrupted."""

@@ -10,16 +10,19 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .._core.layout import Cut, Shard, Tree, Whole, is_key
+from .._core.layout import Cut, Layout, Shard, Tree, Whole, is_key
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Signature
-from .._jax.jaxprs import SAME, VARYING, canonical, source_line, varying
+from .._jax.convolutions import canonical
+from .._jax.jaxprs import SAME, VARYING, reached, source_line, varying
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
+from .followed import ON_BATCH, Followed
+from .forms import Forms, SeveralTerms, loss_value, outputs, terms
 from .shards import Shards, axes_of_shards
 from .state import first_difference
-from .terms import Forms, loss_value, terms
+from .terms import Sum
 
 
 class Gradients(NamedTuple):
@@ -38,6 +41,9 @@ class Loss(NamedTuple):
     `compute(diff, held, args, kwargs)` is `(loss, aux, held)`. The gradient is taken of the tree `diff`, whole on
     every replica, and of the cut arguments at the positions `rows`. `leave(after, before)` says how what is held,
     which each replica has made its own, is one again.
+
+    With a `criterion`, what `compute` gives first are outputs, and `criterion(outputs, diff, held, args)` is
+    `(loss, metrics)` of the outputs and the arguments of all rows.
     """
 
     compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
@@ -46,6 +52,9 @@ class Loss(NamedTuple):
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
     look: Callable[[Any, Sequence[Any]], None] | None = None  # at its jaxpr, and the whole leaves of `diff`
+    criterion: Callable[[Tree, Tree, Held, Sequence[Any]], tuple[Any, Tree]] | None = None
+    is_direct: bool = False  # whether the criterion, too, depends on what is differentiated
+    pulls: bool = False  # whether the last argument holds the cotangents of what it computes: see `criterion.py`
 
 
 class Added(NamedTuple):
@@ -66,7 +75,7 @@ def gradients(
     leaf the axis that its sum is cut along. Parameters that are cut have gradients that are cut alike; where they come
     as shards, one microbatch's are summed as they are made, and those of several when they are added.
     """
-    sent_as = functools.partial(_sent_as, wire)
+    sent = functools.partial(sent_as, wire)
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
@@ -74,22 +83,22 @@ def gradients(
             (diff, before), _, _ = signature.fill(values)
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
-            shards = Shards.of(signature, diff, cut, sent_as, steps > 1) if is_cut else None
+            shards = Shards.of(signature, diff, cut, sent, steps > 1) if is_cut else None
             added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
-            over = counts[0].value if added.forms.is_ratio else weight
+            over = None if loss.pulls else added.forms.over(counts, weight)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
-                dtype, sent = param.dtype, sent_as(param.dtype)
+                dtype, narrow = param.dtype, sent(param.dtype)
                 if shards and cut_along != -1 and not shards.apart:
-                    total = shards.undivided(grad, added.forms.is_ratio)
+                    total = shards.undivided(grad, not added.forms.is_mean)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
                 # Microbatches, and the replicas of a device, are added in 32 bits; a replica may have only one.
-                if sent and (steps > 1 or signature.layout.per_device > 1):
+                if narrow and (steps > 1 or signature.layout.per_device > 1):
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
                 axis = cut_along if cut_along != -1 else scatter and scatter(param)
-                return Marked(grad, None, "sum", over=over, wire=sent, dtype=dtype, scatter=axis)
+                return Marked(grad, None, "sum", over=over, wire=narrow, dtype=dtype, scatter=axis)
 
             def mark_rows(grad: Any, axis: int) -> Marked:
                 return Marked(grad, axis, over=over) if axis >= 0 else Marked(grad, None, "sum", over=over)
@@ -105,7 +114,7 @@ def gradients(
     return call_of
 
 
-def _sent_as(wire: Any, dtype: Any) -> Any:
+def sent_as(wire: Any, dtype: Any) -> Any:
     """The dtype in which gradients travel that are divided before: 16-bit sums may leave the range of their mean."""
     return wire or (dtype if dtype.itemsize < 4 else None)
 
@@ -121,20 +130,88 @@ def local(
     shards: Shards | None = None,
 ) -> tuple[Added, float]:
     """What a replica adds before anything is reduced, and the weight of all replicas together."""
-    layout = signature.layout
-    rows = layout.sizes[replica] if layout.is_cut else 1
-    # A microbatch of the longest chunk weighs 1, for there nothing is to be multiplied then.
-    unit = -(-max(layout.sizes) // steps) if layout.is_cut else 1
 
-    def one(number: Any, start: Any, size: int, state: Tree) -> Added:
-        part = rows_of(values, signature, rows, number, start, size)
+    def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
         mine = shards and shards.at(number)
-        return differentiate(loss, signature, replica, part, diff, state, size, size / unit, mine)
+        return differentiate(loss, signature, replica, part, diff, state, size, weight, mine)
+
+    return microbatches(one, steps, signature, replica, values, before), weight_of_all(signature.layout, steps)
+
+
+def forward(loss: Loss, steps: int) -> CallOf:
+    """What a replica runs: `((diff, held), *args)` to `Forward`, in `steps` microbatches; nothing is differentiated."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
+        def call(*operands: Any) -> Forward:
+            values = signature.of_replica(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+
+            def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
+                def value(*operands: Any) -> tuple[Forms, list[Any], list[Any], Tree]:
+                    out, aux, after, _ = run(loss, signature, operands[0], {}, *operands[1:])
+                    return *_formed(loss, signature, (out, aux), operands, size, weight), after
+
+                if loss.sync:
+                    function = jax.jit(apart(value))
+                    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(diff, part, state)
+                    value = _by_rows(function, jaxpr, shapes, signature, replica)
+                forms, sums, rows, after = value(diff, part, state)
+                return Added((sums, (), {}), rows, _as_before(after, state), forms)
+
+            added, weight = microbatches(one, steps, signature, replica, values, before), 0.0
+            forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
+            if loss.criterion:
+                found, counts = forms.marked(sums, added.rows, weight)
+                return Forward(found, (), left, counts, forms)
+            weight = weight_of_all(signature.layout, steps)
+            (_, aux), counts = forms.marked(sums, added.rows, weight)
+            found = [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]]
+            return Forward(found, aux, left, counts, forms)
+
+        return call
+
+    return call_of
+
+
+class Forward(NamedTuple):
+    """What comes out of a forward pass."""
+
+    outputs: Tree  # with a criterion those of all rows; else the sums that the loss is made of
+    aux: Tree
+    state: Tree
+    counts: list[Any]
+    forms: Forms
+
+
+def weight_of_all(layout: Layout, steps: int) -> float:
+    """The weight of all replicas' microbatches together."""
+    # With nothing cut there is one run; of several processes one each, and the mean of those.
+    return sum(layout.sizes) / _unit(layout, steps) if layout.is_cut else float(len(layout.used))
+
+
+def _unit(layout: Layout, steps: int) -> int:
+    """The rows of a microbatch that weighs 1: one of the longest chunk, so that there nothing is to be multiplied."""
+    return -(-max(layout.sizes) // steps) if layout.is_cut else 1
+
+
+def microbatches(
+    one: Callable[[Any, list[Any], Tree, int, float], Added],
+    steps: int,
+    signature: Signature,
+    replica: int,
+    values: Sequence[Any],
+    before: Held,
+) -> Added:
+    """What all microbatches add: `one(number, operands, state, rows, weight)` is a microbatch."""
+    layout = signature.layout
+    rows, unit = layout.sizes[replica] if layout.is_cut else 1, _unit(layout, steps)
+
+    def of_rows(number: Any, start: Any, size: int, state: Tree) -> Added:
+        part = rows_of(values, signature, rows, number, start, size)
+        return one(number, part, state, size, size / unit)
 
     state = enter(before, signature.axis_name)
-    added = accumulate(one, state, rows, -(-rows // steps), layout.devices[0].platform == "cpu")
-    # With nothing cut there is one run; of several processes one each, and the mean of those.
-    return added, sum(layout.sizes) / unit if layout.is_cut else float(len(layout.used))
+    return accumulate(of_rows, state, rows, -(-rows // steps), layout.devices[0].platform == "cpu")
 
 
 def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int) -> list[Any]:
@@ -144,7 +221,8 @@ def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any,
     part = []
     for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True)):
         if isinstance(leaf, Cut):
-            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis=leaf.axis)
+            times = x.shape[leaf.axis] // rows  # a cotangent may have several entries for each row
+            x = jax.lax.dynamic_slice_in_dim(x, start * times, size * times, axis=leaf.axis)
         elif isinstance(leaf, Whole) and i >= signature.first_input and is_key(x) and not x.ndim:
             # The replicas fold in 1 to n - 1: no microbatch of the primary draws what a replica draws.
             x = jnp.where(number == 0, x, jax.random.fold_in(x, len(signature.layout.devices) + number))
@@ -164,17 +242,9 @@ def differentiate(
     shards: Shards | None = None,
 ) -> Added:
     """The terms, the gradients and the state of one microbatch."""
-    rows = size if signature.layout.is_cut else None
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
-
-    def run(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree, Tree]:
-        _, args, kwargs = signature.fill(part)
-        return loss.compute(diff, state, [chosen.get(i, x) for i, x in enumerate(args)], kwargs)
-
-    def shapes_of_more(rows: int) -> Tree:
-        return jax.eval_shape(lambda diff, part: run(diff, {}, part, state)[:2], whole, _more(part, signature, rows))
-
+    rows = size if signature.layout.is_cut else None
     # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
     # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
     seed, factor = (weight, 1) if loss.sync else (1, weight)
@@ -182,27 +252,94 @@ def differentiate(
     def value(
         diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree
     ) -> tuple[Any, tuple[Forms, list[Any], list[Any], Tree]]:
-        out, aux, after = run(diff, chosen, part, state)
-        forms, sums, stacked = terms(out, aux, rows, sum(signature.layout.sizes), weight, shapes_of_more, loss.verb)
-        number = loss_value(out, rows, loss.verb)
-        return number * jnp.asarray(1 if forms.is_ratio else seed, number.dtype), (forms, sums, stacked, after)
+        out, aux, after, cotangents = run(loss, signature, diff, chosen, part, state)
+        if loss.pulls and loss.criterion:
+            out = Sum(_product(jax.tree.leaves(out), cotangents))
+        forms, sums, stacked = _formed(loss, signature, (out, aux), (whole, part, state), size, weight)
+        if loss.pulls and not loss.criterion:
+            number = _product(sums[: forms.each[0].summands], cotangents)
+        elif forms.each[0].kind == "combination":
+            raise SeveralTerms
+        else:
+            number = loss_value(out, rows, loss.verb)
+        return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
+    if not loss.pulls and shapes[1][0].each[0].kind == "ratio" and _count_depends(jaxpr, len(jax.tree.leaves(diff))):
+        raise SeveralTerms
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))
-    _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
-    chunks = signature.layout.rows
-    if loss.sync and len({*chunks}) > 1:
-        function = _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
+    # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
+    equal = shapes[1][0].is_mean and {*signature.layout.rows} == {size}
+    if not loss.pulls and not equal:
+        _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
+    if loss.sync:
+        function = _by_rows(function, jaxpr, shapes, signature, replica)
     if shards:
-        function, diff = shards.function(jaxpr, shapes, shapes[1][0].is_ratio), shards.taken()
+        function, diff = shards.function(jaxpr, shapes, not shapes[1][0].is_mean), shards.taken()
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
-    if factor != 1 and not forms.is_ratio:
+    if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     return Added((sums, *grads), stacked, _as_before(after, state), forms)
+
+
+def _by_rows(
+    function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
+) -> Callable[..., Any]:
+    """The function that was traced, where each replica's part in shared statistics weighs as its rows do."""
+    chunks = signature.layout.rows
+    if len({*chunks}) == 1:
+        return function
+    return _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
+
+
+def run(
+    loss: Loss, signature: Signature, diff: Tree, chosen: dict[int, Tree], part: Sequence[Any], state: Tree
+) -> tuple[Any, Tree, Tree, Any]:
+    """What the loss computes, `(loss, aux, state)`, and the cotangents among its operands; `chosen` are arguments."""
+    _, args, kwargs = signature.fill(part)
+    mine = [chosen.get(i, x) for i, x in enumerate(args)]
+    cotangents = mine.pop() if loss.pulls else None
+    return *loss.compute(diff, state, mine, kwargs), cotangents
+
+
+def _formed(
+    loss: Loss, signature: Signature, out: tuple[Any, Tree], operands: tuple[Tree, ...], size: int, weight: float
+) -> tuple[Forms, list[Any], list[Any]]:
+    """The terms of one microbatch, or the outputs of a forward pass; the operands are of that microbatch."""
+    rows = size if signature.layout.is_cut else None
+    is_forward = loss.criterion is not None and not loss.pulls
+
+    def again(diff: Tree, part: list[Any], state: Tree) -> Tree:
+        out, aux, _, _ = run(loss, signature, diff, {}, part, state)
+        return out if is_forward else (out, aux)
+
+    diff, part, state = operands
+    of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
+    cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
+    followed = Followed(out[0] if is_forward else out, rows, sum(signature.layout.sizes), again, operands, cut)
+    if is_forward:
+        return outputs(out[0], rows or 1, followed, loss.verb)
+    return terms(*out, rows, weight, followed, loss.verb)
+
+
+def _product(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """The sum of the products of values with their cotangents; those of integers have none."""
+    pairs = zip([x for x in map(jnp.asarray, values) if has_cotangent(x)], cotangents, strict=True)
+    return sum((jnp.sum(x * ct).real for x, ct in pairs), jnp.zeros(()))
+
+
+def has_cotangent(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _count_depends(jaxpr: Any, params: int) -> bool:
+    """Whether the count of a `jdp.Mean`, the third output, may have a derivative with respect to the parameters."""
+    inputs = [i < params for i in range(len(jaxpr.in_avals))]
+    return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
 
 
 def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
@@ -219,20 +356,9 @@ def _refuse_reduced(jaxpr: Any, whole: int, axis_name: str, verb: str) -> None:
         line = source_line(found.reduced)
         raise ValueError(
             f"jdp.{verb}: the loss is reduced over {axis_name!r} already ({found.reduced.primitive.name}"
-            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp takes the mean over them. "
-            f"Return the loss of the chunk, without a collective."
+            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp adds up what replicas and "
+            f"microbatches have. Pass the loss as {ON_BATCH}, and leave the collective out."
         )
-
-
-def _more(part: Sequence[Any], signature: Signature, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of a microbatch with so many rows more."""
-    shapes = []
-    for x, leaf in zip(part, signature.leaves, strict=True):
-        shape = list(x.shape)
-        if isinstance(leaf, Cut):
-            shape[leaf.axis] += rows
-        shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
-    return shapes
 
 
 def _as_before(after: Tree, before: Tree) -> Tree:
@@ -275,7 +401,7 @@ def _scan(one: One, state: Tree, n: int, size: int, cpu: bool) -> Added:
         sums, state = carry
         added = run(k, state)
         # In the dtype of the sums, which is wider than that of 16-bit gradients.
-        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, added.sums), added.state), added.rows
+        return (jax.tree.map(lambda a, b: a + jnp.asarray(b, a.dtype), sums, added.sums), added.state), added.rows
 
     def zero(x: Any) -> Any:
         wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype

@@ -22,6 +22,7 @@ from .._model.nnx import Held, leave, own_nodes, put_nodes, stand_ins, take_node
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
 from .state import first_difference
+from .terms import described, finished, is_number
 
 
 class Wanted(NamedTuple):
@@ -112,24 +113,36 @@ def _refuse_shared(nodes: list[Any], wanted: Sequence[Wanted], verb: str) -> Non
                     )
 
 
+Criterion = Callable[..., Any]
+"""A user's function of the outputs of all rows, and of the batch."""
+
+
 def loss_of(
-    loss_fn: Callable[..., Any], division: Division, verb: str, axis_name: str, reduce_state: Reduce, sync: bool
+    loss_fn: Callable[..., Any],
+    division: Division,
+    verb: str,
+    axis_name: str,
+    reduce_state: Reduce,
+    criterion: Criterion | None,
+    sync: bool,
 ) -> Loss:
     """The loss of a call that was divided so; `sync` synchronises its BatchNorms."""
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
-    def compute(diff: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
-        plain, diff_state = diff
+    def call_of(plain: dict[int, Tree], held: Held, args: Sequence[Any], kwargs: dict[str, Any], nodes: Any) -> Tree:
         known = unbox(plain) | held.others | dict(zip(division.cut, args, strict=True))
         call: Tree = ([known[p] for p in range(division.arity)], kwargs)
+        return put_nodes(call, nodes) if nodes else call
+
+    def compute(diff: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
+        plain, diff_state = diff
         nodes: list[Any] = []
         if held.graph is not None:
             nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
-            call = put_nodes(call, nodes)
-        positional, keywords = call
+        positional, keywords = call_of(plain, held, args, kwargs, nodes)
         out = loss_fn(*positional, **keywords)
-        loss, aux = _two(out, verb) if division.has_aux else (out, ())
+        loss, aux = _two(out, verb) if division.has_aux and criterion is None else (out, ())
         if nodes:
             after = nnx.state(nodes, lambda path, variable: not division.is_diff(path, variable))
             held = held._replace(variables=after)
@@ -138,14 +151,63 @@ def loss_of(
     def left(after: Held, before: Held) -> Tree:
         return leave(after, before, reduce_state)
 
-    return Loss(compute, verb, left, tuple(division.rows.values()), sync)
+    def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
+        plain, diff_state = diff
+        nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
+        (_, *rest), _ = call_of(plain, held, args, {}, nodes)
+        out = called(criterion, outputs, *rest)
+        loss, aux = _two(out, verb, criterion) if division.has_aux else (out, ())
+        return checked_scalar(loss, verb), finished(aux)
+
+    is_direct = any(w.position for w in division.wanted)
+    loss = Loss(compute, verb, left, tuple(division.rows.values()), sync)
+    return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
 
-def _two(out: Any, verb: str) -> tuple[Any, Any]:
+def called(criterion: Any, *args: Any) -> Any:
+    """What a criterion returns; what it raises says where it came from."""
+    try:
+        return criterion(*args)
+    except Exception as error:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        if any("in criterion" in note for note in getattr(error, "__notes__", ())):
+            raise
+        error.add_note(f"Caught {type(error).__name__} in criterion {name}, which gets the outputs of all rows.")
+        raise
+
+
+def checked_scalar(loss: Any, verb: str) -> Any:
+    """The loss that a criterion returned, which is a real 0-d array; a `TypeError` for anything else."""
+    if isinstance(loss, jax.Array) and not loss.ndim and jnp.issubdtype(loss.dtype, jnp.floating):
+        return loss
+    if isinstance(loss, tuple):
+        way = "Return the loss alone, or (loss, metrics) with metrics that are a dict (value_and_grad: has_aux=True)"
+    elif is_number(loss) and jnp.ndim(loss):
+        way = "Return its mean or its sum"
+    else:
+        way = "Return a 0-d array of floats; it has all rows, so jdp.Mean(total, count) is total / count there"
+    raise TypeError(
+        f"jdp.{verb}: criterion returns {described(loss)}; it is a real scalar, the loss of all rows. {way}."
+    )
+
+
+def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
+    """A `TypeError` for what cannot be called."""
+    if criterion is None or callable(criterion) and not isinstance(criterion, type):
+        return criterion
+    what = f"the class {criterion.__name__}" if isinstance(criterion, type) else f"a {type(criterion).__name__}"
+    raise TypeError(
+        f"jdp.{verb}: criterion is {what}; it is called with the outputs of all rows and the batch. Pass a function, "
+        f"criterion(outputs, batch)."
+    )
+
+
+def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
+    what = "criterion" if criterion else "the function"
     raise TypeError(
-        f"jdp.{verb}: has_aux is True, and the function returns a {type(out).__name__}"
+        f"jdp.{verb}: has_aux is True, and {what} returns a {type(out).__name__}"
         f"{f' of {len(out)}' if isinstance(out, tuple | list) else ''}; it is a pair then. Return (loss, aux)."
     )
 
@@ -165,7 +227,9 @@ VERB = "train_step"
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
-def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None) -> None:
+def check_signature(
+    loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn"
+) -> None:
     """A `TypeError` where a loss function does not take what a step passes; `key`: whether there is one (NNX: None)."""
     try:
         signature = inspect.signature(loss_fn)
@@ -192,7 +256,7 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
         if key is None:
             way = "Draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))"
     last = ", key" if key else ""
-    raise TypeError(f"jdp.{VERB}: loss_fn {name} {what}; a step calls loss_fn({first}, batch{last}). {way}.")
+    raise TypeError(f"jdp.{VERB}: {role} {name} {what}; a step calls {role}({first}, batch{last}). {way}.")
 
 
 def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
@@ -204,18 +268,23 @@ def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS
             f"Return one of these."
         )
     loss, metrics, updates = (*parts, *[None] * (3 - len(parts)))
+    return loss, checked_metrics(metrics, reserved), updates
+
+
+def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
+    """The metrics, which are a dict without the names of the step's own."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
+        what = "n array alone" if isinstance(metrics, jax.Array) else f" {type(metrics).__name__}"
         raise TypeError(
-            f"jdp.{VERB}: the metrics are a {type(metrics).__name__}; each has a name. Return them as a dict, "
-            f"{{'accuracy': ...}}."
+            f"jdp.{VERB}: the metrics are a{what}; each has a name. Return them as a dict, {{'accuracy': ...}}."
         )
     clash = [name for name in reserved if name in metrics]
     if clash:
         raise ValueError(
             f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Give yours another."
         )
-    return loss, dict(metrics), updates
+    return dict(metrics)
 
 
 @contextlib.contextmanager
@@ -235,7 +304,12 @@ def rows_explained(batch: Tree) -> Iterator[None]:
 
 
 def variables_loss(
-    loss_fn: Callable[..., Any], reserved: Sequence[str], reduce_state: Reduce, axis_name: str, sync: bool
+    loss_fn: Callable[..., Any],
+    reserved: Sequence[str],
+    reduce_state: Reduce,
+    axis_name: str,
+    criterion: Criterion | None,
+    sync: bool,
 ) -> Loss:
     """The loss of `loss_fn(variables, batch[, key])`: of the parameters; the other collections are held."""
     sync_over = axis_name if sync else None
@@ -249,7 +323,10 @@ def variables_loss(
             args = put_nodes(args, nodes)
         with rows_explained(*args):
             out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
-        loss, metrics, updates = results_of(out, reserved)
+        if criterion is None:
+            loss, metrics, updates = results_of(out, reserved)
+        else:
+            loss, metrics, updates = _outputs(out, collections)
         after = collections if updates is None else _updated(collections, updates)
         return loss, metrics, Held(after, held.graph, None if nodes is None else nnx.state(nodes))
 
@@ -258,7 +335,27 @@ def variables_loss(
         marked = {name: mark_state(new[name], old[name], name, reduce_state, None) for name in old}
         return marked, leave(after, before, reduce_state)
 
-    return Loss(compute, VERB, leave_all, sync=sync)
+    def judge(outputs: Tree, _: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
+        if held.graph is not None:
+            args = put_nodes(args, own_nodes(held.graph, (held.variables,)))
+        return of_criterion(criterion, outputs, args, reserved)
+
+    return Loss(compute, VERB, leave_all, sync=sync, criterion=None if criterion is None else judge)
+
+
+def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
+    """`(loss, metrics)` of a step's criterion, which returns the loss, or both."""
+    out = called(criterion, outputs, *args)
+    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    return checked_scalar(loss, VERB), finished(checked_metrics(metrics, reserved))
+
+
+def _outputs(out: Any, collections: Mapping[str, Tree]) -> tuple[Any, Tree, Any]:
+    """`(outputs, (), updates)` of a forward pass: a pair whose second is collections of the state has updates."""
+    is_pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
+    if is_pair and all(name in collections for name in out[1]):
+        return out[0], (), out[1]
+    return out, (), None
 
 
 def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:

@@ -30,10 +30,13 @@ from .._processes.agree import same_program
 from .._processes.coordination import DesyncError
 from .._processes.exchange import exchange_of
 from .._processes.recovery import raise_if_changed
+from .criterion import gradients_on_replicas, pulled
 from .deterministic import Deterministic, OnDevices
+from .forms import SeveralTerms
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
 from .state import TrainState, cut_axis, cut_shardings, first_difference, update, whole
+from .terms import finished
 
 Leaves = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
@@ -83,10 +86,11 @@ class Program:
         self.never: set[tuple[tuple[int, ...], int]] | None = None  # what is not cut so; not known before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
-        self.call_of = gradients(loss, steps, options.reduce_dtype, scatter)
-        self.run = on_replicas(self.call_of, label, gather)
-        # Not synchronised, for there one replica's NaN is everybody's.
-        self.flags = Compiled(on_replicas(flags(loss_of(False), steps), f"find_nonfinite_{label}"))
+        self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
+        self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
+        # Not synchronised, because there one replica's NaN is everybody's.
+        alone, name = loss_of(False), f"find_nonfinite_{label}"
+        self.flags = Compiled(_flags(alone, steps, name))
         self.compiled: Recent[Any, Any] = Recent()
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that XLA has compiled already
         self.steps = 0  # that were called
@@ -241,6 +245,18 @@ class Program:
         options = self.options._replace(**changed)
         return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
 
+    def like(self, **changed: Any) -> Program:
+        """The same step on the same devices, with these of its options changed."""
+        options = self.options._replace(**changed)
+        return Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
+
+    @staticmethod
+    def view_of_state(state: Tree) -> Tree:
+        """What of the state is updated by the loss, in numbers that round: no counts, no keys."""
+        tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
         return self.updated(state, batch, self.gradients(state, batch))
@@ -317,7 +333,24 @@ class Program:
 
     def read(self, state: TrainState, found: Gradients) -> Gradients:
         """What the replicas found, with all of the state after."""
-        return found._replace(state=left(state.state, found.state))
+        return found._replace(out=finished(found.out), state=left(state.state, found.state))
+
+
+def _flags(loss: Loss, steps: int, name: str) -> Any:
+    """What says of each replica and row whether the gradient is finite."""
+    once = on_replicas(flags(loss, steps), name)
+    several = pulled(flags(loss._replace(pulls=True), steps), loss, steps, name)
+
+    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        if loss.criterion is None:
+            try:
+                return once(replicas, inputs, kwargs)
+            except SeveralTerms:
+                pass
+        return several(replicas, inputs, kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    return run
 
 
 def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainState, Leaves]:

@@ -19,12 +19,13 @@ from .._core.layout import Tree
 from .._core.outline import page_of
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast, sharded
-from .._core.scattered import Scattered
+from .._core.scattered import Scattered, placed
 from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
 from .._processes.watch import limits
+from .check import LossCheck, checked
 from .gradients import Loss
 from .loss import (
     FORMS,
@@ -32,8 +33,10 @@ from .loss import (
     Division,
     Wanted,
     check_signature,
+    checked_criterion,
     divide,
     loss_of,
+    of_criterion,
     results_of,
     rows_explained,
     variables_loss,
@@ -71,6 +74,7 @@ _NO_STEP: Any = ()  # where only the shardings of a state's other parts are aske
 class StepArguments(TypedDict, total=False):
     """The keywords of `train_step`, for both of its types."""
 
+    criterion: Callable[..., Any] | None
     in_axes: Tree
     accumulate_steps: int
     shard_optimizer: bool | None
@@ -100,6 +104,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation | nnx.Optimizer[Any],
     *,
+    criterion: Callable[..., Any] | None = None,
     in_axes: Tree = None,
     accumulate_steps: int = 1,
     shard_optimizer: bool | None = None,
@@ -217,7 +222,7 @@ def train_step(
         )
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
-    return kind(dp, loss_fn, tx, options, axes)
+    return kind(dp, loss_fn, tx, options, axes, checked_criterion(criterion, VERB))
 
 
 def _check_recovery(options: StepOptions) -> None:
@@ -300,10 +305,17 @@ class TrainStep(_Step[TrainState]):
     """
 
     def __init__(
-        self, dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+        self,
+        dp: Wrapper,
+        loss_fn: Callable[..., Any],
+        tx: Any,
+        options: StepOptions,
+        axes: BatchAxes | None,
+        criterion: Callable[..., Any] | None,
     ) -> None:
         tx, config = checked_optimizer(tx), dp._config
-        loss = functools.partial(variables_loss, loss_fn, options.reserved, config.reduce_state, config.axis_name)
+        rules = options.reserved, config.reduce_state, config.axis_name
+        loss = functools.partial(variables_loss, loss_fn, *rules, criterion)
         super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, axes)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._first = first_state(tx)
@@ -369,6 +381,18 @@ class TrainStep(_Step[TrainState]):
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
+
+    def check(self, state: TrainState, batch: Tree) -> LossCheck:
+        """Compares the loss on the devices with that of one device and the whole batch: for debugging, slow.
+
+        Loss, metrics, updates and gradient are compared; BatchNorm is synchronised in both. Nothing is changed. It
+        finds what no trace of the loss can tell, as a variance over the rows.
+
+        Returns:
+            A `jdp.LossCheck`, true where all agree up to rounding; `str()` of it names what differs.
+        """
+        state, scattered, _, _ = self._ready(state, batch)
+        return checked(self._program, state, placed(scattered))
 
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
@@ -452,9 +476,15 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
     """
 
     def __init__(
-        self, dp: Wrapper, loss_fn: Callable[..., Any], tx: Any, options: StepOptions, axes: BatchAxes | None
+        self,
+        dp: Wrapper,
+        loss_fn: Callable[..., Any],
+        tx: Any,
+        options: StepOptions,
+        axes: BatchAxes | None,
+        criterion: Callable[..., Any] | None,
     ) -> None:
-        check_signature(loss_fn, "model")
+        check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
         if not isinstance(tx, nnx.Optimizer):
             tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer[Any] = tx
@@ -466,15 +496,20 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
             _, state = diff
             return view(state[0])
 
-        def two(model: Any, batch: Tree) -> tuple[Any, dict[str, Any]]:
+        def two(model: Any, batch: Tree) -> Any:
             with rows_explained(batch):
                 out = loss_fn(model, batch)
+            if criterion is not None:
+                return out
             loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])
             return loss, metrics
 
         config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
         division = Division((Wanted(0, (0,), self._argnums[0][1]),), has_aux=True, whole=(0,), arity=2)
-        loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state)
+        judge = None
+        if criterion is not None:
+            judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
+        loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
@@ -504,6 +539,11 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         title = f"{type(self).__name__} of {self._program.label}"
         facts = [("model", type(self._dp.module).__name__), ("devices", len(self._dp.devices))]
         return page_of(title, facts, {name: nnx.as_pure(tree) for name, tree in trees.items()})
+
+    def check(self, batch: Tree) -> LossCheck:
+        """As `TrainStep.check`; neither the model nor the optimizer is changed."""
+        state, scattered, _, _ = self._ready(batch)
+        return checked(self._program, state, placed(scattered))
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`."""

@@ -1,11 +1,9 @@
-"""What a loss function returns, as terms that add up over microbatches and replicas."""
+"""What a loss on the chunk returns beside plain arrays: `jdp.Mean`, `jdp.Sum`, and sums of them with factors."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +11,67 @@ from jax.typing import ArrayLike
 
 from .._core.inputs import is_array
 from .._core.layout import Tree
-from .._core.outputs import Marked
+
+FACTORS = (
+    "a sum of terms takes real factors that do not depend on the rows, because totals and counts of all replicas are "
+    "added before anything else is done with them. Pass the whole loss as criterion=, which is called once with the "
+    "outputs of all rows"
+)
+
+
+class Term:
+    """A part of a loss that adds up over replicas and microbatches: terms are added, and multiplied by real numbers."""
+
+    __array_ufunc__ = None  # numpy's scalars leave the arithmetic to the methods below
+
+    def __add__(self, other: Any) -> Term:
+        if type(other) in (int, float) and not other:  # sum([...]) begins with 0
+            return self
+        mine, others = _parts(self), _parts(other)
+        return Combination((*mine.factors, *others.factors), (*mine.terms, *others.terms))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Term:
+        return self * -1
+
+    def __sub__(self, other: Any) -> Term:
+        return self + (other * -1 if isinstance(other, Term) else -other)
+
+    def __rsub__(self, other: Any) -> Term:
+        return -self + other
+
+    def __mul__(self, factor: Any) -> Term:
+        if not is_number(factor) or jnp.ndim(factor) or jnp.iscomplexobj(factor):
+            what = f"a jdp.{type(factor).__name__}" if isinstance(factor, Term) else f"{described(factor)}"
+            raise TypeError(f"jdp.{type(self).__name__}: it is multiplied or divided by {what}; {FACTORS}.")
+        mine = _parts(self)
+        return Combination(tuple(f * factor for f in mine.factors), mine.terms)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Term:
+        return self * (1 / divisor if is_number(divisor) else divisor)
+
+    def _refused(self, *_: Any) -> NoReturn:
+        what = "a power, a quotient or another function of it is taken"
+        raise TypeError(f"jdp.{type(self).__name__}: {what}; {FACTORS}.")
+
+    __pow__ = __rpow__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __abs__ = _refused
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = _refused
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Mean:
+class Mean(Term):
     """A mean that is `total / count` over the whole batch: sums of both over all replicas, divided once.
 
-    For a loss or a metric whose weight is not the number of rows: the loss per token of sentences
-    that differ in length. Replicas and microbatches each give their own total and count. The count
-    is a constant to the gradient.
+    Use it for a loss or a metric whose weight is not the number of rows: the loss per token of sentences
+    that differ in length. Replicas and microbatches each give their own total and count. A count that depends on
+    the parameters is differentiated, too.
+
+    Terms can be added, subtracted and multiplied by real numbers (Python's, or 0-d arrays that do not depend on the
+    rows), with plain scalars and vectors of rows among them: `jdp.Mean(box, n_boxes) + 0.5 * class_losses`.
 
     Args:
         total: the sum, 0-d for a loss; a metric may have a shape, which does not follow the rows.
@@ -49,14 +97,17 @@ class Mean:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sum:
-    """A metric that is a sum over the whole batch: added up over all replicas, microbatches and processes.
+class Sum(Term):
+    """A sum over the whole batch, as a loss or a metric: added up over all replicas, microbatches and processes.
 
-    For what is neither a mean over rows nor an entry per row: a confusion matrix, a histogram, a number of hits.
+    Use it for a loss that torch would make with `reduction="sum"`, and for metrics that are neither a mean over rows
+    nor an entry per row: a confusion matrix, a histogram, a number of hits. Terms can be added and multiplied by real
+    numbers, as those of `jdp.Mean`.
 
     Args:
-        total: the sum over the rows that the function was given. Any shape that does not follow the rows. Floats
-            keep their dtype; integers and bools are added as 32 bits at least, as `jnp.sum` adds them.
+        total: the sum over the rows that the function was given: 0-d for a loss; a metric may have any shape that does
+            not follow the rows. Floats keep their dtype; integers and bools are added as 32 bits at least, as
+            `jnp.sum` adds them.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np
@@ -67,237 +118,63 @@ class Sum:
         >>> int(metrics["positive"])
         2
 
-    Source: `dist_reduce_fx="sum"` of torchmetrics.
+    Source: `dist_reduce_fx="sum"` of torchmetrics; `reduction="sum"` of torch's losses.
     """
 
     total: ArrayLike
 
 
-class Form(NamedTuple):
-    """How one value goes on: the mean over rows, a total over a count, a sum, or entries per row along `axis`."""
-
-    kind: Literal["mean", "ratio", "sum", "rows"]
-    dtype: Any
-    axis: int | None = None
-
-
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Forms:
-    """How what a loss function returned, `(loss, aux)`, is made of what is added up and of entries per row."""
+class Combination(Term):
+    """A sum of terms, each with its factor; a plain scalar or vector among them stands for its mean over the rows."""
 
-    treedef: Any
-    each: tuple[Form, ...]
-    is_ratio: bool  # whether the loss is a `Mean`
-
-    @property
-    def axes(self) -> list[int]:
-        return [form.axis for form in self.each if form.axis is not None]
-
-    def marked(self, sums: Sequence[Any], rows: Sequence[Any], weight: float) -> tuple[Tree, list[Marked]]:
-        """The tree, each leaf with its reduction, and the counts; `weight` is that of all rows together."""
-        added, stacked, leaves, counts = iter(sums), iter(rows), [], []
-        for form in self.each:
-            if form.kind == "rows":
-                leaves.append(Marked(next(stacked), form.axis))
-                continue
-            over: Any = weight if form.kind == "mean" else None
-            total = next(added)
-            if form.kind == "ratio":
-                over = next(added)
-                counts.append(Marked(over, None, "sum"))
-            leaves.append(Marked(total, None, "sum", over=over, dtype=form.dtype))
-        return jax.tree.unflatten(self.treedef, leaves), counts
+    factors: tuple[Any, ...]
+    terms: tuple[Any, ...]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) or is_array(x)
+def _parts(x: Any) -> Combination:
+    if isinstance(x, Combination):
+        return x
+    if not isinstance(x, Term) and not is_number(x):
+        raise TypeError(
+            f"jdp.Mean: a {type(x).__name__} is added to it; terms are jdp.Mean, jdp.Sum, a scalar or a vector with "
+            f"one entry per row. Add one of these."
+        )
+    return Combination((1.0,), (x,))
 
 
-def _is_number(x: Any) -> bool:
-    return _is_array(x) or isinstance(x, float | int)
+def is_marker(x: Any) -> bool:
+    return isinstance(x, Term)
 
 
 def is_mean(x: Any) -> bool:
     return isinstance(x, Mean)
 
 
-def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
-    """The number to differentiate: a scalar, the mean of a vector, or the total of a `Mean`; else a `TypeError`."""
-    what = type(loss).__name__
-    if is_mean(loss):
-        what = f"a jdp.Mean of a {type(loss.total).__name__} and a {type(loss.count).__name__}"
-        if _is_number(loss.total) and _is_number(loss.count):
-            total, count = jnp.asarray(loss.total), jnp.asarray(loss.count)
-            if not total.ndim and not count.ndim and jnp.issubdtype(total.dtype, jnp.floating):
-                return total
-            what = f"a jdp.Mean of {total.dtype}{list(total.shape)} and {count.dtype}{list(count.shape)}"
-    elif _is_array(loss) or isinstance(loss, float):
-        loss = jnp.asarray(loss)
-        if jnp.issubdtype(loss.dtype, jnp.floating):
-            if not loss.ndim:
-                return loss
-            if loss.ndim == 1 and rows in (None, loss.shape[0]):
-                return loss.mean()
-        what = f"{loss.dtype}{list(loss.shape)} for {rows} rows"
-    column = ": loss[:, 0] is the vector" if _is_array(loss) and jnp.shape(loss) == (rows, 1) else ""
-    pair = ", or pass has_aux=True for (loss, aux)" if verb == "value_and_grad" and isinstance(loss, tuple) else ""
-    raise TypeError(
-        f"jdp.{verb}: the loss is {what}; it is a real scalar (the mean over the rows), a vector with one entry per "
-        f"row, or jdp.Mean(total, count) of two scalars. Return one of these three{column or pair}."
-    )
+def is_number(x: Any) -> bool:
+    """Returns True for an array, jax's or numpy's, and for a Python number."""
+    return isinstance(x, jax.Array | float | int) or is_array(x)
 
 
-def terms(
-    loss: Any, aux: Tree, rows: int | None, total: int, weight: float, more: Callable[[int], Tree], verb: str
-) -> tuple[Forms, list[Any], list[Any]]:
-    """The terms of one microbatch of so many rows (None: nothing is cut) of `total`, which weighs `weight`.
-
-    They are their forms, what is added up, and what has entries per row. `more` gives the shapes of `(loss, aux)` for
-    so many rows more: what follows the rows is told by that, never by sizes that happen to be equal. Where it cannot be
-    told, a `TypeError` names the path.
-    """
-    number = loss_value(loss, rows, verb)
-    followed = Followed((loss, aux), rows, total, more)
-    if not is_mean(loss) and jnp.ndim(loss) and followed.seen and followed.axis(0) != 0:
-        raise TypeError(
-            f"jdp.{verb}: the loss is {_described(loss)} for {rows} rows and for other numbers of them; a vector has "
-            f"one entry per row. Return its mean, a scalar."
-        )
-    paths, treedef = jax.tree_util.tree_flatten_with_path((loss if is_mean(loss) else number, aux), is_leaf=is_marker)
-    found: list[tuple[Form, list[Any]]] = []
-    at = 0  # the number of a leaf among all arrays: a marker has several
-    for path, x in paths:
-        name = f"jdp.{verb}: {'metrics' if verb == 'train_step' else 'aux'}{jax.tree_util.keystr(path[1:])}"
-        if is_marker(x) and all(map(_is_number, vars(x).values())):
-            found.append(_marked(x, name, followed, at))
-        else:
-            found.append(_unmarked(x, name, followed, at, weight))
-        at += len(jax.tree.leaves(x))
-    sums = [x for form, values in found for x in values if form.kind != "rows"]
-    stacked = [x for form, values in found for x in values if form.kind == "rows"]
-    return Forms(treedef, tuple(form for form, _ in found), is_mean(loss)), sums, stacked
+def described(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if is_number(x) and hasattr(x, "dtype") else f"a {type(x).__name__}"
 
 
-def _marked(x: Any, name: str, followed: Followed, at: int) -> tuple[Form, list[Any]]:
-    """The form and the summands of a `Mean` or a `Sum`, whose first array is the one with number `at`."""
-    for i in range(at, at + len(vars(x))) if followed.seen else ():
-        if (axis := followed.axis(i)) is not None:
-            where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
-            raise TypeError(
-                f"{name} is a jdp.{type(x).__name__} of {list(followed.leaves[i])} for {followed.rows} rows, with rows "
-                f"{where}; replicas add up arrays of one shape. Sum over the rows in it first, or return the array "
-                f"itself, which is gathered."
-            )
-    total = jnp.asarray(x.total)
-    dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
-    if not is_mean(x):
-        return Form("sum", dtype), [_wide(total)]
-    return Form("ratio", dtype), [_wide(total), _wide(jax.lax.stop_gradient(jnp.asarray(x.count)))]
+def finished(tree: Tree) -> Tree:
+    """Returns the tree with the value of each term in it, where its totals and counts are those of all rows."""
+    return jax.tree.map(_value, tree, is_leaf=is_marker)
 
 
-def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """The form and the value of what is no marker: entries per row, or a mean over the rows."""
-    if isinstance(x, float):
-        x = jnp.asarray(x)
-    axis = followed.axis(at) if _is_array(x) and x.ndim else None
-    if isinstance(axis, str):
-        raise TypeError(
-            f"{name} is {_described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
-            f"one axis (it is gathered) or along none (it is a mean over the rows). Return jdp.Mean(total, count) for "
-            f"a mean, jdp.Sum(total) for a sum, or an array with rows along one axis."
-        )
-    if axis is not None:
-        return Form("rows", x.dtype, axis), [x]
-    if _is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact):
-        return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
-    raise TypeError(
-        f"{name} is {_described(x)}; beside the loss stand floats (the mean over the rows), arrays with entries per "
-        f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
-        f"Return one of these."
-    )
-
-
-Shapes = list[tuple[int, list[tuple[int, ...]]]]
-"""Numbers of rows, each with the shapes of all leaves."""
-
-
-class Followed:
-    """How the shapes of a tree of arrays follow the number of rows: seen by tracing with other numbers of them."""
-
-    def __init__(self, tree: Tree, rows: int | None, total: int, more: Callable[[int], Tree]) -> None:
-        self.rows, self._more = rows, more
-        self.leaves = [jnp.shape(x) if _is_array(x) else () for x in jax.tree.leaves(tree)]
-        self.seen: Shapes = []  # for more rows
-        self._fewer: Shapes = []
-        self._problem = ""  # why none was seen
-        if rows is None or not any(self.leaves):
-            return
-        # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
-        if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
-            return
-        # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
-        # well, but seldom all rows of the batch or `_MANY`.
-        self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
-        if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
-            # The limit may be `rows` or less. Without rows there is nothing to end; but not each model can do without.
-            if not self._see(0, self._fewer):
-                self._see(1, self._fewer)
-
-    def _see(self, rows: int, seen: Shapes) -> bool:
-        """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of the user's own about no rows, say
-                found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - (self.rows or 0)))]
-        except Exception as error:  # a model for one number of rows alone
-            text = (str(error).splitlines() or [""])[0][:200]
-            self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
-            return False
-        if [*map(len, found)] != [*map(len, self.leaves)]:
-            self._problem = "another tree or rank"
-            return False
-        seen.append((rows, found))
-        return True
-
-    def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
-        """The axes of a leaf that are of another size for some number of rows that was seen (None: of more rows)."""
-        shape, seen = self.leaves[index], self.seen if seen is None else seen
-        return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
-
-    def axis(self, index: int) -> int | str | None:
-        """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
-        shape, rows = self.leaves[index], self.rows
-        if rows is None or not shape:
-            return None
-        if not self.seen:
-            if not any(size and size % rows == 0 for size in shape):
-                return None  # no axis can be made of rows
-            return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
-        apart = self._apart(index)
-        ended = set() if apart else self._apart(index, self._fewer)  # a pair of rows is none for one row, and follows
-        for others, shapes in self._fewer if ended else self.seen:
-            other = shapes[index]
-            if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
-                return f"{list(other)} for {others} rows, which is not in proportion along one axis"
-        return apart.pop() if apart else None
-
-
-_MANY = 129  # rows: more than arrays are usually padded to
-
-
-def is_marker(x: Any) -> bool:
-    return isinstance(x, Mean | Sum)
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if _is_array(x) else f"a {type(x).__name__}"
-
-
-def _wide(x: Any) -> Any:
-    """Sums of 16-bit floats are made in 32 bits, and those of bools and small integers, as by `jnp.sum`."""
-    dtype = x.dtype
-    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
-        return x.astype(jnp.float32)
-    if dtype.itemsize < 4 and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)):
-        return x.astype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
-    return x
+def _value(x: Any) -> Any:
+    if isinstance(x, Mean):
+        return x.total / x.count
+    if isinstance(x, Sum):
+        return x.total
+    if not isinstance(x, Combination):
+        return x
+    values = [_value(t) if isinstance(t, Term) or not jnp.ndim(t) else t.mean() for t in x.terms]
+    if any(value is None for value in values):  # of a tree of which only the entries per row are known
+        return None
+    first, *rest = (f * value for f, value in zip(x.factors, values, strict=True))
+    return sum(rest, first)

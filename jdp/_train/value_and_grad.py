@@ -16,17 +16,18 @@ from jax.typing import DTypeLike
 from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
-from .._core.parallel_apply import on_replicas
 from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
-from .gradients import Gradients, gradients
-from .loss import Divided, Division, assemble, divide, loss_of
+from .criterion import gradients_on_replicas
+from .forms import loss_value
+from .gradients import Gradients
+from .loss import Divided, Division, assemble, called, checked_criterion, checked_scalar, divide, loss_of
 from .state import check_rows
-from .terms import is_marker, is_mean, loss_value
+from .terms import finished, is_marker
 
 VERB = "value_and_grad"
 Argnums: TypeAlias = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -38,13 +39,14 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
+    criterion: Callable[..., Any] | None = None,
     *,
     in_axes: Tree = None,
     accumulate_steps: int = 1,
     reduce_dtype: DTypeLike | None = None,
     sync_batch_norm: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """The loss and its gradient over all replicas: equal to `jax.value_and_grad(loss_fn)` on the whole batch.
+    """Returns the function that gives the loss and its gradient: `jax.value_and_grad(loss_fn)` on the whole batch.
 
     The function that comes back takes `(params, *batch)`: the first argument is whole on every replica,
     the others are cut along `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
@@ -94,6 +96,7 @@ def value_and_grad(
         check_steps(VERB, accumulate_steps),
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
+        checked_criterion(criterion, VERB),
     )
     config: Config = dp._config
 
@@ -122,6 +125,7 @@ def value_and_grad(
 class GradArguments(TypedDict, total=False):
     """The keywords of `value_and_grad`, which `grad` takes, too."""
 
+    criterion: Callable[..., Any] | None
     in_axes: Tree
     accumulate_steps: int
     reduce_dtype: DTypeLike | None
@@ -162,6 +166,7 @@ class GradOptions(NamedTuple):
     accumulate_steps: int
     reduce_dtype: Any
     sync_batch_norm: bool
+    criterion: Any
 
 
 def _positions(argnums: Any) -> tuple[tuple[int, Any], ...]:
@@ -217,9 +222,9 @@ def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, 
 
     def make(loss_fn: Callable[..., Any]) -> Compiled:
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
-        loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, sync)
-        call_of = gradients(loss, options.accumulate_steps, options.reduce_dtype)
-        return Compiled(on_replicas(call_of, label, "in the call", VERB))
+        loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, options.criterion, sync)
+        steps, wire = options.accumulate_steps, options.reduce_dtype
+        return Compiled(gradients_on_replicas(loss, steps, wire, label=label, verb=VERB))
 
     return kept(loss_fn, (VERB, weakref.ref(config), options, division), make)
 
@@ -229,20 +234,16 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
+        if options.criterion is not None:
+            out = called(options.criterion, out, *args[1:])
         loss, aux = out if options.has_aux else (out, None)
-        value = loss_value(loss, None, VERB)
-        value = value / loss.count if is_mean(loss) else value
-        aux = jax.tree.map(_plain, aux, is_leaf=is_marker)
-        return (value, aux) if options.has_aux else value
+        number = checked_scalar(loss, VERB) if options.criterion is not None else loss_value(loss, None, VERB)
+        value = finished(loss) if is_marker(loss) else number
+        return (value, finished(aux)) if options.has_aux else value
 
     transform = nnx.value_and_grad if kind == "nnx" else jax.value_and_grad
     argnums: Any = tuple(nnx.DiffState(p, wrt) if kind == "nnx" else p for p, wrt in options.wanted)
     return transform(plain, argnums=argnums[0] if options.single else argnums, has_aux=options.has_aux)
-
-
-def _plain(x: Any) -> Any:
-    """What a marked value comes to where it is all there is."""
-    return x.total / x.count if is_mean(x) else x.total if is_marker(x) else x
 
 
 def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: int = 1) -> int:

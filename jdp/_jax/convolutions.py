@@ -1,0 +1,107 @@
+"""Convolutions in the one layout that is fast on a CPU, and all their derivatives, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from .jaxprs import rewrite
+
+
+def canonical(jaxpr: Any) -> Any:
+    """The jaxpr, with every convolution in the one layout that is fast on a CPU, and so its derivatives to any order.
+
+    XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
+    entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
+    a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So it is
+    done here. Transposes that are not needed cost nothing: the compiler takes them out. Where JAX has changed what
+    this needs, the jaxpr stays as it is, and slow.
+    """
+    try:
+        new = rewrite(jaxpr, _rule)
+        if new is not jaxpr:
+            _try()
+        return new
+    except (AttributeError, ImportError, NotImplementedError, TypeError):
+        return jaxpr
+
+
+def _rule(eqn: Any) -> Callable[..., Any] | None:
+    if eqn.primitive is not jax.lax.conv_general_dilated_p:
+        return None
+    return functools.partial(_primitive().bind, **eqn.params)
+
+
+@functools.cache
+def _primitive() -> Any:
+    """What stands for JAX's own primitive, with the same parameters, and is transposed only when it is compiled.
+
+    Had it been transposed before, JAX would make convolutions of other layouts when it differentiates it. So its
+    transposes and batches are what JAX makes of its own primitive, rewritten in turn.
+    """
+    from jax.interpreters import ad, batching, mlir
+
+    own = jax.extend.core.Primitive("convolution")
+    own.def_impl(_convolution)
+    own.def_effectful_abstract_eval(jax.lax.conv_general_dilated_p.abstract_eval)
+    mlir.register_lowering(own, mlir.lower_fun(_convolution, multiple_results=False))
+    ad.defbilinear(own, _transposed_to_x, _transposed_to_kernel)
+    batching.primitive_batchers[own] = _batched
+    return own
+
+
+@functools.cache
+def _try() -> None:
+    """Raises an error where JAX does not differentiate, batch and compile the primitive as it did."""
+
+    def loss(x: Any, kernel: Any) -> Any:
+        return jax.extend.core.jaxpr_as_fun(rewrite(plain, _rule))(x, kernel)[0].sum()
+
+    one = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    plain = jax.make_jaxpr(lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME"))(one, one)
+    ones = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)))).lower(ones, ones)
+
+
+def _transposed_to_x(cotangent: Any, x: Any, kernel: Any, **params: Any) -> Any:
+    return _run(lambda ct, kernel: _transpose(lambda x: _plain(x, kernel, **params), x, ct), cotangent, kernel)
+
+
+def _transposed_to_kernel(cotangent: Any, x: Any, kernel: Any, **params: Any) -> Any:
+    return _run(lambda ct, x: _transpose(lambda kernel: _plain(x, kernel, **params), kernel, ct), cotangent, x)
+
+
+def _batched(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return _run(jax.vmap(functools.partial(_plain, **params), in_axes=tuple(axes)), *operands), 0
+
+
+def _plain(x: Any, kernel: Any, **params: Any) -> Any:
+    return jax.lax.conv_general_dilated_p.bind(x, kernel, **params)
+
+
+def _transpose(linear: Callable[..., Any], x: Any, cotangent: Any) -> Any:
+    return jax.linear_transpose(linear, x.aval)(cotangent)[0]
+
+
+def _run(function: Callable[..., Any], *operands: Any) -> Any:
+    """What the function gives, with its convolutions rewritten."""
+    return jax.extend.core.jaxpr_as_fun(rewrite(jax.make_jaxpr(function)(*operands), _rule))(*operands)[0]
+
+
+def _convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    lhs, rhs, out = dimension_numbers
+    n = len(lhs)
+    space = tuple(range(1, n - 1))
+    x = jnp.transpose(x, (lhs[0], *lhs[2:], lhs[1]))
+    kernel = jnp.transpose(kernel, (*rhs[2:], rhs[1], rhs[0]))
+    numbers = jax.lax.ConvDimensionNumbers((0, n - 1, *space), (n - 1, n - 2, *range(n - 2)), (0, n - 1, *space))
+    y = _plain(x, kernel, dimension_numbers=numbers, **params)
+    back = [0] * n
+    for position, axis in enumerate((out[0], *out[2:], out[1])):
+        back[axis] = position
+    return jnp.transpose(y, back)

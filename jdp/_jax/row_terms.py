@@ -1,0 +1,426 @@
+"""Tells from a jaxpr whether a scalar is a mean over the rows, and which arrays follow them.
+
+The function is traced once, with a symbolic number of rows `b`. Then each value of its jaxpr gets a kind (`Kind`) and
+a degree, the power of `b` that it grows with: a sum over the rows has degree 1, the number of rows too, their quotient
+0. A scalar is accepted where it is linear in sums over the rows and has degree 0. What the trace cannot follow is
+accepted as well: a wrong alarm would stop a loss that is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.export
+import numpy as np
+
+from .jaxprs import _CALLS, _opened, _parameter, axes, inside, is_literal, parts_of_scan, source_line
+
+Blame = Literal["sum", "ratio", "nonlinear", "pairs"]
+
+
+class Offence(NamedTuple):
+    """Why a scalar is no mean over the rows: the user's line ("file.py:12", or "") and the operation to blame."""
+
+    kind: Blame
+    line: str
+    what: str
+
+
+class Kind(enum.IntEnum):
+    """What a value is to the rows. The kind of a result is the largest of its operands, if no rule says otherwise."""
+
+    CONST = 0  # does not depend on the rows
+    SHARED = 1  # a mean over the rows that came through a collective: as CONST, but it depends on them
+    SUMMED = 2  # made of sums over the rows
+    ROWS = 3  # has entries of its own for each row
+    UNKNOWN = 4  # cannot be followed
+
+
+class Fault(NamedTuple):
+    """What makes a value no linear function of sums over the rows."""
+
+    kind: Blame
+    at: tuple[Any, ...]  # the equation to blame, then those around it
+    lasts: bool = False  # also in what it makes together with rows
+
+
+class Value(NamedTuple):
+    """What is known of a value."""
+
+    kind: Kind
+    degree: int | None = 0  # the power of b; None where it is another function of b
+    number: float | None = None  # the value itself, of a constant that is the same everywhere
+    fault: Fault | None = None
+    at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
+    guards: bool = False  # tells whether something is finite, and nothing else
+
+
+CONST, UNKNOWN = Value(Kind.CONST), Value(Kind.UNKNOWN)
+
+
+@functools.cache
+def _symbol() -> Any:
+    return jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
+
+
+def _power(size: Any) -> int | None:
+    """The p for which a size is b ** p, times a whole number; None where there is none."""
+    power = 0
+    while not isinstance(size, int):
+        part = size // _symbol()
+        if part * _symbol() != size:
+            return None
+        size, power = part, power + 1
+    return power
+
+
+def _symbolic(v: Any) -> list[int]:
+    """The axes of a variable whose size depends on b."""
+    return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if not isinstance(size, int)]
+
+
+def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None]) -> Traced | None:
+    """Traces `fn(*operands)` with `b` rows: `cut` has the axis of the rows for each leaf, or None.
+
+    None where that fails, as it does for a function that asks for the number of its rows.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the user sees those of the real trace
+            specs = [_spec(x, axis) for x, axis in zip(leaves, cut, strict=True)]
+            jaxpr = jax.make_jaxpr(fn)(*jax.tree.unflatten(treedef, specs))
+    except Exception:  # the user's own function may raise anything
+        return None
+    return Traced(jaxpr, tuple(axis is not None for axis in cut))
+
+
+def _spec(x: Any, axis: int | None) -> Any:
+    aval = jax.typeof(x)
+    shape = tuple(_symbol() if i == axis else size for i, size in enumerate(aval.shape))
+    more = {name: value for name in ("weak_type", "vma") if (value := getattr(aval, name, None))}
+    return jax.ShapeDtypeStruct(shape, aval.dtype, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function's jaxpr for `b` rows; `inputs` says which of its flat inputs have rows."""
+
+    jaxpr: Any
+    inputs: tuple[bool, ...]
+
+    @property
+    def avals(self) -> list[Any]:
+        """The outputs' avals, flattened."""
+        return list(self.jaxpr.out_avals)
+
+    def axis(self, i: int) -> int | str | None:
+        """The one axis of output i whose size is a multiple of b; None where none depends on b; else what it is."""
+        out = _opened(self.jaxpr).outvars[i]
+        found = _symbolic(out)
+        if not found:
+            return None
+        if len(found) == 1 and _power(out.aval.shape[found[0]]) == 1:
+            return found[0]
+        shape = ", ".join(map(str, out.aval.shape)) + ("," if out.aval.ndim == 1 else "")
+        return f"its shape is ({shape}) for b rows, which is not in proportion along one axis"
+
+    def depends(self, i: int) -> bool:
+        """Whether output i depends on the values of the inputs with rows."""
+        return self._values[i].kind > Kind.CONST
+
+    def offence(self, i: int) -> Offence | None:
+        """Why output i, which has no axis of the rows, is no mean over them; None where it may be one."""
+        value = self._values[i]
+        if value.kind in (Kind.SHARED, Kind.UNKNOWN) or value.number == 0:
+            return None
+        fault = value.fault or (Fault("sum", value.at) if value.degree != 0 else None)
+        if fault is None:
+            return None
+        line = next(filter(None, map(source_line, fault.at)), "")
+        return Offence(fault.kind, line, _named(fault.at[0]) if fault.at else "")
+
+    @functools.cached_property
+    def _values(self) -> list[Value]:
+        inputs = [Value(Kind.ROWS) if rows else CONST for rows in self.inputs]
+        try:
+            return _Reader().read(self.jaxpr, inputs)
+        except NotImplementedError:  # this version of JAX has other equations than those known here
+            return [UNKNOWN] * len(self.avals)
+
+
+def _named(eqn: Any) -> str:
+    name: str = eqn.primitive.name
+    return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Linear in each operand, and in all of them together.
+_LINEAR = _names(
+    "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
+    "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
+    "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
+)
+_EACH = _names("optimization_barrier device_put pvary pcast sort")  # of several operands each one for itself
+_PRODUCTS = _names("mul div dot_general conv_general_dilated")
+# Linear in the operands at these places, and not in the others, which are indices.
+_INDEXED = {
+    "gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1], "scatter": [0, 2], "scatter_add": [0, 2],
+    "select_and_scatter_add": [0], "select_and_gather_add": [0],
+}
+_OF_BOOLS = _names("not and or xor reduce_and reduce_or")
+_BOUNDED = _OF_BOOLS | _names("eq ne lt le gt ge is_finite sign argmax argmin")
+_KEEP_DEGREE = _names(
+    "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
+)
+_POWERS = _names("integer_pow square")
+_NONLINEAR = _BOUNDED | _KEEP_DEGREE | _POWERS | _names(
+    "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh "
+    "logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod cumlogsumexp cholesky "
+    "eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+)
+_SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
+
+
+def _degree(values: Sequence[Value], small: float = _SMALL) -> int | None:
+    """The degree of a sum, in which a small constant counts for nothing."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def _add(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
+
+
+def _lasting(values: Sequence[Value]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def _join(a: Value, b: Value) -> Value:
+    """What is known of a value that is one of the two."""
+    if Kind.UNKNOWN in (a.kind, b.kind):
+        return UNKNOWN
+    fault = _lasting([a, b]) or a.fault or b.fault
+    return Value(max(a.kind, b.kind), _degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at)
+
+
+def _is_as(a: Value, b: Value) -> bool:
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
+    return known[0] == known[1]
+
+
+class _Reader:
+    """Reads jaxprs, the outer one and those inside of it."""
+
+    def __init__(self) -> None:
+        self.around: list[Any] = []  # the equations that it is in, the outermost first
+
+    def at(self) -> tuple[Any, ...]:
+        return tuple(self.around[::-1])
+
+    def read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+        """What is known of a jaxpr's outputs, from what is known of its inputs."""
+        consts, jaxpr = getattr(jaxpr, "consts", ()), _opened(jaxpr)
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        known.update(zip(getattr(jaxpr, "constvars", ()), map(_constant, consts), strict=False))
+
+        def value(v: Any) -> Value:
+            return _constant(v.val) if is_literal(v) else known.get(v, CONST)
+
+        for eqn in jaxpr.eqns:
+            self.around.append(eqn)
+            known.update(zip(eqn.outvars, self.equation(eqn, [value(v) for v in eqn.invars]), strict=True))
+            self.around.pop()
+        return [value(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
+        name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
+        if not all(isinstance(axis, int | np.integer) for axis in axes(eqn)):
+            joined = functools.reduce(_join, values, CONST)
+            return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
+        if name in _CALLS:
+            return self.read(next(inside(eqn)), values)
+        if name in ("cond", "scan", "while"):
+            return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
+        if name == "select_n":
+            return [self.chosen(eqn, values[0], values[1:], outs[0])]
+        if name in _EACH:
+            linear = name != "sort"  # which moves all by the first
+            each = [([v] if linear else values, v.degree, out) for v, out in zip(values, outs, strict=True)]
+            return [self.made(eqn, of, degree, out, linear) for of, degree, out in each]
+        return [self.one(eqn, name, values, out) for out in outs]
+
+    def one(self, eqn: Any, name: str, values: list[Value], out: Any) -> Value:
+        """An output of an equation without a jaxpr inside."""
+        if name == "dim_as_value":
+            size, at = _parameter(eqn, "dim"), self.at()
+            if _power(size) is None and _power(size + 1) == 1:  # the divisor of an unbiased variance
+                return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
+            return Value(Kind.CONST, _power(size), at=at)
+        if name == "iota":
+            counts_rows = _parameter(eqn, "dimension") in _symbolic(out)
+            return Value(Kind.CONST, None, at=self.at()) if counts_rows else CONST
+        summed = _summed(eqn, name, out)
+        if name in _LINEAR:
+            degree, degrees = _degree(values), {v.degree for v in values}
+            if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
+                degree = max(degrees)  # m.sum() + 1 grows as m.sum() does
+                values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
+            return self.made(eqn, values, _add(degree, summed), out, True, summed)
+        if name in _PRODUCTS:
+            return self.product(eqn, name, values, summed, out)
+        if name in _INDEXED:
+            first, *added = [values[i] for i in _INDEXED[name]]
+            linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in _INDEXED[name])
+            degree = _degree([first, *(v._replace(degree=_add(v.degree, summed)) for v in added)])
+            return self.made(eqn, values, degree, out, linear, summed)
+        degrees = {v.degree for v in values}
+        if name in _BOUNDED:
+            degree = 0
+        elif name in _KEEP_DEGREE:
+            degree = _degree(values, 1)
+        elif name in _POWERS and None not in degrees:
+            degree = values[0].degree * eqn.params.get("y", 2)
+        else:
+            degree = 0 if degrees <= {0} else None
+        made = self.made(eqn, values, degree, out, False)
+        if name not in _NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
+            return UNKNOWN
+        return made._replace(guards=_guards(eqn, name, values))
+
+    def product(self, eqn: Any, name: str, values: list[Value], summed: int, out: Any) -> Value:
+        a, b = values
+        linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
+        degree = _add(a.degree, b.degree, summed)
+        if name == "div":
+            degree = None if a.degree is None or b.degree is None else a.degree - b.degree
+            # Rows by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
+            meets = a.kind == Kind.ROWS and b.degree == 0
+            if b.kind == Kind.SUMMED and not meets and _lasting(values) is None:
+                before = [v.fault for v in values if v.fault is not None and v.fault.kind == "ratio"]
+                lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
+                ratio = [*before, Fault("ratio", self.at())][0]._replace(lasts=lasts)
+                a, b = a._replace(fault=ratio), b._replace(fault=ratio)
+        if Kind.ROWS in (a.kind, b.kind):
+            lasting = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
+            a, b = a._replace(fault=lasting[0]), b._replace(fault=lasting[1])
+        if summed and _symbolic(out) and Kind.ROWS in (a.kind, b.kind) and _lasting(values) is None:
+            return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
+        return self.made(eqn, [a, b], degree, out, linear, summed)
+
+    def made(
+        self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0
+    ) -> Value:
+        """What an equation makes of values. `linear`: it is so in all that is summed; `summed`: over so many axes."""
+        kind, rows = max((v.kind for v in values), default=Kind.CONST), _symbolic(out)
+        if kind == Kind.UNKNOWN:
+            return UNKNOWN
+        pairs = kind == Kind.ROWS and len(rows) > 1
+        whole = kind == Kind.ROWS and not rows and any(map(_symbolic, eqn.invars))  # no axis of the rows is left
+        if len(values) == 1 and linear and not (summed or pairs or whole):
+            return values[0]
+        at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
+        if kind <= Kind.SHARED:
+            fault = next((v.fault for v in values if v.fault is not None), None)
+            return Value(kind, degree, 0.0 if linear and all(v.number == 0 for v in values) else None, fault, at)
+        fault = _lasting(values)
+        if kind == Kind.SUMMED:
+            fault = fault or next((v.fault for v in values if v.fault is not None), None)
+            if not linear:  # of a sum, as against a mean, it has no place in what rows are made of
+                fault = (fault or Fault("nonlinear", self.at()))._replace(lasts=degree is None)
+            return Value(kind, degree, None, fault, at)
+        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
+        fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
+        if whole:
+            fault = fault or (None if summed else Fault("nonlinear", self.at()))
+        return Value(Kind.SUMMED if whole else kind, degree, None, fault, at)
+
+    def chosen(self, eqn: Any, which: Value, cases: Sequence[Value], out: Any) -> Value:
+        """One of the cases."""
+        if which.guards:
+            which = CONST  # a number in place of what is not finite
+        return self.made(eqn, [*cases, which], _degree(cases), out, which.kind != Kind.SUMMED)
+
+    def cond(self, eqn: Any, values: list[Value]) -> list[Value]:
+        branches = [self.read(branch, values[1:]) for branch in _parameter(eqn, "branches")]
+        return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
+
+    def scan(self, eqn: Any, values: list[Value]) -> list[Value]:
+        by_rows = not isinstance(_parameter(eqn, "length"), int)
+        consts, carry, xs = parts_of_scan(eqn, values)
+        after, ys = self.rounds(_parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
+        # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
+        return [*after, *(UNKNOWN if by_rows and y.kind == Kind.SUMMED else y for y in ys)]
+
+    def rounds(
+        self, body: Any, consts: list[Value], carry: list[Value], xs: list[Value], by_rows: bool
+    ) -> tuple[list[Value], list[Value]]:
+        """The carry of a loop and the other outputs of its body; `by_rows`: the rows say how many rounds there are."""
+        while True:  # each round less is known of the carry, or it is the last
+            outputs = self.read(body, [*consts, *carry, *xs])
+            after = [_join(a, b) for a, b in zip(carry, outputs, strict=False)]
+            if by_rows:
+                after = [a if _is_as(a, b) else _counted(a) for a, b in zip(after, carry, strict=True)]
+            if all(map(_is_as, after, carry)):
+                return after, outputs[len(carry) :]
+            carry = after
+
+    def loop(self, eqn: Any, values: list[Value]) -> list[Value]:
+        first = _parameter(eqn, "cond_nconsts")
+        last = first + _parameter(eqn, "body_nconsts")
+        cond, consts, carry = values[:first], values[first:last], values[last:]
+        body = _parameter(eqn, "body_jaxpr")
+        after, _ = self.rounds(body, consts, carry, [], False)
+        (goes_on,) = self.read(_parameter(eqn, "cond_jaxpr"), [*cond, *after])
+        if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
+            after, _ = self.rounds(body, consts, carry, [], True)
+        return after
+
+
+def _counted(value: Value) -> Value:
+    """What is known of a value that was made again for each row."""
+    return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
+
+
+def _collected(value: Value) -> Value:
+    """What a collective makes of a value."""
+    if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
+        return Value(Kind.SHARED)
+    return value if value.kind == Kind.CONST else UNKNOWN
+
+
+def _constant(x: Any) -> Value:
+    if isinstance(x, jax.Array) or np.ndim(x):  # a number on a device is not fetched
+        return CONST
+    try:
+        return Value(Kind.CONST, number=abs(float(x)))
+    except (TypeError, ValueError):
+        return CONST
+
+
+def _summed(eqn: Any, name: str, out: Any) -> int:
+    """Over how many axes of the rows an equation sums."""
+    if name == "reduce_sum":
+        return len({*_parameter(eqn, "axes")} & {*_symbolic(eqn.invars[0])})
+    if name == "dot_general":
+        (contracted, _), _ = _parameter(eqn, "dimension_numbers")
+        return len({*contracted} & {*_symbolic(eqn.invars[0])})
+    if name in ("conv_general_dilated", "scatter_add"):
+        return int(any(map(_symbolic, eqn.invars)) and not _symbolic(out))
+    return 0
+
+
+def _guards(eqn: Any, name: str, values: list[Value]) -> bool:
+    """Whether a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
+    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
+    return name == "is_finite" or name in _OF_BOOLS and all(v.guards for v in values)

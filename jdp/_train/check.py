@@ -1,0 +1,191 @@
+"""Whether a step's loss on several devices is that of one device: what no trace can tell is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from .._core.devices import own_mesh, spans_processes
+from .._core.layout import Cut, Layout, Tree, is_key, replicated
+from .._core.scattered import Scattered, map_scattered, unpadded
+from .._jax.jaxprs import reached
+from .followed import ON_BATCH
+from .gradients import Gradients
+from .state import TrainState
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCheck:
+    """Says whether a step's loss, metrics, updates and gradient on its devices are those of one device.
+
+    It is true where all agree up to rounding. `str(check)` names what differs, with both values, and the likely cause.
+    Made by `step.check(state, batch)` (NNX: `step.check(batch)`).
+
+    Attributes:
+        devices: how many devices the step runs on.
+        differences: a line for each value that differs.
+        cause: what the difference probably comes from; empty where there is none.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np, optax
+        >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+        >>> step = dp.train_step(lambda v, x: jnp.mean((dp(v, x) - 6) ** 2), optax.sgd(0.1))
+        >>> bool(step.check(step.init({"params": np.float32(1)}), np.full(5, 2, np.float32)))
+        True
+    """
+
+    devices: int
+    differences: tuple[str, ...] = ()
+    cause: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.cause
+
+    def __str__(self) -> str:
+        if self:
+            return f"The loss on {self.devices} devices, its metrics, updates and gradient are those of one device."
+        first = f"The loss on {self.devices} devices is not that of one device with the whole batch:"
+        if not self.differences:
+            first = f"The loss on {self.devices} devices cannot be compared with that of one device."
+        return "\n".join([first, *(f"  {line}" for line in self.differences), self.cause])
+
+
+def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
+    """Runs the program's loss on its devices, and on one device with the whole batch; nothing is changed."""
+    mesh, options = program.config.mesh, program.options
+    one = own_mesh(mesh) if spans_processes(mesh) else mesh
+    one = Mesh(one.devices.reshape(-1)[:1], mesh.axis_names)
+    # The loss is compared, and neither where its parameters lie nor how gradients travel.
+    plain: dict[str, Any] = dict(shard_optimizer=False, shard_params=False, gather_once=False, deterministic=False)
+    plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)
+    alone = program.on(one, **plain, accumulate_steps=1)
+    state_of_one, batch_of_one = _on_one(state, mesh, one), _whole_batch(batch, one)
+    if _asks_for_numbers(alone, state_of_one, batch_of_one):
+        return LossCheck(
+            mesh.size,
+            cause="It depends on a random key, and each replica draws from its own. Check it without dropout and the "
+            "like: a loss that ignores its key is compared.",
+        )
+    here = program.like(**plain)
+    expected: Gradients = jax.jit(alone.gradients)(state_of_one, batch_of_one)
+    state = here.placed(state)
+    try:
+        found = jax.jit(here.gradients)(state, batch)
+    except ValueError as error:
+        if options.accumulate_steps == 1 or "a BatchNorm runs in a" not in str(error):
+            raise
+        found = jax.jit(program.like(**plain, accumulate_steps=1).gradients)(state, batch)
+    return _compared(found, expected, mesh, options.accumulate_steps, program)
+
+
+def _compared(found: Gradients, expected: Gradients, mesh: Mesh, steps: int, program: Program) -> LossCheck:
+    found, expected = (_parts(x, program) for x in (found, expected))
+    names = {"loss": found[0], "metrics": found[1], "update of state": found[2], "gradient of params": found[3]}
+    lines, what = [], set()
+    for (name, tree), other in zip(names.items(), expected, strict=True):
+        mine, theirs = (jax.tree_util.tree_leaves_with_path(_on_host(x, mesh)) for x in (tree, other))
+        largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
+        for (path, a), (_, b) in zip(mine, theirs, strict=True):
+            least = 1e-3 * largest if name.startswith("gradient") else 0.0
+            if line := _difference(a, b, least):
+                where = f"{name}{jax.tree_util.keystr(path)}"
+                lines.append(f"{where}: {line.replace(' here', f' on {mesh.size} device' + 's' * (mesh.size > 1))}")
+                what.add(name)
+    if not lines:
+        return LossCheck(mesh.size)
+    if what == {"update of state"}:
+        cause = "An update of the state is made of one replica's rows, as torch's is (reduce_state='mean' averages)."
+    elif program.loss.criterion is not None:
+        cause = "The outputs of a replica's rows depend on its other rows, in another layer than BatchNorm."
+    else:
+        cause = (
+            "What the function returns is no mean, sum or jdp.Mean of values that each row has for itself: rows meet "
+            f"other rows in it, as in a variance or in pairs. Pass the loss as {ON_BATCH}."
+        )
+    if steps > 1:
+        cause += f" With accumulate_steps={steps}, BatchNorm and the loss see the rows of one microbatch."
+    return LossCheck(mesh.size, tuple(lines), cause)
+
+
+def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
+    (loss, metrics), (state, _) = found.out, found.state
+    return loss, metrics, program.view_of_state(state), program.view(found.grads)
+
+
+def _difference(a: Any, b: Any, least: float) -> str:
+    """How two arrays differ by more than rounding, which is about the square root of what their dtype can tell."""
+    if np.shape(a) != np.shape(b):
+        return f"shape {np.shape(a)} here, {np.shape(b)} on one"
+    if not _is_inexact(b):
+        same = np.array_equal(a, b)
+        return "" if same else f"{_short(a)} here, {_short(b)} on one"
+    a, b = np.asarray(a), np.asarray(b)
+    wide = np.complex128 if np.iscomplexobj(b) else np.float64
+    rounding = float(jnp.finfo(b.dtype).eps) ** 0.5
+    a, b = a.astype(wide), b.astype(wide)
+    scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), least, 1e-6)
+    alike = (np.abs(a - b) <= rounding * scale) | (a == b) | np.isnan(a) & np.isnan(b)
+    if np.all(alike):
+        return ""
+    if not b.ndim:
+        return f"{_short(a)} here, {_short(b)} on one"
+    worst = np.unravel_index(np.argmax(np.nan_to_num(np.abs(a - b), nan=np.inf)), b.shape)
+    at = f"[{', '.join(map(str, worst))}]"
+    return f"{_short(a[worst])} here, {_short(b[worst])} on one, and most so at {at}"
+
+
+def _short(x: Any) -> str:
+    return f"{x.item():.6g}" if not np.ndim(x) else str(x)
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _on_host(tree: Tree, mesh: Mesh) -> Tree:
+    """The tree as numpy's arrays, each with all rows."""
+    tree = map_scattered(lambda s: s._layout.fill(_everywhere(s, mesh)), tree)
+    tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
+    return jax.tree.map(np.asarray, tree)
+
+
+def _everywhere(s: Scattered, mesh: Mesh) -> list[Any]:
+    """The arrays of what is scattered, without padding, with all rows on each device; one device's copies."""
+    layout = s._layout
+    run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
+    return [x.addressable_data(0) for x in run(list(s._arrays))]
+
+
+def _whole_batch(batch: Scattered, one: Mesh) -> Scattered:
+    """The batch of all replicas as that of one."""
+    layout, rows = batch._layout, (sum(batch._layout.sizes),)
+
+    def leaf(x: Any) -> Any:
+        return Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x
+
+    to = Layout(layout.treedef, tuple(map(leaf, layout.leaves)), rows, one, layout.dim, 1)
+    return Scattered(jax.device_put(_everywhere(batch, layout.mesh), list(to.shardings)), to)
+
+
+def _on_one(state: TrainState, mesh: Mesh, one: Mesh) -> TrainState:
+    whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))(state)
+    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0), replicated(one)), whole)
+
+
+def _asks_for_numbers(program: Program, state: TrainState, batch: Scattered) -> bool:
+    """Whether the loss depends on a random key, in the state or in the batch."""
+    operands, treedef = jax.tree.flatten((state, batch))
+
+    def loss(*operands: Any) -> Any:
+        return program.gradients(*treedef.unflatten(operands)).out[0]
+
+    keys = [is_key(x) for x in operands]
+    return any(keys) and reached(jax.make_jaxpr(loss)(*operands), keys)[0]

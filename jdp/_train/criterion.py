@@ -1,0 +1,281 @@
+"""A loss of all rows: the replicas run forward, the loss is taken once, and each replica pulls its cotangents back.
+
+`loss == criterion(gather(forward), batch)` and `gradient == sum_i vjp_i(d loss / d outputs_i)`, which is torch's gather
+and ReduceAdd. There are two ways:
+
+* In one pass: JAX differentiates the replicas' program, and what the backward pass needs is kept from the forward one.
+* In two passes: all microbatches run forward, then each runs again, with its part of the cotangents. So do replicas
+  that share a device, in the memory of one, and parameters that are cut over the replicas.
+
+A sum of terms with several denominators goes the same ways: its outputs are the sums that it is made of, which are
+added over the replicas before they are divided.
+
+Source: `gather` and `Gather.backward` in torch/nn/parallel; the two passes are Gao et al., "Scaling Deep Contrastive
+Learning Batch Size under Memory Limited Setup" (2021), as GradCache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, pad
+from .._core.outputs import Marked
+from .._core.parallel_apply import CallOf, Gather, on_replicas
+from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
+from .forms import First, SeveralTerms
+from .gradients import Forward, Gradients, Loss, forward, gradients, has_cotangent, sent_as, weight_of_all
+from .terms import finished, is_marker
+
+Run = Callable[[Tree, Scattered, Scattered | None], Scattered]
+"""A function of `(replicas, inputs, kwargs)`, from which a program is compiled."""
+
+
+def gradients_on_replicas(
+    loss: Loss,
+    steps: int,
+    wire: Any = None,
+    scatter: Callable[[Any], int | None] | None = None,
+    label: str = "loss",
+    gather: Gather = "in the call",
+    verb: str = "train_step",
+) -> Run:
+    """Returns the function that gives the `Gradients` of a loss, whose arguments are explained in `gradients`."""
+    once = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
+    several = Passes(loss, steps, wire, scatter, label, gather, verb)
+
+    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        if loss.criterion is None:
+            try:
+                return _settled(once(replicas, inputs, kwargs))
+            except SeveralTerms:
+                pass
+        if several.can_be_one(replicas, inputs):
+            return several.in_one(replicas, inputs, kwargs)
+        return several.in_two(replicas, inputs, kwargs)
+
+    run.__name__ = run.__qualname__ = label
+    return run
+
+
+def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
+    """Returns the function that runs `call_of`, of the loss with `pulls`, on the batch and its cotangents."""
+    passes, run = Passes(loss, steps, label=label, verb=loss.verb), on_replicas(call_of, label)
+
+    def with_cotangents(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        return run(replicas, passes.cotangents(replicas, inputs, kwargs).inputs, kwargs)
+
+    with_cotangents.__name__ = with_cotangents.__qualname__ = label
+    return with_cotangents
+
+
+def with_last(inputs: Scattered, arrays: Sequence[Any], leaves: Sequence[Leaf]) -> Scattered:
+    """The arguments, and a list of arrays as the last of them."""
+    layout, last = inputs._layout, jax.tree.structure([0] * len(arrays))
+    treedef = jax.tree_util.treedef_tuple([*layout.treedef.children(), last])
+    return Scattered((*inputs._arrays, *arrays), layout.of(treedef, (*layout.leaves, *leaves)))
+
+
+class _Found:
+    """What the forward pass and the loss of all rows give."""
+
+    def __init__(self, loss: Any, metrics: Tree, inputs: Scattered, direct: tuple[Tree, dict[int, Tree]]) -> None:
+        self.loss, self.metrics = loss, metrics
+        self.inputs = inputs  # the batch, and the cotangents of the outputs as its last argument
+        self.direct = direct  # what the loss itself adds to the gradients
+
+
+class Passes:
+    """A loss of all rows, in one pass or in two."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        steps: int,
+        wire: Any = None,
+        scatter: Callable[[Any], int | None] | None = None,
+        label: str = "loss",
+        gather: Gather = "at once",
+        verb: str = "train_step",
+    ) -> None:
+        self.loss, self.steps = loss, steps
+        self.forward = on_replicas(forward(loss, steps), label, "at once" if gather == "at once" else "as used", verb)
+        self.backward = on_replicas(gradients(loss._replace(pulls=True), steps, wire, scatter), label, gather, verb)
+        self.reduce = on_replicas(_reduce(wire, scatter), label, gather, verb)
+
+    def can_be_one(self, replicas: Tree, inputs: Scattered) -> bool:
+        """Whether the backward pass may keep what the forward pass has made."""
+        layout, (diff, _) = inputs._layout, replicas
+        is_uneven = len({*layout.rows}) > 1
+        plain = self.steps == 1 and layout.per_device == 1 and layout.is_cut and not self.loss.rows
+        return plain and not (self.loss.sync and is_uneven) and not any(map(is_scattered, _leaves(diff)))
+
+    def in_one(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        diff, held = replicas
+        mesh, layout = inputs._layout.mesh, inputs._layout
+        stack = layout.of(LEAF, [Stack()])
+        params, treedef = jax.tree.flatten(diff)
+        # With a copy for each replica, so that their gradients come back apart, to be reduced as those of any loss.
+        copies = [_constrained(jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))), 0, layout) for x in params]
+
+        def run(copies: list[Any]) -> tuple[list[Any], Tree]:
+            each = treedef.unflatten([Scattered((x,), stack) for x in copies])
+            found: Forward = leaf_by_leaf(self.forward((each, held), inputs, kwargs))
+            outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
+            return [x for x in jax.tree.leaves(outputs) if has_cotangent(x)], found._replace(outputs=outputs)
+
+        _, pull, found = jax.vjp(run, copies, has_aux=True)
+        (loss, metrics), cotangents, (direct, _) = self.differentiated(found, found.outputs, diff, held, inputs)
+        (grads,) = pull(cotangents)
+        whole = Layout(treedef, (Stack(),) * len(params), (1,) * mesh.size, mesh, layout.dim, 1)
+        reduced = leaf_by_leaf(self.reduce((), _as_one(_a_tuple(Scattered(grads, whole)), layout), None))
+        grads = _plus(reduced.grads, direct)
+        aux = metrics if self.loss.criterion else found.aux
+        out = _whole(loss, layout), _everywhere(aux, layout)
+        return _settled(_as_one(Gradients(out, grads, {}, found.state, found.counts), layout))
+
+    def in_two(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        found, layout = self.cotangents(replicas, inputs, kwargs), inputs._layout
+        second = leaf_by_leaf(self.backward(replicas, found.inputs, kwargs))
+        if self.loss.criterion:
+            second = second._replace(out=(_whole(found.loss, layout), _everywhere(found.metrics, layout)))
+        direct, of_rows = found.direct
+        row_grads = {i: _plus(second.row_grads[i], x) for i, x in of_rows.items()} if of_rows else second.row_grads
+        second = second._replace(grads=_plus(second.grads, direct), row_grads=row_grads)
+        return _settled(_as_one(second, layout))
+
+    def cotangents(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> _Found:
+        """The first of two passes, and the loss of what it gives."""
+        found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
+        outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
+        (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas[0], replicas[1], inputs)
+        leaves = [s._layout.arrays[0] for s in _leaves(found.outputs) if has_cotangent(s._arrays[0])]
+        arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
+        return _Found(loss, metrics, with_last(inputs, arrays, leaves), direct)
+
+    def differentiated(
+        self, found: Forward, outputs: Tree, diff: Tree, held: Any, inputs: Scattered
+    ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
+        """`(loss, metrics)` of the outputs of all rows, their cotangents, and the gradients that are not theirs."""
+        values, treedef = jax.tree.flatten(outputs)
+        args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
+        mine = [x for x in values if has_cotangent(x)]
+        direct = (diff, {i: args[i] for i in loss.rows}) if loss.is_direct else ((), {})
+
+        def value(mine: list[Any], direct: tuple[Tree, dict[int, Tree]]) -> tuple[Any, Tree]:
+            rest = iter(mine)
+            outputs = treedef.unflatten([next(rest) if has_cotangent(x) else x for x in values])
+            if loss.criterion is None:
+                form = found.forms.each[0]
+                return form.value(iter(outputs), weight_of_all(layout, self.steps)), ()
+            outputs = jax.tree.map(lambda x: x.rows[0] if _is_first(x) else x, outputs, is_leaf=_is_first)
+            params, rows = direct if loss.is_direct else (diff, {})
+            return loss.criterion(outputs, params, held, [rows.get(i, x) for i, x in enumerate(args)])
+
+        with jax.named_scope("criterion"):
+            number, pull, metrics = jax.vjp(value, mine, direct, has_aux=True)
+            cotangents, (of_diff, of_rows) = pull(jnp.ones_like(number))
+        of_rows = {i: jax.tree.map(lambda x, s: _like(x, s, layout), of_rows[i], _child(inputs, i)) for i in of_rows}
+        return (number, metrics), cotangents, (of_diff, of_rows)
+
+
+def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
+    """What a replica runs on its gradients, for them to be reduced."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
+        def call(*operands: Any) -> Gradients:
+            _, (grads,), _ = signature.fill(signature.of_replica(operands, replica))
+
+            def mark(x: Any) -> Marked:
+                sent, axis = sent_as(wire, x.dtype), scatter and scatter(x)
+                return Marked(x, None, "sum", wire=sent, dtype=x.dtype, scatter=axis)
+
+            return Gradients(((), ()), jax.tree.map(mark, grads), {}, (), [])
+
+        return call
+
+    return call_of
+
+
+def _is_first(x: Any) -> bool:
+    return isinstance(x, First)
+
+
+def _leaves(tree: Tree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_scattered)
+
+
+def _of_all_rows(s: Scattered) -> Any:
+    """One array, without its padding, in the order of the batch."""
+    return _all_rows(s)[0]
+
+
+def _all_rows(s: Scattered) -> Sequence[Any]:
+    return unpadded(s) if s._layout.mesh.size == 1 else trim(s)
+
+
+def _constrained(x: Any, axis: int | None, layout: Layout) -> Any:
+    return x if layout.mesh.size == 1 else jax.lax.with_sharding_constraint(x, cut_along(layout.mesh, axis))
+
+
+def padded(x: Any, leaf: Any, layout: Layout) -> Any:
+    """An array of all rows as the replicas have it."""
+    if not isinstance(leaf, Cut):
+        return x
+    return _constrained(pad(x, leaf, len(layout.devices)), leaf.axis, layout)
+
+
+def _like(x: Any, s: Scattered, layout: Layout) -> Any:
+    (leaf,) = s._layout.arrays
+    return padded(x, leaf, layout)
+
+
+def _child(inputs: Scattered, i: int) -> Tree:
+    return leaf_by_leaf(inputs)[i]
+
+
+def _plus(found: Tree, direct: Tree) -> Tree:
+    """A tree of scattered arrays with what is to be added to them."""
+    if not jax.tree.leaves(direct):
+        return found
+    return jax.tree.map(lambda s, x: Scattered((s._arrays[0] + x,), s._layout), found, direct, is_leaf=is_scattered)
+
+
+def _whole(x: Any, layout: Layout) -> Scattered:
+    return Scattered((_constrained(jnp.asarray(x), None, layout),), layout.of(LEAF, [Whole()]))
+
+
+def _everywhere(tree: Tree, layout: Layout) -> Tree:
+    """The tree with arrays that are the same on all replicas; what is scattered stays so."""
+    return jax.tree.map(lambda x: x if is_scattered(x) else _whole(x, layout), tree, is_leaf=is_scattered)
+
+
+def _a_tuple(s: Scattered) -> Tree:
+    return (leaf_by_leaf(s),)
+
+
+def _as_one(tree: Tree, layout: Layout) -> Scattered:
+    """A tree of scattered arrays as one."""
+    parts, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
+    layouts = [part._layout for part in parts]
+    like = layouts[0] if layouts and all(x.sizes == layouts[0].sizes for x in layouts) else layout
+    leaves = [leaf for x in layouts for leaf in x.leaves]
+    return Scattered([x for part in parts for x in part._arrays], like.of(treedef, leaves))
+
+
+def _settled(s: Scattered) -> Scattered:
+    """The same, with the value of each sum of terms in it."""
+    tree = leaf_by_leaf(s)
+    if not any(map(is_marker, jax.tree.leaves(tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)))):
+        return s
+    layout = s._layout
+
+    def settle(x: Any) -> Any:
+        if not is_marker(x):
+            return x
+        return _whole(finished(jax.tree.map(lambda part: part._arrays[0], x, is_leaf=is_scattered)), layout)
+
+    return _as_one(jax.tree.map(settle, tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)), layout)

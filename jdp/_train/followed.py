@@ -1,0 +1,172 @@
+"""How what a function returns follows the rows of its batch: by its shapes, and by what a scalar is made of."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from .._core.layout import Tree
+from .._jax import row_terms
+from .._jax.jaxprs import reached
+from .terms import is_number
+
+ON_BATCH = "criterion=, which is called once with the outputs of all rows"
+_WHY = {
+    "sum": (
+        "a sum over the rows that is not divided by their number",
+        f"Return jdp.Sum(total), or divide by x.shape[0], or pass the loss as {ON_BATCH}",
+    ),
+    "ratio": (
+        "divided by a sum over the rows, which each replica has for its own rows alone",
+        f"Return jdp.Mean(total, count), whose totals and counts are added first, or pass the loss as {ON_BATCH}",
+    ),
+    "nonlinear": (
+        "not linear in sums over the rows",
+        f"Pass the loss as {ON_BATCH}, and such metrics from there",
+    ),
+    "pairs": (
+        "made of pairs of rows, and a replica sees those of its own rows alone",
+        f"Pass the loss as {ON_BATCH}",
+    ),
+    "rows": (
+        "made of some rows",
+        f"Pass the loss as {ON_BATCH}",
+    ),
+}
+
+
+class Followed:
+    """Tells for each array of `run(*operands)`, a tree, how it follows the rows of the operands.
+
+    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None where nothing is cut. The
+    function is traced once with a symbolic number of rows. Where that cannot be, because it branches on their number,
+    its shapes are those of a few other numbers, and of its scalars nothing is known.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        rows: int | None,
+        total: int,
+        run: Callable[..., Tree],
+        operands: tuple[Tree, ...],
+        cut: Sequence[int | None],
+    ) -> None:
+        self.rows, self._total = rows, total
+        self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
+        self._run, self._operands, self._cut = run, operands, cut
+
+    @functools.cached_property
+    def _traced(self) -> row_terms.Traced | None:
+        found = row_terms.trace(self._run, self._operands, self._cut) if self.rows is not None else None
+        return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        def more(rows: int) -> Tree:
+            leaves, treedef = jax.tree.flatten(self._operands)
+            shapes = []
+            for x, axis in zip(leaves, self._cut, strict=True):
+                shape = tuple(size + rows * (i == axis) for i, size in enumerate(jnp.shape(x)))
+                shapes.append(jax.ShapeDtypeStruct(shape, jnp.result_type(x)))
+            return jax.eval_shape(self._run, *treedef.unflatten(shapes))
+
+        return Sizes(self.leaves, self.rows or 0, self._total, more)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether other numbers of rows were seen."""
+        return self.rows is not None and any(self.leaves) and (self._traced is not None or bool(self._sizes.seen))
+
+    def axis(self, index: int) -> int | str | None:
+        """Returns the one axis of a leaf that follows the rows in proportion, None, or how it follows them else."""
+        if self.rows is None or not self.leaves[index]:
+            return None  # without a trace, because most losses are markers and scalars
+        return self._sizes.axis(index) if self._traced is None else self._traced.axis(index)
+
+    def depends(self, index: int) -> bool:
+        """Returns True for a leaf whose values depend on those of the rows."""
+        if self.rows is None:
+            return False
+        if self._traced is not None:
+            return self._traced.depends(index)
+        jaxpr = jax.make_jaxpr(self._run)(*self._operands)
+        return reached(jaxpr, [axis is not None for axis in self._cut])[index]
+
+    def refuse_no_mean(self, index: int, name: str) -> None:
+        """Raises a `TypeError` for a scalar that is no mean over the rows; one that cannot be followed is accepted."""
+        found = self._traced.offence(index) if self._traced is not None else None
+        if found is None:
+            return
+        what, way = _WHY[found.kind]
+        where = " at ".join(filter(None, (found.what, found.line)))
+        raise TypeError(
+            f"{name} is a scalar, and it is {what}{where and f' ({where})'}; a scalar is taken for the mean over the "
+            f"rows of the chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
+        )
+
+
+Shapes = list[tuple[int, list[tuple[int, ...]]]]
+"""Numbers of rows, each with the shapes of all leaves."""
+
+
+class Sizes:
+    """How shapes follow the number of rows: seen by tracing with other numbers of them."""
+
+    def __init__(self, leaves: list[tuple[int, ...]], rows: int, total: int, more: Callable[[int], Tree]) -> None:
+        self.leaves, self.rows, self._more = leaves, rows, more
+        self.seen: Shapes = []  # for more rows
+        self._fewer: Shapes = []
+        self._problem = ""  # why none was seen
+        # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
+        if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
+            return
+        # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
+        # well, but seldom all rows of the batch or `_MANY`.
+        self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
+        if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
+            # The limit may be `rows` or less. Without rows there is nothing to end; but not each model can do without.
+            if not self._see(0, self._fewer):
+                self._see(1, self._fewer)
+
+    def _see(self, rows: int, seen: Shapes) -> bool:
+        """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of the user's own about no rows, say
+                found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - self.rows))]
+        except Exception as error:  # a model for one number of rows alone
+            text = (str(error).splitlines() or [""])[0][:200]
+            self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
+            return False
+        if [*map(len, found)] != [*map(len, self.leaves)]:
+            self._problem = "another tree or rank"
+            return False
+        seen.append((rows, found))
+        return True
+
+    def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
+        """The axes of a leaf that are of another size for some number of rows that was seen (None: of more rows)."""
+        shape, seen = self.leaves[index], self.seen if seen is None else seen
+        return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
+
+    def axis(self, index: int) -> int | str | None:
+        """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
+        shape, rows = self.leaves[index], self.rows
+        if not self.seen:
+            if not any(size and size % rows == 0 for size in shape):
+                return None  # no axis can be made of rows
+            return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
+        apart = self._apart(index)
+        ended = set() if apart else self._apart(index, self._fewer)  # a pair of rows is none for one row, and follows
+        for others, shapes in self._fewer if ended else self.seen:
+            other = shapes[index]
+            if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+                return f"{list(other)} for {others} rows, which is not in proportion along one axis"
+        return apart.pop() if apart else None
+
+
+_MANY = 129  # rows: more than arrays are usually padded to

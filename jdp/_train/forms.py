@@ -1,0 +1,296 @@
+"""What a function of a chunk returned, as what adds up over microbatches and replicas, and entries per row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core.layout import Tree
+from .._core.outputs import Marked
+from .followed import Followed
+from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_number
+
+
+class SeveralTerms(Exception):
+    """No error: the loss has several denominators, or one that is differentiated, and needs the sums of all first."""
+
+
+class Form(NamedTuple):
+    """How one value goes on.
+
+    It is the mean over rows, a total over a count, a sum, a combination of such `parts` (a factor before each term), or
+    entries per row along `axis`; with "first" each row has the same entry.
+    """
+
+    kind: Literal["mean", "ratio", "sum", "combination", "rows", "first"]
+    dtype: Any
+    axis: int | None = None
+    parts: tuple[Form, ...] = ()
+
+    @property
+    def summands(self) -> int:
+        """The number of sums that it is made of."""
+        return sum(part.summands for part in self.parts) if self.parts else 1 + (self.kind == "ratio")
+
+    def value(self, sums: Iterator[Any], weight: float) -> Any:
+        """Returns what the sums over all rows, which are taken from the iterator, come to."""
+        if self.kind == "combination":
+            found = [part.value(sums, weight) for part in self.parts]
+            first, *rest = (f * t for f, t in zip(found[::2], found[1::2], strict=True))
+            return sum(rest, first)
+        total = next(sums)
+        if self.kind == "sum":
+            return total
+        return total / (next(sums) if self.kind == "ratio" else jnp.asarray(weight, total.dtype))
+
+    def marked(self, sums: Iterator[Any], rows: Iterator[Any], weight: float, counts: list[Marked]) -> Any:
+        """Returns the value with the rule by which it is reduced; adds to the counts."""
+        if self.kind == "combination":
+            found = [part.marked(sums, rows, weight, counts) for part in self.parts]
+            return Combination(tuple(found[::2]), tuple(map(Sum, found[1::2])))
+        if self.kind == "first":
+            return First(Marked(next(rows), 0))
+        if self.kind == "rows":
+            return Marked(next(rows), self.axis)
+        over: Any = weight if self.kind == "mean" else None
+        total = next(sums)
+        if self.kind == "ratio":
+            over = next(sums)
+            counts.append(Marked(over, None, "sum"))
+        return Marked(total, None, "sum", over=over, dtype=self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class First:
+    """An output of which every row has the same entry, because it does not depend on the rows."""
+
+    rows: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """How what a function returned, `(loss, aux)` or outputs, is made of what is added up and of entries per row."""
+
+    treedef: Any
+    each: tuple[Form, ...]
+
+    @property
+    def axes(self) -> list[int]:
+        return [form.axis for form in self.each if form.axis is not None]
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the loss, the first of all, is the mean over rows, so that each replica's weighs as its rows do."""
+        return self.each[0].kind == "mean"
+
+    def marked(self, sums: Sequence[Any], rows: Sequence[Any], weight: float) -> tuple[Tree, list[Marked]]:
+        """Returns the tree, each leaf with its reduction, and the counts; `weight` is that of all rows together."""
+        added, stacked, counts = iter(sums), iter(rows), []
+        leaves = [form.marked(added, stacked, weight, counts) for form in self.each]
+        return jax.tree.unflatten(self.treedef, leaves), counts
+
+    def over(self, counts: Sequence[Marked], weight: float) -> Any:
+        """Returns what a gradient of the loss is divided by when it is summed over all rows."""
+        kind = self.each[0].kind
+        return counts[0].value if kind == "ratio" else weight if kind == "mean" else None
+
+
+def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
+    """Returns the number to differentiate: a scalar, the mean of a vector, the total of a term; or raises `TypeError`.
+
+    Of a combination it is the first term's.
+    """
+    if isinstance(loss, Combination):
+        return [loss_value(x, rows, verb) for x in loss.terms][0]
+    what = type(loss).__name__
+    if isinstance(loss, Term):
+        numbers = vars(loss)
+        what = f"a jdp.{what} of {' and '.join(f'a {type(x).__name__}' for x in numbers.values())}"
+        if all(map(is_number, numbers.values())):
+            total, *count = map(jnp.asarray, numbers.values())
+            if not any(x.ndim for x in (total, *count)) and jnp.issubdtype(total.dtype, jnp.floating):
+                return total
+            what = f"a jdp.{type(loss).__name__} of {' and '.join(map(described, (total, *count)))}"
+    elif is_number(loss) and not isinstance(loss, int):
+        loss = jnp.asarray(loss)
+        if jnp.issubdtype(loss.dtype, jnp.floating):
+            if not loss.ndim:
+                return loss
+            if loss.ndim == 1 and rows in (None, loss.shape[0]):
+                return loss.mean()
+        what = f"{loss.dtype}{list(loss.shape)} for {rows} rows"
+    column = ": loss[:, 0] is the vector" if is_number(loss) and jnp.shape(loss) == (rows, 1) else ""
+    pair = ", or pass has_aux=True for (loss, aux)" if verb == "value_and_grad" and isinstance(loss, tuple) else ""
+    raise TypeError(
+        f"jdp.{verb}: the loss is {what}; it is a real scalar (the mean over the rows), a vector with one entry per "
+        f"row, or jdp.Mean(total, count), jdp.Sum(total) or a sum of such terms. Return one of these{column or pair}."
+    )
+
+
+def terms(
+    loss: Any, aux: Tree, rows: int | None, weight: float, followed: Followed, verb: str
+) -> tuple[Forms, list[Any], list[Any]]:
+    """Returns the terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
+
+    They are their forms, what is added up, and what has entries per row. What follows the rows is told by tracing with
+    other numbers of them, never by sizes that happen to be equal. A `TypeError` names the path where nothing tells.
+    """
+    loss_value(loss, rows, verb)  # or an error
+    if is_number(loss) and jnp.ndim(loss) and followed.is_known and followed.axis(0) != 0:
+        raise TypeError(
+            f"jdp.{verb}: the loss is {described(loss)} for {rows} rows and for other numbers of them; a vector has "
+            f"one entry per row. Return its mean, a scalar."
+        )
+    paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
+    found: list[tuple[Form, list[Any]]] = []
+    at = 0  # the number of a leaf among all arrays: a marker has several
+    for i, (path, x) in enumerate(paths):
+        name = f"jdp.{verb}: {'metrics' if verb == 'train_step' else 'aux'}{jax.tree_util.keystr(path[1:])}"
+        if i:
+            found.append(_form(x, name, followed, at, weight))
+        else:
+            found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
+        at += len(jax.tree.leaves(x))
+    return _gathered(treedef, found)
+
+
+def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
+    """Returns the outputs of a forward pass on `size` rows, all with entries per row, in the form of `terms`."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_marker)
+    found = []
+    for i, (path, x) in enumerate(paths):
+        name = f"jdp.{verb}: outputs{jax.tree_util.keystr(path)}"
+        if is_marker(x):
+            raise TypeError(
+                f"{name} is a jdp.{type(x).__name__}; a forward pass returns plain arrays, because the criterion sees "
+                f"all rows and needs no marker. Return the arrays that it is made of."
+            )
+        if not is_number(x):
+            raise TypeError(
+                f"{name} is {described(x)}; outputs are arrays, which are gathered for the criterion. Return arrays, "
+                f"and let the criterion take the rest from the batch."
+            )
+        x = jnp.asarray(x)
+        axis = followed.axis(i)
+        if isinstance(axis, int):
+            found.append((Form("rows", x.dtype, axis), [x]))
+        elif followed.rows is None or axis is None and not x.ndim and not followed.depends(i):
+            found.append((Form("first", x.dtype, 0), [jnp.broadcast_to(x, (size, *x.shape))]))
+        else:
+            why = axis or ("it depends on them" if not x.ndim else "no axis of it follows them")
+            raise TypeError(
+                f"{name} is {described(x)} for {followed.rows} rows, and {why}; the outputs of all rows are put "
+                f"together for the criterion, so an output has rows along one axis. Return an entry for each row, and "
+                f"reduce it in the criterion."
+            )
+    return _gathered(treedef, found)
+
+
+def _gathered(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms, list[Any], list[Any]]:
+    sums = [x for form, values in found for x in values if form.axis is None]
+    stacked = [x for form, values in found for x in values if form.axis is not None]
+    return Forms(treedef, tuple(form for form, _ in found)), sums, stacked
+
+
+def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
+    """The form and the summands of a loss: as those of a metric, but that a vector stands for its mean."""
+    if is_marker(x):
+        return _marked(x, name, followed, at, weight)
+    x = jnp.asarray(x)
+    if not x.ndim:
+        followed.refuse_no_mean(at, name)
+    return _mean(x.mean() if x.ndim else x, weight)
+
+
+def _form(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    if is_marker(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values()))):
+        return _marked(x, name, followed, at, weight)
+    return _unmarked(x, name, followed, at, weight)
+
+
+def _mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
+    return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
+
+
+def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """The form and the summands of a term, whose first array is the one with number `at`."""
+    if isinstance(x, Combination):
+        return _combination(x, name, followed, at, weight)
+    for i in range(at, at + len(vars(x))) if followed.is_known else ():
+        if (axis := followed.axis(i)) is not None:
+            where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
+            raise TypeError(
+                f"{name} is a jdp.{type(x).__name__} of {list(followed.leaves[i])} for {followed.rows} rows, with rows "
+                f"{where}; replicas add up arrays of one shape. Sum over the rows in it first, or return the array "
+                f"itself, which is gathered."
+            )
+    total = jnp.asarray(x.total)
+    dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
+    if not is_mean(x):
+        return Form("sum", dtype), [_wide(total)]
+    return Form("ratio", dtype), [_wide(total), _wide(jnp.asarray(x.count))]
+
+
+def _combination(x: Combination, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """The form and the summands of a sum of terms: those of a factor, which is one for all rows, before each term's."""
+    forms: list[Form] = []
+    values: list[Any] = []
+    first = at + len(x.factors)
+    for i, (factor, term) in enumerate(zip(x.factors, x.terms, strict=True)):
+        if followed.depends(at + i):
+            raise TypeError(
+                f"{name} has a factor that depends on the rows; factors of terms are the same on all replicas. Pass "
+                f"the whole loss as criterion=, which is called once with the outputs of all rows."
+            )
+        whole = _mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
+        if is_number(term) and jnp.ndim(term) == 1 and followed.axis(first) == 0:
+            of_term = _mean(jnp.mean(term), weight)
+        elif is_marker(term):
+            of_term = _marked(term, name, followed, first, weight)
+        else:
+            followed.refuse_no_mean(first, name)
+            of_term = _unmarked(term, name, followed, first, weight)
+        for form, summands in (whole, of_term):
+            forms.append(form)
+            values += summands
+        first += len(jax.tree.leaves(term))
+    return Form("combination", None, parts=tuple(forms)), values
+
+
+def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """The form and the value of what is no marker: entries per row, or a mean over the rows."""
+    if isinstance(x, float):
+        x = jnp.asarray(x)
+    axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
+    if isinstance(axis, str):
+        raise TypeError(
+            f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
+            f"one axis (it is gathered), and what has none is 0-d. Return jdp.Mean(total, count) for a mean, "
+            f"jdp.Sum(total) for a sum, or an array with rows along one axis."
+        )
+    if axis is not None:
+        return Form("rows", x.dtype, axis), [x]
+    if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
+        followed.refuse_no_mean(at, name)
+        return _mean(x, weight)
+    raise TypeError(
+        f"{name} is {described(x)}; beside the loss stand 0-d floats (the mean over the rows), arrays with entries per "
+        f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
+        f"Return one of these."
+    )
+
+
+def _wide(x: Any) -> Any:
+    """Sums of 16-bit floats are made in 32 bits, and those of bools and small integers, as by `jnp.sum`."""
+    dtype = x.dtype
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    if dtype.itemsize < 4 and (dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)):
+        return x.astype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return x

@@ -1,0 +1,456 @@
+"""Which scalars are means over the rows, told from their jaxprs."""
+
+import inspect
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdp._jax.row_terms import trace
+
+RNG = np.random.default_rng(0)
+
+
+def random(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+# What a function gets by the names of its arguments. First what has rows: 8 of them.
+ROWS = {
+    "x": random(8, 5),
+    "z": random(8, 5),
+    "e": random(8) ** 2,
+    "y": RNG.integers(3, size=8).astype(np.int32),
+    "m": RNG.integers(2, size=8).astype(bool),
+    "o": random(8, 3),
+    "q": jax.nn.softmax(random(8, 3)),
+    "sign": np.sign(random(8)),
+    "t": random(8, 6, 5),
+    "i": random(8, 8, 8, 1),
+    "keys": jax.random.split(jax.random.key(1), 8),
+    "half": random(8, 5).astype(jnp.bfloat16),
+}
+WHOLE = {"w": random(5, 3), "s": np.float32(0.5), "key": jax.random.key(0), "table": random(7, 4)}
+
+
+def traced(fn, **more):
+    known = ROWS | WHOLE | more
+    names = list(inspect.signature(fn).parameters)
+    cut = [0 if name in ROWS else None for name in names for _ in jax.tree.leaves(known[name])]
+    return trace(fn, tuple(known[name] for name in names), cut)
+
+
+def ce(o, y):
+    return optax.softmax_cross_entropy_with_integer_labels(o, y)
+
+
+class Net(nn.Module):
+    """Of images, with BatchNorm and Dropout."""
+
+    @nn.compact
+    def __call__(self, i):
+        h = nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3))(i))
+        h = nn.max_pool(nn.relu(h), (2, 2), (2, 2)).reshape(i.shape[0], -1)
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(nn.BatchNorm(use_running_average=False)(h)))
+
+
+class Time(nn.Module):
+    """Of sequences: an LSTM, and causal attention in two layers by nn.scan and nn.remat."""
+
+    @nn.compact
+    def __call__(self, t):
+        t = t + nn.RNN(nn.LSTMCell(5))(t)
+        mask = nn.make_causal_mask(t[..., 0])
+
+        def layer(module, t, _):
+            y = nn.LayerNorm()(t)
+            return t + nn.MultiHeadDotProductAttention(1, name="attention")(y, mask=mask), None
+
+        class Layer(nn.Module):
+            __call__ = nn.compact(layer)
+
+        many = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(3)(many()(t, None)[0])
+
+
+def of(model, *example):
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return model.init(rngs, *example)
+
+
+NET, TIME = of(Net(), ROWS["i"]), of(Time(), ROWS["t"])
+
+
+def cnn(i, y, key):
+    o, _ = Net().apply(NET, i, rngs={"dropout": key}, mutable=["batch_stats"])
+    return ce(o, y).mean()
+
+
+def nnx_model(i, y):
+    rngs = nnx.Rngs(0)
+    h = nnx.relu(nnx.BatchNorm(4, rngs=rngs)(nnx.Conv(1, 4, (3, 3), rngs=rngs)(i))).mean((1, 2))
+    return ce(nnx.Linear(4, 3, rngs=rngs)(nnx.Dropout(0.1, rngs=rngs)(h)), y).mean()
+
+
+def penalty(w, x):
+    grads = jax.grad(lambda x: jnp.tanh(x @ w).sum())(x)
+    return ((jnp.sqrt((grads**2).sum(1) + 1e-6) - 1) ** 2).mean()
+
+
+def penalty_through_batch_norm(i, y, key):
+    def total(i):
+        o, _ = Net().apply(NET, i, rngs={"dropout": key}, mutable=["batch_stats"])
+        return ce(o, y).sum()
+
+    return (jax.grad(total)(i) ** 2).sum((1, 2, 3)).mean()
+
+
+def maml(w, x, o):
+    def loss(w):
+        return ((jnp.tanh(x @ w) - o) ** 2).mean()
+
+    return loss(w - 0.1 * jax.grad(loss)(w))
+
+
+def maml_of_words(table, y, o):
+    def loss(table):
+        return ((jnp.tanh(table[y])[:, :3] - o) ** 2).mean()
+
+    grad = jax.grad(loss)(table)
+    return loss(table - 0.1 * grad / jnp.sqrt(grad**2 + 1e-3))
+
+
+def maml_with_adam(w, x, o):
+    def loss(w):
+        return ((x @ w - o) ** 2).mean()
+
+    tx = optax.adam(1e-2)
+    state = tx.init(w)
+    for _ in range(2):
+        updates, state = tx.update(jax.grad(loss)(w), state)
+        w = optax.apply_updates(w, updates)
+    return loss(w)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x**2
+
+
+clipped.defvjp(lambda x: (x**2, x), lambda x, g: (jnp.clip(g, -1, 1) * x,))
+
+
+@jax.custom_jvp
+def safe_log(x):
+    return jnp.log(jnp.maximum(x, 1e-6))
+
+
+safe_log.defjvp(lambda x, dx: (safe_log(*x), dx[0] / x[0]))
+
+
+def ctc(t, y, m):
+    labels, none = jnp.stack([y, y + 1], 1), jnp.zeros((y.shape[0], 2))
+    return optax.ctc_loss(t, jnp.zeros(t.shape[:2]), labels, none).mean()
+
+
+def over_time(t):
+    _, losses = lax.scan(lambda h, x: (jnp.tanh(h + x), (h**2).mean()), jnp.zeros_like(t[:, 0]), t.swapaxes(0, 1))
+    return losses.mean()
+
+
+def added_over_time(t):
+    def step(carry, x):
+        h, total = carry
+        return (jnp.tanh(h + x), total + (h**2).sum()), None
+
+    return lax.scan(step, (t[:, 0], 0.0), t.swapaxes(0, 1))[0][1] / t[..., 0].size
+
+
+def guarded(e):
+    mean = e.mean()
+    mean = lax.cond(jnp.isfinite(mean), lambda: mean, lambda: 0.0)
+    return jnp.nan_to_num(jnp.where(jnp.isnan(mean) | jnp.isinf(mean), 0.0, mean))
+
+
+def masked_batch_norm(x, m):
+    mask = m[:, None] + 0.0
+    n = jnp.maximum(mask.sum(), 1)
+    mean = (x * mask).sum(0) / n
+    var = ((x - mean) ** 2 * mask).sum(0) / n
+    return ((x - mean) * lax.rsqrt(var + 1e-5)).mean()
+
+
+def prototypes(x, y):
+    hot = jax.nn.one_hot(y, 3)
+    mean = hot.T @ x / (hot.sum(0)[:, None] + 1e-6)
+    return ((x - mean[y]) ** 2).mean()
+
+
+def by_callback(e):
+    return jax.pure_callback(lambda e: np.sqrt(e.mean()), jax.ShapeDtypeStruct((), np.float32), e)
+
+
+def total_of_list(e, x):
+    total = 0.0
+    for each in (e, x[:, 0], x[:, 1] ** 2):
+        total += each.sum()
+    return total / (x.shape[0] + 1e-8)
+
+
+# Means over the rows, of which no line needs to be known.
+ACCEPTED = {
+    "mse": lambda x, z: ((x - z) ** 2).mean(),
+    "sum by rows": lambda e: jnp.sum(e) / e.shape[0],
+    "sum by size": lambda x: x.sum() / x.size,
+    "rows before the sum": lambda e: (e / e.shape[0]).sum(),
+    "by one over rows": lambda e: e.sum() * (1 / e.shape[0]),
+    "at least one row": lambda e: e.sum() / max(e.shape[0], 1),
+    "at least one row in jax": lambda e: e.sum() / jnp.maximum(e.shape[0], 1),
+    "ones": lambda e: e.sum() / jnp.ones_like(e).sum(),
+    "list": total_of_list,
+    "vdot": lambda x: jnp.vdot(x, x) / x.size,
+    "einsum": lambda x, z: jnp.einsum("bi,bi->", x, z) / x.shape[0],
+    "average": lambda e: jnp.average(e),
+    "picked class": lambda o, y: -jax.nn.log_softmax(o)[jnp.arange(y.shape[0]), y].mean(),
+    "along axis": lambda o, y: jnp.take_along_axis(o, y[:, None], 1).mean(),
+    "one hot": lambda o, y: (jax.nn.one_hot(y, 3) * jax.nn.log_softmax(o)).sum(1).mean(),
+    "time": lambda t: (t**2).mean(1).mean(),
+    "flat": lambda t, w: ce((t @ w).reshape(-1, 3), jnp.zeros(t[..., 0].size, int)).mean(),
+    "l2": lambda o, y, w: ce(o, y).mean() + 1e-4 * (w**2).sum(),
+    "hits": lambda o, y: 100 * (o.argmax(-1) == y).mean(),
+    "counted hits": lambda o, y: (o.argmax(-1) == y).sum() / y.shape[0],
+    "top 2": lambda o, y: (lax.top_k(o, 2)[1] == y[:, None]).any(1).mean(),
+    "stop gradient": lambda e, s: lax.stop_gradient(e.mean()) * s,
+    "uncertainty": lambda e, s: jnp.exp(-s) * e.mean() + s,
+    "two terms": lambda e, x: e.mean() + 0.5 * jnp.abs(x).mean() - x[:, 0].sum() / x.shape[0],
+    "parameter": lambda w: jnp.linalg.norm(w),
+    "literal": lambda e: 0.0,
+    "variance": lambda o: ((o - o.mean(0)) ** 2).mean() + jnp.var(o, 0).mean(),
+    "entropy": lambda o: -(jax.nn.softmax(o) * jax.nn.log_softmax(o)).sum(-1).mean(),
+    "row norm": lambda x: jnp.linalg.norm(x, axis=1).mean(),
+    "perplexity of rows": lambda o, y: jnp.exp(ce(o, y)).mean(),
+    "noise": lambda x, key: (x + jax.random.normal(key, x.shape)).mean(),
+    "mixup": lambda x, s: (s * x + (1 - s) * jnp.roll(x[::-1], 1, 0)).mean(),
+    "key per row": lambda e, keys: (e * jax.vmap(jax.random.uniform)(keys)).mean(),
+    "vmap": lambda x, z: jax.vmap(lambda a, b: jnp.sqrt(((a - b) ** 2).sum()))(x, z).mean(),
+    "map": lambda x: lax.map(lambda a: jnp.max(a) / a.sum(), x).mean(),
+    "map by index": lambda x: lax.map(lambda i: jnp.exp(x[i]).sum(), jnp.arange(x.shape[0])).mean(),
+    "fori over rows": lambda e: lax.fori_loop(0, e.shape[0], lambda i, total: total + e[i], 0.0) / e.shape[0],
+    "fori": lambda e: lax.fori_loop(0, 3, lambda i, total: total + i * e.mean(), 0.0),
+    "gradient of a row": lambda x, w: jax.vmap(jax.grad(lambda a: jnp.tanh(a @ w).sum()))(x).mean(),
+    "bf16": lambda half, w: ((half @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2).mean().astype(jnp.bfloat16),
+    "custom vjp": lambda x: clipped(x).mean(),
+    "custom jvp": lambda q: safe_log(q).mean(),
+    "jit": lambda x: jax.jit(lambda x: (x**2).sum())(x) / x.size,
+    "checkpoint": lambda x, w: jax.checkpoint(lambda x: (jnp.tanh(x @ w) ** 2).mean())(x),
+    "cond": lambda e, x, s: lax.cond(s > 0, lambda: e.mean(), lambda: (x**2).mean()),
+    "cond of rows": lambda e, s: lax.cond(s > 0, jnp.exp, jnp.sqrt, e).mean(),
+    "smooth": lambda o, q: optax.softmax_cross_entropy(o, optax.smooth_labels(q, 0.1)).mean(),
+    "cutoff": lambda e, s: jnp.where(s > 0, e.mean(), 2 * e.mean()),
+    "cholesky of rows": lambda x: jnp.linalg.cholesky(x[:, :, None] * x[:, None] + jnp.eye(5)).mean(),
+    "svd of rows": lambda t: jnp.linalg.svd(t, compute_uv=False).sum(-1).mean(),
+    "fft of rows": lambda t: jnp.abs(jnp.fft.fft(t, axis=1)).mean(),
+    "stack": lambda e, x: jnp.stack([e.mean(), x.mean()]) @ jnp.array([0.3, 0.7]),
+    "dict of means": lambda e, x: sum({"a": e.mean(), "b": x.mean()}.values()) / 2,
+    "gathered dot": lambda y, table, x: (table[y][:, :3] * x[:, :3]).sum(1).mean(),
+    "map of rows by callback": lambda e: jax.pure_callback(np.sqrt, jax.ShapeDtypeStruct(e.shape, e.dtype), e).mean(),
+    "prototypes": prototypes,
+    "numpy": lambda e: e.sum() / np.prod(e.shape),
+    "callback": by_callback,
+    "cnn": cnn,
+    "nnx": nnx_model,
+    "lstm and attention": lambda t: (Time().apply(TIME, t) ** 2).mean(),
+    "gradient penalty": penalty,
+    "gradient penalty with BatchNorm": penalty_through_batch_norm,
+    "maml": maml,
+    "maml of words": maml_of_words,
+    "maml with adam": maml_with_adam,
+    "ctc": ctc,
+    "scan over time": over_time,
+    "sum over time": added_over_time,
+    "guarded": guarded,
+    "masked BatchNorm": masked_batch_norm,
+}
+OPTAX = {
+    "cosine_distance": lambda x, z: optax.cosine_distance(x, z).mean(),
+    "cosine_similarity": lambda x, z: optax.cosine_similarity(x, z, epsilon=1e-6).mean(),
+    "convex_kl": lambda q, o: optax.convex_kl_divergence(jax.nn.log_softmax(o), q).mean(),
+    "generalized_kl": lambda q, o: optax.losses.generalized_kl_divergence(jax.nn.log_softmax(o), q).mean(),
+    "kl": lambda q, o: optax.kl_divergence(jax.nn.log_softmax(o), q).mean(),
+    "kl_log": lambda q, o: optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(o), jnp.log(q)).mean(),
+    "hinge": lambda e, sign: optax.hinge_loss(e, sign).mean(),
+    "huber": lambda x, z: optax.huber_loss(x, z).mean(),
+    "l2": lambda x, z: optax.l2_loss(x, z).mean(),
+    "squared": lambda x, z: optax.squared_error(x, z).mean(),
+    "log_cosh": lambda x, z: optax.log_cosh(x, z).mean(),
+    "multiclass_hinge": lambda o, y: optax.losses.multiclass_hinge_loss(o, y).mean(),
+    "multiclass_perceptron": lambda o, y: optax.losses.multiclass_perceptron_loss(o, y).mean(),
+    "perceptron": lambda e, sign: optax.losses.perceptron_loss(e, sign).mean(),
+    "multiclass_sparsemax": lambda o, y: optax.losses.multiclass_sparsemax_loss(o, y).mean(),
+    "sparsemax": lambda e, m: optax.losses.sparsemax_loss(e, m).mean(),
+    "poly": lambda o, q: optax.losses.poly_loss_cross_entropy(o, q).mean(),
+    "ranking": lambda o, q: optax.losses.ranking_softmax_loss(o, q, reduce_fn=None).mean(),
+    "ranking's own": lambda o, q: optax.losses.ranking_softmax_loss(o, q),
+    "safe": lambda o, q: optax.safe_softmax_cross_entropy(o, q).mean(),
+    "sigmoid": lambda o, q: optax.sigmoid_binary_cross_entropy(o, q).mean(),
+    "focal": lambda o, q: optax.sigmoid_focal_loss(o, q, alpha=0.3).mean(),
+    "softmax": lambda o, q: optax.softmax_cross_entropy(o, q).mean(),
+    "integer": lambda o, y: ce(o, y).mean(),
+    "triplet": lambda x, z: optax.losses.triplet_margin_loss(x, z, z[:, ::-1]).mean(),
+    "fenchel_young": lambda o, q: optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(o, q).mean(),
+    "dice of each": lambda i: optax.losses.dice_loss(i, jax.nn.sigmoid(i)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", [*ACCEPTED, *OPTAX])
+def test_a_mean_over_the_rows_is_accepted(name):
+    found = traced((ACCEPTED | OPTAX)[name])
+    assert found is not None
+    assert found.axis(0) is None
+    assert found.offence(0) is None
+
+
+def by_chance(e):
+    total = e.sum()  # <-
+    return total / 8.0
+
+
+def in_a_scan(t):
+    def step(total, x):
+        return total + jnp.sqrt((x**2).mean()), None  # <-
+
+    return lax.scan(step, 0.0, t.swapaxes(0, 1))[0]
+
+
+def in_a_jit(e):
+    return jax.jit(lambda e: jnp.log(  # <-
+        e.mean()
+    ))(e)
+
+
+def f1(o, y):
+    hit, said, true = [(v + 0.0).sum() for v in ((o.argmax(1) == 1) & (y == 1), o.argmax(1) == 1, y == 1)]
+    precision, recall = hit / said, hit / true  # <-
+    return 2 * precision * recall / (precision + recall)
+
+
+def dice(q, m):
+    p, m = q[:, 0], m + 0.0
+    return 1 - (2 * (p * m).sum() + 1) / (p.sum() + m.sum() + 1)  # <-
+
+
+def simclr(x, z):
+    both = jnp.concatenate([x, z])
+    both = both / jnp.linalg.norm(both, axis=1, keepdims=True)
+    near = both @ both.T  # <-
+    near = jnp.where(jnp.eye(both.shape[0], dtype=bool), -jnp.inf, near)
+    return ce(near, jnp.roll(jnp.arange(both.shape[0]), x.shape[0])).mean()
+
+
+def barlow(x, z):
+    c = x.T @ z / x.shape[0]
+    return ((jnp.diag(c) - 1) ** 2).sum() + ((c * (1 - jnp.eye(5))) ** 2).sum()  # <-
+
+
+def twice(x):
+    jnp.linalg.norm(x)
+    return jnp.linalg.norm(x)  # <-
+
+
+def unfinished_maml(w, x, o):
+    def loss(w):
+        return ((x @ w - o) ** 2).sum()  # <-
+
+    return loss(w - 0.1 * jax.grad(loss)(w)) / x.shape[0]
+
+
+REFUSED = {
+    "sum": [
+        lambda e: e.sum(),
+        lambda e: 3 * e.sum() + 1,
+        lambda e: e.sum() / 32.0,
+        lambda e: e.mean() + e.sum(),
+        lambda e: e.mean() / e.shape[0],
+        lambda e: e.sum() / jnp.sqrt(e.shape[0]),
+        lambda x: jnp.var(x[:, 0], ddof=1) * 1.0,
+        lambda e: ((e - e.mean()) ** 2).sum() / (e.shape[0] - 1),
+        lambda x: jnp.float32(x.shape[0]),
+        lambda x: jnp.log(x.shape[0]),
+        lambda o, y: (o.argmax(1) == y).sum(),
+        lambda x: jnp.einsum("bi,bi->", x, x),
+        lambda e: (e + e.sum()).mean(),
+        lambda e: (e * jnp.arange(e.shape[0])).mean(),
+        lambda e: e[:-1].mean(),
+        by_chance,
+    ],
+    "ratio": [
+        lambda e, m: (e * m).sum() / m.sum(),
+        lambda e, m: (e * m).sum() / jnp.maximum(m.sum(), 1),
+        lambda e, m: (e * m).sum() / (m.sum() + 1e-6),
+        lambda e, m: (e / m.sum()).sum(),
+        lambda e, m: (e * (1 / m.sum())).sum(),
+        lambda e, m: jnp.mean(e, where=m),
+        lambda e, m: jnp.average(e, weights=m),
+        lambda e, m: e.mean() + (e * m).mean() / m.mean(),
+        lambda e, m: jnp.where(m.sum() > 0, (e * m).sum() / m.sum(), 0.0),
+        lambda o, y, s: (ce(o, y) * (1 + s * y)).sum() / (1 + s * y).sum(),
+        lambda e, o: (jax.nn.softmax(o[:, 0]) * e).sum(),
+        lambda e: 1 / e.mean(),
+        f1,
+        dice,
+    ],
+    "nonlinear": [
+        lambda e: jnp.sqrt(e.mean()),
+        lambda e: jnp.log(e.mean()),
+        lambda e: jnp.exp(e.mean()),
+        lambda e: e.mean() ** 2,
+        lambda e: jnp.abs(e.mean()),
+        lambda e: jnp.maximum(e.mean(), 0.1),
+        lambda e: jnp.clip(e.mean(), 0.1, 3),
+        lambda e, x: e.mean() * x.mean(),
+        lambda o: jnp.linalg.norm(o),
+        lambda o: jnp.std(o),
+        lambda o: o.max(),
+        lambda e: e.prod(),
+        lambda m: m.all().astype(float),
+        lambda x: x[0].mean(),
+        lambda x: jnp.sort(x, 0)[-1].mean(),
+        lambda e: jnp.where(e.mean() > 1, e.mean(), 0.0),
+        lambda e: lax.cond(e.mean() > 1, lambda: 1.0, lambda: 0.0),
+        lambda o: 3 * (jax.nn.softmax(o).mean(0) * jax.nn.one_hot(o.argmax(1), 3).mean(0)).sum(),
+        lambda o: -(jax.nn.softmax(o).mean(0) * jnp.log(jax.nn.softmax(o).mean(0))).sum(),
+        lambda o: (jax.nn.log_softmax(o, axis=0) * o).sum(),
+        lambda x: jnp.linalg.eigvalsh(x.T @ x / x.shape[0]).sum(),
+        lambda e: e.mean() + jnp.sqrt(e.mean()),
+        in_a_scan,
+        in_a_jit,
+        barlow,
+        twice,
+    ],
+    "pairs": [
+        lambda x: (x @ x.T).mean(),
+        lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(),
+        lambda x: jnp.maximum(0, x[:, None, 0] - x[None, :, 0] + 0.1).max(1).mean(),
+        lambda x: (jax.nn.softmax(x @ x.T / 2) @ x).mean(),
+        lambda x, z: jnp.diag(x @ z.T).mean(),
+        lambda e, x: jax.vmap(lambda a: jax.vmap(lambda b: jnp.exp(a @ b))(x))(x).sum(1).mean(),
+        simclr,
+    ],
+}
+
+
+@pytest.mark.parametrize("kind, fn", [(kind, fn) for kind, fns in REFUSED.items() for fn in fns])
+def test_what_is_no_mean_is_refused_with_its_line(kind, fn):
+    offence = traced(fn).offence(0)
+    assert offence is not None
+    lines, first = inspect.getsourcelines(fn)
+    at = next((n for n, line in enumerate(lines) if "# <-" in line), 0)
+    assert (offence.kind, offence.line) == (kind, f"test_row_terms.py:{first + at}")

@@ -1,0 +1,466 @@
+"""The law of losses: whatever a loss is, it gives the numbers of one device and the whole batch, or it is refused.
+
+A random loss is a line of Python over what a small model puts out, as a user might write it: a falsifying example is
+that line. Said on the chunk, `dp.value_and_grad(loss)`, it is refused on any number of devices alike, or its value, its
+gradient and its metrics are those of `jax.value_and_grad` on one device. Said on the batch, `dp.value_and_grad(forward,
+criterion=criterion)`, each of them is exact and none is refused.
+
+On one device a `Mean` is its total divided by its count, a `Sum` its total, and a vector of rows its mean. All is
+computed in float64: there a wrong weight shows in the first digits and rounding in the last ones, whatever a random
+quotient or logarithm does to float32. The last law says the same of float32.
+"""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+from laws import examples
+
+import jdp
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+WIDTH, WORDS, CLASSES = 4, 5, 3
+
+
+def batch_of(rows, seed, dtype=np.float64):
+    """Rows of which many do not count: `w` and `keep` may be nought on a whole chunk, and are not on the batch."""
+    random = np.random.default_rng([seed, rows])
+    keep = random.random(rows) < 0.4
+    keep[rows // 2] = True
+    return {
+        "x": random.normal(size=(rows, WIDTH)).astype(dtype),
+        "words": random.integers(0, WORDS, rows).astype(np.int32),
+        "y": random.uniform(-1, 1, (rows, CLASSES)).astype(dtype),
+        "label": random.integers(0, CLASSES, rows).astype(np.int32),
+        "w": (keep * random.uniform(0.5, 2, rows)).astype(dtype),
+        "keep": keep,
+        "t": np.array(0.8, dtype),  # 0-d: whole on each replica
+    }
+
+
+def dense(params, batch):
+    h = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"])
+    return {"z": h, "u": jnp.sin(2 * h), "s": params["s"]}
+
+
+def two_heads(params, batch):
+    h = jnp.tanh(batch["x"] @ params["kernel"])
+    return {"z": jnp.tanh(h @ params["z"]), "u": jnp.tanh(h @ params["u"]), "s": params["s"]}
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        h = jnp.tanh(nn.Conv(CLASSES, (2,))(batch["x"][..., None]))
+        s = self.param("s", nn.initializers.constant(0.3), ())
+        return {"z": h.mean(1), "u": jnp.tanh(nn.Dense(CLASSES)(h[:, 0])), "s": s}
+
+
+class Embedded(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(WORDS, CLASSES, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1))
+        self.s = nnx.Param(jnp.float32(0.3))
+
+    def __call__(self, batch):
+        z = jnp.tanh(self.embed(batch["words"]) + self.head(batch["x"]))
+        return {"z": z, "u": jnp.cos(self.head(z @ jnp.ones((CLASSES, WIDTH), z.dtype) / 3)), "s": self.s[...]}
+
+
+SHAPES = {
+    "dense": {"kernel": (WIDTH, CLASSES), "bias": (CLASSES,), "s": ()},
+    "two_heads": {"kernel": (WIDTH, 2), "z": (2, CLASSES), "u": (2, CLASSES), "s": ()},
+    "conv": {
+        "params": {
+            "Conv_0": {"kernel": (2, 1, CLASSES), "bias": (CLASSES,)},
+            "Dense_0": {"kernel": (CLASSES, CLASSES), "bias": (CLASSES,)},
+            "s": (),
+        }
+    },
+    "embed": {
+        "embed": {"embedding": (WORDS, CLASSES)},
+        "head": {"kernel": (WIDTH, CLASSES), "bias": (CLASSES,)},
+        "s": (),
+    },
+}
+MODULES = {"dense": lambda: dense, "two_heads": lambda: two_heads, "conv": Conv, "embed": Embedded}
+MODELS = sorted(MODULES)
+
+
+def weights(model, dtype=np.float64):
+    random = np.random.default_rng(7)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: random.uniform(0.2, 0.9, shape).astype(dtype), SHAPES[model], is_leaf=is_shape)
+
+
+def loaded(w):
+    """An NNX model with these weights."""
+    model = Embedded()
+    nnx.update(model, jax.tree.map(jnp.asarray, w))
+    return model
+
+
+def outputs_of(model, apply, params, batch):
+    """What the losses are made of: two matrices of rows, and two numbers that are the same on all rows."""
+    out = params(batch) if model == "embed" else apply(params, batch)
+    leaves = jax.tree.leaves(nnx.state(params, nnx.Param) if model == "embed" else params)
+    return {**out, "l2": sum(jnp.sum(leaf**2) for leaf in leaves)}
+
+
+# ---------------------------------------------------------------------------------------------------------- grammar
+
+
+# Of each kind of expression the lines that it may be, the simplest first; {rows} stands for any line of the kind rows.
+GRAMMAR = {
+    "number": ["2", "0.5", "8", "np.float32(3)", "jnp.array(0.7)"],
+    # a number that is the same for all rows
+    "factor": ["{number}", "jnp.exp(-s)", "(1 + s**2)", "t", "(t * s)"],
+    # (rows, classes)
+    "matrix": ["(z - y) ** 2", "z * u", "jnp.abs(u - y)", "jnp.exp(z)", "jax.nn.softmax(z)"],
+    # (rows,), positive and of the order of one
+    "rows": [
+        "jnp.sum((z - y) ** 2, 1)",
+        "jnp.mean(jnp.abs(u - y), 1)",
+        "optax.softmax_cross_entropy_with_integer_labels(z, label)",
+        "jax.nn.softplus(u[:, 0])",
+        "jax.nn.logsumexp(z, 1)",
+        "-jax.nn.log_softmax(u)[jnp.arange(b), label]",
+        "({rows} * {rows})",
+        "({rows} + {factor} * {rows})",
+        "({rows} / (1 + {rows}))",
+        "jnp.sqrt({rows} + 0.5)",
+        "jnp.log1p({rows})",
+        "jnp.exp(-{rows})",
+        "jnp.maximum({rows}, 0.4)",
+        "jnp.where(keep, {rows}, 0.1)",
+        "({rows} * w + 0.2)",
+    ],
+    # all pairs of rows
+    "pairs": [
+        "z @ u.T",
+        "jnp.einsum('ik,jk->ij', z, u)",
+        "jnp.abs({rows}[:, None] - {rows}[None] + 0.1)",
+        "jnp.sum((z[:, None] - u[None]) ** 2, -1)",
+        "jnp.where(jnp.eye(b, dtype=bool), 0.0, z @ z.T)",
+    ],
+    # a sum over rows, and what may be a count of them
+    "total": [
+        "jnp.sum({rows})",
+        "jnp.sum({rows} * keep)",
+        "jnp.sum({matrix})",
+        "jnp.where(keep[:, None], {matrix}, 0.0).sum()",
+        "jnp.vdot({rows}, w)",
+        "jnp.einsum('ij,i->', z, {rows})",
+        "({factor} * jnp.sum({rows}) + jnp.sum({matrix}))",
+    ],
+    "count": ["b", "jnp.sum(w)", "jnp.sum(keep)", "z.size", "jnp.count_nonzero(keep)", "jnp.sum({rows})"],
+    # a mean over rows
+    "mean": [
+        "jnp.mean({rows})",
+        "jnp.mean({matrix})",
+        "jnp.sum({rows}) / b",
+        "jnp.sum({rows} / b)",
+        "{factor} * jnp.mean({rows})",
+        "(jnp.mean({rows}) + {number} * jnp.mean({matrix}))",
+        "(jnp.mean({rows}) - jnp.sum({matrix}) / z.size)",
+        "-jnp.mean({rows})",
+        "jnp.vdot({rows}, w) / b",
+        "jnp.einsum('ij,ij->', z, {matrix}) / len(z)",
+        "jnp.mean({matrix}, 0).sum()",
+        "(jnp.mean({rows}) + 0.01 * l2)",
+        "jnp.where(keep, {rows}, 0.0).mean()",
+        "jnp.mean(jnp.where(keep[:, None], {matrix}, 0.0))",
+    ],
+    # a number that is none, but for a few that are by chance
+    "no mean": [
+        "jnp.sum({rows})",
+        "{total} / {number}",
+        "jnp.mean({rows}) * b",
+        "jnp.mean({rows}) / b",
+        "(jnp.mean({rows}) + 1 / b)",
+        "jnp.sum({rows}) / (b + 1)",
+        "{total} / {count}",
+        "jnp.sum({rows} * keep) / jnp.maximum(jnp.sum(keep), 1)",
+        "jnp.average({rows}, weights=w)",
+        "jnp.mean({rows}, where=keep)",
+        "jnp.sqrt(jnp.mean({rows}) + 0.1)",
+        "jnp.log(jnp.mean({rows}) + 1)",
+        "jnp.linalg.norm({rows})",
+        "jnp.max({rows})",
+        "jnp.max({matrix})",
+        "jax.nn.logsumexp({rows})",
+        "jnp.sum(jnp.mean({matrix}, 0) ** 2)",
+        "jnp.sqrt(jnp.sum({matrix} * 0.1, 0) ** 2 + 1).sum()",
+        "jnp.sqrt(jnp.mean({matrix}) ** 2 + jnp.mean({rows}))",
+        "jnp.mean({pairs})",
+        "jnp.max({pairs})",
+        "jnp.sum({pairs}) / b",
+        "jnp.mean(jax.nn.logsumexp({pairs}, 1))",
+        "-jnp.mean(jnp.diag(jax.nn.log_softmax({pairs} * 2)))",
+        "jnp.linalg.norm(z.T @ u + 1)",
+        "(1 - 2 * jnp.sum({rows} * w) / (jnp.sum({rows}) + jnp.sum(w)))",
+        "jnp.mean({rows} * {rows}[::-1])",
+        "jnp.mean({rows} * jnp.roll({rows}, 1))",
+        "{rows}[0]",
+        "({no mean} + {mean})",
+        "({factor} * {no mean})",
+        "({no mean} * {mean})",
+        "({mean} / (0.5 + {no mean} ** 2))",
+        "jnp.maximum({no mean}, {mean})",
+        "jnp.log1p({no mean} ** 2)",
+        "jnp.where({no mean} > 1, {no mean}, {mean})",
+    ],
+    "term": ["Mean({total}, b)", "Mean({total}, {count})", "Mean(jnp.sum({rows} * w), jnp.sum(w))", "Sum({total})"],
+    "sum of terms": [
+        "{term} + {term}",
+        "{term} - {number} * {term}",
+        "{term} + {number} * {term} + {term} / 3",
+        "-{term} + {term}",
+        "sum([{term}, {term} * {number}, {term}])",
+        "{factor} * {term} + s",
+        "{factor} * ({term} + {term})",
+        "{term} + {mean}",
+        "{mean} + {factor} * {term}",
+        "{term} + Rows({rows})",
+        "Rows({rows}) + {number} * {term}",
+        "({term} + 0.01 * l2) / 2",
+    ],
+    "no sum of terms": [
+        "{term} * {term}",
+        "{term} / {term}",
+        "{term} ** 2",
+        "{term} + {no mean}",
+        "{no mean} + {term}",
+        "{term} * {mean}",
+        "jnp.sum({rows}) * {term}",
+        "{term} / {no mean}",
+    ],
+    # what may stand beside a loss, and is none
+    "metric": [
+        "{rows}",
+        "{matrix}",
+        "z.T",
+        "jnp.ravel(z)",
+        "Mean(jnp.sum({matrix}, 0), {count})",
+        "Sum(jnp.sum({matrix}, 0))",
+        "Sum(z.T @ u)",
+        "jnp.argmax(z, 1) == label",
+        "jnp.mean(jnp.argmax(z, 1) == label)",
+        "Mean(jnp.sum(jnp.argmax(z, 1) == label), b)",
+        "Sum(jnp.sum(keep))",
+        "{mean}",
+        "{term}",
+        "{sum of terms}",
+    ],
+    "no metric": [
+        "{no mean}",
+        "{no sum of terms}",
+        "jnp.sum(keep)",
+        "jnp.mean({matrix}, 0)",
+        "z.T @ u",
+        "{pairs}",
+        "jnp.zeros(3).at[label].add(1.0)",
+    ],
+    "loss": ["Rows({rows})", "{mean}", "{mean}", "{term}", "{sum of terms}"],
+    "no loss": ["{no mean}", "{no mean}", "{no mean}", "{no sum of terms}"],
+}
+
+
+PART = re.compile(r"\{([a-z ]+)\}")
+
+
+def grown(draw, kind, depth=2):
+    """A line of this kind; so deep are lines of one kind in others of the same."""
+    lines = [line for line in GRAMMAR[kind] if depth or f"{{{kind}}}" not in line]
+    part = lambda match: grown(draw, match[1], depth - (match[1] == kind))  # noqa: E731
+    return re.sub(PART, part, draw(st.sampled_from(lines)))
+
+
+@st.composite
+def programs(draw):
+    """The line of a loss and those of its metrics. At most one of them may be anything at all."""
+    wrong = draw(st.sampled_from([None, None, "loss", "loss", "metric"]))
+    loss = grown(draw, "no loss" if wrong == "loss" else "loss")
+    metrics = [grown(draw, "metric") for _ in range(draw(st.integers(0, 2)))]
+    return loss, (*metrics, grown(draw, "no metric")) if wrong == "metric" else tuple(metrics)
+
+
+# ------------------------------------------------------------------------------------------- what a program means
+
+FINISHED = {"Mean": lambda total, count: total / count, "Sum": lambda total: total, "Rows": jnp.mean}
+ON_THE_CHUNK = {"Mean": jdp.Mean, "Sum": jdp.Sum, "Rows": lambda rows: rows}
+OF_A_CRITERION = {**FINISHED, **{name: ON_THE_CHUNK[name] for name in ("Mean", "Sum")}}  # its metrics
+
+
+def run(line, meaning, out, batch):
+    names = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "b": len(out["z"]), **meaning, **out, **batch}
+    return eval(line, names)
+
+
+def evaluate(program, out, batch, loss_means, metrics_mean):
+    """The loss and its metrics."""
+    loss, metrics = program
+    measured = {f"{i}: {line}": run(line, metrics_mean, out, batch) for i, line in enumerate(metrics)}
+    return run(loss, loss_means, out, batch), measured
+
+
+@functools.cache
+def wrapper(model, n):
+    return jdp.DataParallel(MODULES[model](), range(n))
+
+
+def pure(tree):
+    """A gradient as a dict, an NNX one too."""
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+
+
+def whole(program, model, dtype, batch):
+    """One device and the whole batch."""
+    w = weights(model, dtype)
+    module = None if model == "embed" else MODULES[model]()
+    apply = getattr(module, "apply", module)
+    if model == "embed":
+        graph, w = nnx.split(loaded(w))
+
+    def loss(w, batch):
+        params = nnx.merge(graph, w) if model == "embed" else w
+        return evaluate(program, outputs_of(model, apply, params, batch), batch, FINISHED, FINISHED)
+
+    (value, metrics), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(w, batch)
+    return value, pure(grad), metrics
+
+
+def call(fn, model, dtype, batch):
+    """A gradient of jdp's: the value, the gradient and the metrics."""
+    w = weights(model, dtype)
+    (value, metrics), grad = fn(loaded(w) if model == "embed" else w, batch)
+    return value, pure(grad), metrics
+
+
+def on_the_chunk(program, model, n, dtype, batch, steps):
+    dp = wrapper(model, n)
+
+    def loss(params, batch):
+        out = outputs_of(model, None if model == "embed" else dp.apply, params, batch)
+        return evaluate(program, out, batch, ON_THE_CHUNK, ON_THE_CHUNK)
+
+    return call(dp.value_and_grad(loss, has_aux=True, accumulate_steps=steps), model, dtype, batch)
+
+
+def by_criterion(program, model, n, dtype, batch, steps):
+    dp = wrapper(model, n)
+
+    def forward(params, batch):
+        return outputs_of(model, None if model == "embed" else dp.apply, params, batch)
+
+    def criterion(out, batch):
+        return evaluate(program, out, batch, FINISHED, OF_A_CRITERION)
+
+    fn = dp.value_and_grad(forward, criterion=criterion, has_aux=True, accumulate_steps=steps)
+    return call(fn, model, dtype, batch)
+
+
+def verdict(call, *args):
+    """What a call gives, or the type of its error, which is in jdp's own words."""
+    try:
+        return call(*args), None
+    except (TypeError, ValueError) as error:
+        assert str(error).startswith("jdp."), error
+        return None, type(error)
+
+
+def assert_equal(got, want, tolerance):
+    """The same trees. A gradient may be the difference of large ones: its error is that of the largest number."""
+    got, want = jax.tree.map(np.asarray, (got, want))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(want))
+    largest = max(1.0, *(float(np.max(np.abs(leaf), initial=0)) for leaf in jax.tree.leaves(want)))
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert g.shape == w.shape, f"{where}: {g.shape}, {w.shape} is right"
+        np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * largest, err_msg=where)
+
+
+# ---------------------------------------------------------------------------------------------------------- the law
+
+seeds, models = st.integers(0, 99), st.sampled_from(MODELS)
+TOLERANCE = {np.float64: 1e-10, np.float32: 1e-5}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@examples(15)
+@given(programs(), models, st.integers(1, 33), seeds, st.sampled_from([np.float64, np.float64, np.float32]))
+def test_a_loss_is_that_of_one_device_or_refused(n, steps, program, model, rows, seed, dtype):
+    assume(seed)  # hypothesis begins with the simplest example, which would be the same one in each case
+    with jax.enable_x64(dtype == np.float64):
+        batch = batch_of(rows, seed, dtype)
+        want = whole(program, model, dtype, batch)
+        assert_equal(by_criterion(program, model, n, dtype, batch, steps), want, TOLERANCE[dtype])
+        got, refused = verdict(on_the_chunk, program, model, n, dtype, batch, steps)
+        event("refused" if refused else "accepted")
+        if not refused:
+            assert_equal(got, want, TOLERANCE[dtype])
+        if n > 1:
+            assert verdict(on_the_chunk, program, model, 1, dtype, batch, 1)[1] == refused
+
+
+def traced(loss, metrics=(), n=1):
+    """The type of the error at a trace of the gradient, which computes nothing."""
+    batch = batch_of(6, 1, np.float32)
+    return verdict(jax.eval_shape, lambda: on_the_chunk((loss, metrics), "dense", n, np.float32, batch, 1))[1]
+
+
+def each(*kinds):
+    """Each line of these kinds, with the simplest parts."""
+
+    def simplest(line):
+        return re.sub(PART, lambda part: simplest(GRAMMAR[part[1]][0]), line)
+
+    return pytest.mark.parametrize("line", [simplest(line) for kind in kinds for line in GRAMMAR[kind]])
+
+
+@each("mean", "term", "sum of terms")
+def test_what_is_right_is_accepted(line):
+    """As a loss and as a metric: the law would hold, too, if all were refused."""
+    assert traced(line, (line.replace("Rows", ""),)) is None
+
+
+@each("metric")
+def test_a_metric_that_is_right_is_accepted(line):
+    assert traced("l2", (line.replace("Rows", ""),)) is None
+
+
+@each("no mean", "no sum of terms")
+def test_what_is_wrong_is_refused(line):
+    """As a loss and as a metric, on one device and on two."""
+    errors = {traced(*program, n) for program in ((line,), ("l2", (line,))) for n in (1, 2)}
+    assert len(errors) == 1 and None not in errors
+
+
+@each("no metric")
+def test_a_metric_that_is_wrong_is_refused(line):
+    errors = {traced("l2", (line,), n) for n in (1, 2)}
+    assert len(errors) == 1 and None not in errors
+
+
+def test_enough_losses_are_accepted():
+    """Of the random ones, and enough are refused."""
+    seen = []
+
+    @examples(300)
+    @given(programs())
+    def judge(program):
+        seen.append(traced(*program) is None)
+
+    judge()
+    assert 1 / 3 < sum(seen) / len(seen) < 3 / 4
