@@ -273,7 +273,7 @@ class _Reader:
         if name in _LINEAR:
             degree, degrees = _degree(values), {v.degree for v in values}
             if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
-                degree = max(degrees)  # m.sum() + 1 grows as m.sum() does
+                degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
                 values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
             return self.made(eqn, values, _add(degree, summed), out, True, summed)
         if name in _PRODUCTS:

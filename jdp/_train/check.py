@@ -87,10 +87,10 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
 
 
 def _compared(found: Gradients, expected: Gradients, mesh: Mesh, steps: int, program: Program) -> LossCheck:
-    found, expected = (_parts(x, program) for x in (found, expected))
-    names = {"loss": found[0], "metrics": found[1], "update of state": found[2], "gradient of params": found[3]}
-    lines, what = [], set()
-    for (name, tree), other in zip(names.items(), expected, strict=True):
+    names = "loss", "metrics", "update of state", "gradient of params"
+    lines: list[str] = []
+    what: set[str] = set()
+    for name, tree, other in zip(names, _parts(found, program), _parts(expected, program), strict=True):
         mine, theirs = (jax.tree_util.tree_leaves_with_path(_on_host(x, mesh)) for x in (tree, other))
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):

@@ -249,7 +249,7 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."
             )
         whole = _mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
-        if is_number(term) and jnp.ndim(term) == 1 and followed.axis(first) == 0:
+        if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
             of_term = _mean(jnp.mean(term), weight)
         elif is_marker(term):
             of_term = _marked(term, name, followed, first, weight)

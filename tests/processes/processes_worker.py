@@ -187,6 +187,41 @@ def case_train():
     return found
 
 
+def all_pairs(outputs, batch):
+    """A loss of pairs of rows, with a metric of each row."""
+    error = jnp.mean((outputs - batch["y"]) ** 2, -1)
+    return jnp.sqrt(jnp.mean(jax.nn.logsumexp(outputs @ outputs.T, -1) ** 2)) + error.max(), {"rows": error}
+
+
+def case_criterion():
+    dp, v = jdp.DataParallel(MLP), variables()
+
+    def forward(v, batch):
+        return MLP.apply(v, batch["x"])
+
+    def terms(v, batch):
+        error, positive = jnp.mean((forward(v, batch) - batch["y"]) ** 2, -1), batch["y"][:, 0] > 0
+        return jdp.Mean(jnp.sum(error * positive), jnp.sum(positive)) + 0.5 * jdp.Sum(error.sum()) - error
+
+    step = dp.train_step(forward, optax.adam(1e-2), criterion=all_pairs)
+    state = step.init(v)
+    return {
+        "gradient": dp.value_and_grad(forward, criterion=all_pairs, has_aux=True)(v, BATCH),
+        "accumulated": dp.value_and_grad(forward, criterion=all_pairs, has_aux=True, accumulate_steps=2)(v, BATCH),
+        "terms": dp.value_and_grad(terms)(v, BATCH),
+        "check": bool(step.check(state, BATCH)),
+        "wrong": bool(dp.train_step(spread, optax.sgd(1.0)).check(dp.train_step(spread, optax.sgd(1.0)).init(v), BATCH)),
+        "trained": train(dp, loss=forward, criterion=all_pairs)[0],
+        "sharded": train(dp, loss=forward, criterion=all_pairs, shard_params=True)[0]["losses"],
+    }
+
+
+def spread(v, batch):
+    """A variance over the rows, which no trace tells from BatchNorm."""
+    outputs = MLP.apply(v, batch["x"])
+    return jnp.mean((outputs - outputs.mean(0)) ** 2)
+
+
 def case_shard_params():
     """Parameters that are cut over the devices of both processes: no process has them all."""
     dp, found = jdp.DataParallel(MLP), {}

@@ -325,6 +325,31 @@ def test_train(found):
     equal(found[0], found[1])  # to the last bit
 
 
+def test_criterion(found):
+    """A loss of pairs of rows sees those of all processes; a sum of terms has the counts of all."""
+
+    def loss(v, batch):
+        outputs = MLP.apply(v, batch["x"])
+        error = jnp.mean((outputs - batch["y"]) ** 2, -1)
+        return jnp.sqrt(jnp.mean(jax.nn.logsumexp(outputs @ outputs.T, -1) ** 2)) + error.max(), {"rows": error}
+
+    def terms(v):
+        error, positive = jnp.mean((MLP.apply(v, X) - Y) ** 2, -1), Y[:, 0] > 0
+        return jnp.sum(error * positive) / jnp.sum(positive) + 0.5 * error.sum() - error.mean()
+
+    v = variables()
+    whole = jax.value_and_grad(loss, has_aux=True)(v, BATCH)
+    losses, params = train(optax.adam(1e-2), 4, loss=lambda v, batch: loss(v, batch)[0])
+    for result in found:
+        for name in ("gradient", "accumulated"):
+            close(result[name], whole)
+        close(result["terms"], jax.value_and_grad(terms)(v))
+        np.testing.assert_allclose(result["trained"]["losses"], losses, rtol=1e-5)
+        np.testing.assert_allclose(result["sharded"], losses, rtol=1e-5)
+        close(result["trained"]["params"], params, rtol=1e-4, atol=1e-5)
+        assert result["check"] and not result["wrong"]
+
+
 def test_shard_params(found):
     losses, params = train(optax.adam(1e-2), 4)
     for process, result in enumerate(found):
