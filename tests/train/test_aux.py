@@ -1,5 +1,5 @@
 """What stands beside the loss: a mean over the rows, entries per row, a `Mean` or a `Sum`; sizes that are equal by
-chance decide nothing."""
+chance decide nothing, and an array that is none of these is refused."""
 
 import functools
 import re
@@ -39,16 +39,20 @@ KINDS = {
     "turned": lambda w, x: jnp.moveaxis(w * x, 0, -1),
     "flat": lambda w, x: (w * x).reshape(-1, *x.shape[2:]),
     "flat to the end": lambda w, x: (w * x).ravel(),
-    "mean": lambda w, x: jnp.mean(w * x, axis=0),
+    "mean": lambda w, x: jdp.Mean(jnp.sum(w * x, axis=0), x.shape[0]),
     "mean of all": lambda w, x: jnp.mean(x),
     "integers": lambda w, x: (x[:, 0] > 0).astype(jnp.int8),
     "bools": lambda w, x: x > 0,
     "sum": lambda w, x: jdp.Sum(jnp.sum(w * x, axis=0)),
     "hits": lambda w, x: jdp.Sum(jnp.sum(x > 0)),
-    "table": lambda w, x: jdp.Sum(jnp.einsum("bi,bj->ij", *[(x.reshape(len(x), -1) > k).astype(int) for k in (0, 1)])),
+    "table": lambda w, x: jdp.Sum(
+        jnp.einsum("bi,bj->ij", *[(x.reshape(x.shape[0], -1) > k).astype(int) for k in (0, 1)])
+    ),
     "small integers": lambda w, x: jdp.Sum(jnp.sum(x > 0, axis=0, dtype=jnp.uint8)),
-    "ratio": lambda w, x: jdp.Mean(jnp.sum(x * (x > 0), axis=0), 1 + jnp.sum(0 * x, axis=0) + jnp.float32(len(x)) - 1),
+    "ratio": lambda w, x: jdp.Mean(jnp.sum(x * (x > 0), axis=0), 1 + jnp.sum(0 * x, axis=0) + x.shape[0] - 1),
     "share": lambda w, x: jdp.Mean(jnp.sum(x > 0), x.size),
+    # `len` wants a number, which a trace with a symbolic number of rows has not: shapes of a few numbers tell then.
+    "by length": lambda w, x: jdp.Mean(jnp.sum(w * x, axis=0), len(x)),
 }
 # Few numbers, so that a trailing axis is often as long as a chunk or a microbatch, or as there are devices.
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple)
@@ -112,7 +116,7 @@ def test_what_ends_is_that_of_one_device_or_refused(kind, k, n, rows, steps):
     try:
         (_, got), _ = wrapper(n).value_and_grad(measured, has_aux=True, accumulate_steps=steps)(W, x)
     except TypeError as error:
-        assert re.search(r"aux is .* rows.*Return jdp\.Mean", str(error))
+        assert re.search(r"aux is .* rows.*Return jdp\.Mean|aux is float32\[\d+, \d\]; beside the loss", str(error))
         return
     close(got, measured(W, x)[1])
 
@@ -215,9 +219,10 @@ def test_groups_of_rows():
 
     def loss_fn(w, x):
         pairs = w * x[::2] * x[1::2]
-        return jnp.mean(pairs), (pairs, jnp.mean(pairs, axis=0))
+        return jnp.mean(pairs), (pairs, jdp.Mean(jnp.sum(pairs, axis=0), len(pairs)))
 
-    close(wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, x), jax.value_and_grad(loss_fn, has_aux=True)(W, x))
+    want = jax.value_and_grad(loss_fn, has_aux=True)(W, x)
+    close(wrapper(4).value_and_grad(loss_fn, has_aux=True)(W, x), plain(want))
 
 
 # --- where nothing tells ---
@@ -244,14 +249,32 @@ def of_the_first(count):
     return lambda w, x: x[:count]
 
 
+def by_length(fn):
+    """The same, for a number of rows that is a number."""
+
+    @functools.wraps(fn)
+    def by_length(w, x):
+        assert len(x) >= 0
+        return fn(w, x)
+
+    return by_length
+
+
+NOT_ALONG_ONE = " for b rows, which is not in proportion along one axis"
 UNKNOWN = [
-    (of_the_first(1), r"\['a'\] is float32\[1, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
-    (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
-    (of_the_first(4), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
-    (of_the_first(6), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[6, 2\] for 8 rows"),
-    (of_the_first(64), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[64, 2\] for 132 rows"),
-    (square, r"\['a'\] is float32\[4, 4\] for 4 rows, and \[8, 8\] for 8 rows"),
-    (with_a_prefix, r"\['a'\] is float32\[6, 2\] for 4 rows, and \[10, 2\] for 8 rows"),
+    (of_the_first(1), r"\['a'\] is float32\[1, 2\]; beside the loss stand"),
+    (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and its shape is \(min\(b, 3\), 2\)" + NOT_ALONG_ONE),
+    (of_the_first(4), r"\['a'\] is float32\[4, 2\] for 4 rows, and its shape is \(min\(b, 4\), 2\)" + NOT_ALONG_ONE),
+    (of_the_first(64), r"\['a'\] is float32\[4, 2\] for 4 rows, and its shape is \(min\(b, 64\), 2\)" + NOT_ALONG_ONE),
+    (square, r"\['a'\] is float32\[4, 4\] for 4 rows, and its shape is \(b, b\)" + NOT_ALONG_ONE),
+    (with_a_prefix, r"\['a'\] is float32\[6, 2\] for 4 rows, and its shape is \(b \+ 2, 2\)" + NOT_ALONG_ONE),
+    (by_length(of_the_first(1)), r"\['a'\] is float32\[1, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
+    (by_length(of_the_first(3)), r"\['a'\] is float32\[3, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
+    (by_length(of_the_first(4)), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[0, 2\] for 0 rows"),
+    (by_length(of_the_first(6)), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[6, 2\] for 8 rows"),
+    (by_length(of_the_first(64)), r"\['a'\] is float32\[4, 2\] for 4 rows, and \[64, 2\] for 132 rows"),
+    (by_length(square), r"\['a'\] is float32\[4, 4\] for 4 rows, and \[8, 8\] for 8 rows"),
+    (by_length(with_a_prefix), r"\['a'\] is float32\[6, 2\] for 4 rows, and \[10, 2\] for 8 rows"),
     (padded, r"\['a'\] is float32\[8, 2\] for 4 rows, and \[8, 2\] for 8 rows"),
     (for_four_rows, r"\['a'\] is float32\[4, 2\] for 4 rows, and loss_fn fails for other numbers .*AssertionError"),
 ]
@@ -271,16 +294,51 @@ def test_what_cannot_be_told_is_refused(refused, fn, match, door):
             step(step.init({"params": W}), x)
 
 
-def test_a_model_for_one_number_of_rows_keeps_what_no_rows_can_be_in():
-    """7 classes are not made of 4 rows: the mean, as in any other model."""
+def test_in_a_model_for_one_number_of_rows_means_of_classes_are_marked_as_in_any_other(refused):
+    """7 classes are not made of 4 rows."""
 
-    def loss_fn(w, x):
-        assert len(x) == 4
-        return jnp.mean(w * x), jnp.mean(x, axis=0)
+    def with_means(means):
+        def loss_fn(w, x):
+            assert len(x) == 4
+            return jnp.mean(w * x), {"classes": means(x)}
+
+        return wrapper(2).value_and_grad(loss_fn, has_aux=True)
 
     x = np.random.RandomState(0).randn(8, 7).astype(np.float32)
-    (_, aux), _ = wrapper(2).value_and_grad(loss_fn, has_aux=True)(W, x)
-    close(aux, x.mean(0))
+    (_, aux), _ = with_means(lambda x: jdp.Mean(jnp.sum(x, axis=0), len(x)))(W, x)
+    close(aux["classes"], x.mean(0))
+    with refused(TypeError, "value_and_grad", r"aux\['classes'\] is float32\[7\]; beside the loss stand .*jdp\.Mean"):
+        with_means(lambda x: jnp.mean(x, axis=0))(W, x)
+
+
+BY_CLASS = {
+    "a confusion matrix": lambda x, y: jnp.zeros((3, 3)).at[y, y].add(1.0),
+    "means": lambda x, y: jnp.mean(x, axis=0),
+    "shares": lambda x, y: jnp.mean(jax.nn.one_hot(y, 4), axis=0),
+    "maxima": lambda x, y: jnp.max(x, axis=0),
+    "of 16 bits": lambda x, y: jnp.sum(x, axis=0, dtype=jnp.bfloat16),
+    "integers": lambda x, y: jnp.zeros((3, 3), jnp.int32).at[y, y].add(1),
+    "bools": lambda x, y: jnp.any(x > 0, axis=0),
+    "complex": lambda x, y: jnp.sum(x, axis=0) * 1j,
+    "constants": lambda x, y: jnp.arange(4.0),
+}
+
+
+@pytest.mark.parametrize("n, steps", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("kind", BY_CLASS)
+def test_an_array_without_rows_is_marked_or_refused(refused, kind, n, steps):
+    """Of any dtype, by either door, on one device too; 4 classes are not the 4 rows of a chunk or a microbatch."""
+    x, y = np.random.RandomState(0).randn(8, 4).astype(np.float32), np.resize([0, 2, 1, 1], 8)
+    match = r"\['a'\] is (b?float|int|bool|complex)\d*\[[34, ]+\]; beside the loss stand .*jdp\.Mean.*jdp\.Sum"
+    with refused(TypeError, "value_and_grad", "aux" + match):
+        wrapper(n).value_and_grad(
+            lambda w, x, y: (jnp.mean(w * x), {"a": BY_CLASS[kind](x, y)}), has_aux=True, accumulate_steps=steps
+        )(W, x, y)
+    step = wrapper(n).train_step(
+        lambda v, b: (jnp.mean(v["params"] * b[0]), {"a": BY_CLASS[kind](*b)}), optax.sgd(0.1), accumulate_steps=steps
+    )
+    with refused(TypeError, "train_step", "metrics" + match):
+        step(step.init({"params": W}), (x, y))
 
 
 @pytest.mark.parametrize("marker", [jdp.Sum, lambda x: jdp.Mean(x, 1.0), lambda x: jdp.Mean(1.0, x)])
@@ -302,9 +360,15 @@ def test_a_sum_of_what_is_no_number(refused, value):
         )
 
 
-def test_a_sum_is_no_loss(refused):
-    with refused(TypeError, "value_and_grad", r"the loss is Sum; it is a real scalar"):
-        wrapper(2).value_and_grad(lambda w, x: jdp.Sum(jnp.sum(w * x)))(W, np.ones(8, np.float32))
+@pytest.mark.parametrize("n, steps", [(1, 1), (2, 3), (4, 1), (8, 2)])
+def test_a_sum_is_a_loss(n, steps):
+    """That of all rows: of uneven chunks and microbatches, and where replicas have none."""
+    x = np.arange(1, 6, dtype=np.float32)
+    loss = lambda w, x: jdp.Sum(jnp.sum((w * x) ** 2))  # noqa: E731
+    close(wrapper(n).value_and_grad(loss, accumulate_steps=steps)(W, x), (W**2 * 55, 2 * W * 55))
+    step = wrapper(n).train_step(lambda v, x: loss(v["params"], x), optax.sgd(0.01), accumulate_steps=steps)
+    state, metrics = step(step.init({"params": W}), x)
+    close((metrics["loss"], state.params), (W**2 * 55, W - 0.01 * 2 * W * 55))
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -313,7 +377,7 @@ def test_a_model_of_pairs_of_rows_has_its_row_axis_found(rows):
 
     def loss_fn(w, x):
         pairs = x.reshape(-1, 2, 2) * w
-        return pairs.mean(), {"per_class": jnp.full(4, pairs.mean()), "rows": x[:, 0] * w}
+        return pairs.mean(), {"per_class": jdp.Mean(jnp.full(4, pairs.sum()), pairs.size), "rows": x[:, 0] * w}
 
     (_, metrics), _ = jdp.DataParallel(lambda w, x: x, devices=[0, 1]).value_and_grad(loss_fn, has_aux=True)(1.0, x)
     np.testing.assert_allclose(metrics["per_class"], np.full(4, x.mean()), rtol=1e-6)

@@ -48,7 +48,7 @@ def test_replicas_and_rows_are_named(rows, replicas, steps, devices):
 def test_where_no_row_does_it_alone_all_of_the_replica_are_named():
     """A sum that overflows only over several rows."""
     dp = jdp.DataParallel(lambda v, x: x, devices=[0, 1])
-    step = dp.train_step(lambda v, x: jnp.sum(x * v["params"]), optax.sgd(0.1))
+    step = dp.train_step(lambda v, x: jdp.Sum(jnp.sum(x * v["params"])), optax.sgd(0.1))
     x = np.ones(6, np.float32)
     x[3:] = 2e38
     (found,) = step.find_nonfinite(step.init({"params": np.float32(1)}), x)

@@ -195,9 +195,9 @@ def measured(variables, batch):
     error, out = vector(variables, batch), model(variables["params"], batch["x"])
     return error, {
         "mean": jnp.mean(out),
-        "per class": jnp.mean(out, axis=0),
+        "per class": jdp.Mean(jnp.sum(out, axis=0), out.shape[0]),
         "rows": {"error": error, "out": out, "id": batch["id"], "right": out[:, 0] > 0},
-        "hits": jdp.Mean(jnp.sum(out[:, 0] > 0), len(error)),
+        "hits": jdp.Mean(jnp.sum(out[:, 0] > 0), error.shape[0]),
         "per token": jdp.Mean(jnp.sum(error[:, None] * batch["mask"]), jnp.sum(batch["mask"])),
     }
 
@@ -1055,10 +1055,21 @@ RETURNED = {
     "a Mean of vectors": (TypeError, lambda e: jdp.Mean(e, 4), r"the loss is a jdp\.Mean of float32\[4\]"),
     "nothing": (TypeError, lambda e: (), "loss_fn returns a tuple of 0; it returns loss or "),
     "four": (TypeError, lambda e: (e, {}, {}, {}), "loss_fn returns a tuple of 4; it returns loss or "),
-    "metrics that are one array": (TypeError, lambda e: (e, e), "the metrics are a .*; each has a name"),
+    "metrics that are one array": (TypeError, lambda e: (e, e), "the metrics are an array alone; each has a name"),
     "metrics that are a list": (TypeError, lambda e: (e, [e]), "the metrics are a list; each has a name"),
     "a metric called loss": (ValueError, lambda e: (e, {"loss": e}), "a metric is called 'loss'"),
     "an integer metric": (TypeError, lambda e: (e, {"hits": jnp.sum(e > 0)}), r"\['hits'\] is int32\[\]; .*jdp\.Mean"),
+    "a metric by class": (
+        TypeError,
+        lambda e: (e, {"classes": jnp.full(3, e.mean())}),
+        r"\['classes'\] is float32\[3\]; .*jdp\.Mean",
+    ),
+    "a metric that is a sum": (
+        TypeError,
+        lambda e: (e, {"sum": jnp.sum(e)}),
+        r"\['sum'\] is a scalar, and it is a sum over the rows that is not divided by their number .*jdp\.Sum",
+    ),
+    "a sum": (TypeError, jnp.sum, r"the loss is a scalar, and it is a sum over the rows that is not divided by .*Sum"),
     "a metric that is a name": (TypeError, lambda e: (e, {"of": "me"}), r"\['of'\] is a str; "),
     "updates that are one array": (TypeError, lambda e: (e, {}, e), "the updates are a .*; they are collections"),
     "an unknown collection": (
@@ -1084,7 +1095,10 @@ RETURNED = {
 }
 
 
-LOOPED = ("a matrix", "an integer", "a Mean of vectors", "four", "a metric called loss", "a collection of another tree")
+LOOPED = (
+    *("a matrix", "an integer", "a Mean of vectors", "four", "a sum", "a metric by class", "a metric called loss"),
+    "a collection of another tree",
+)
 
 
 @pytest.mark.parametrize("what, accumulate", [*((what, 1) for what in RETURNED), *((what, 3) for what in LOOPED)])
@@ -1122,7 +1136,7 @@ def test_skipped_is_a_name_of_the_step_where_it_gives_one(refused):
         (lambda e: (e, {}, {}), r"loss_fn returns a tuple of 3; it returns loss or \(loss, metrics\)\. "),
         (lambda e: e[:, None], "the loss is " + r"float32\[4, 1\] for 4 rows; it is " + THREE),
         (lambda e: (e, {"loss": e}), "a metric is called 'loss'"),
-        (lambda e: (e, e), "the metrics are a .*; each has a name"),
+        (lambda e: (e, e), "the metrics are an array alone; each has a name"),
     ],
 )
 def test_what_an_nnx_loss_function_may_not_return(refused, out, match):

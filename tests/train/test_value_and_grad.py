@@ -309,16 +309,18 @@ def test_microbatches_of_another_axis():
     close(vg(w, columns, y), jax.value_and_grad(loss)(w, columns, y))
 
 
-def test_the_count_of_a_mean_is_a_constant():
-    """Even where it depends on the parameters, as a sum of weights may."""
+def test_the_count_of_a_mean_is_differentiated():
+    """Where it depends on the parameters, as a sum of weights may."""
 
     def loss(w, x):
         return jdp.Mean(jnp.sum(w * x), jnp.sum(w * w * x))
 
     x = np.arange(1, 6, dtype=np.float32)
-    value, grad = wrapper(2).value_and_grad(loss, accumulate_steps=2)(np.float32(2), x)
-    assert float(value) == 0.5 and float(grad) == 0.25  # with a count that is no constant: -0.25
-    assert float(jax.grad(lambda w: wrapper(2).value_and_grad(loss)(w, x)[0])(np.float32(2))) == 0.25
+    for n, steps in ((1, 1), (2, 2), (8, 1)):
+        found = wrapper(n).value_and_grad(loss, accumulate_steps=steps)(np.float32(2), x)
+        np.testing.assert_allclose(found, (0.5, -0.25), rtol=1e-6)  # with a count that is a constant: 0.25
+    again = jax.grad(lambda w: wrapper(2).value_and_grad(loss)(w, x)[0])(np.float32(2))
+    np.testing.assert_allclose(again, -0.25, rtol=1e-6)
 
 
 # --- aux ---
@@ -327,8 +329,12 @@ def test_the_count_of_a_mean_is_a_constant():
 CLASSES = 10
 
 
-def measured(params, x, y, mask):
-    """All the forms that aux may have, where chunks and microbatches may have as many rows as there are classes."""
+def measured(params, x, y, mask, by_length=False):
+    """All the forms that aux may have, where chunks and microbatches may have as many rows as there are classes.
+
+    `by_length`: with a number of rows that is a number, so that no trace with a symbolic one can follow.
+    """
+    rows = len(x) if by_length else x.shape[0]
     out = jnp.tanh(x @ params["in"]["w"])
     scores = out @ jnp.arange(4 * CLASSES, dtype=x.dtype).reshape(4, CLASSES) / 40
     error = jnp.sum((model(params, x) - y) ** 2, axis=1)
@@ -342,11 +348,11 @@ def measured(params, x, y, mask):
             "cube": scores[:, None] * jnp.ones((CLASSES, 1), x.dtype),  # (rows, classes, classes)
             "guess": jnp.argmax(scores, axis=1),
             "right": scores[:, 0] > 0,
-            "per class": jnp.mean(scores, axis=0),  # (classes,)
-            "covariance": scores.T @ scores / len(x),  # (classes, classes)
+            "per class": jdp.Mean(jnp.sum(scores, axis=0), rows),  # (classes,)
+            "covariance": jdp.Mean(scores.T @ scores, rows),  # (classes, classes)
             "per token": [jdp.Mean(jnp.sum(mask * error[:, None]), jnp.sum(mask))],
-            "per step": jdp.Mean(jnp.sum(mask, axis=0), len(x)),
-            "hits": jdp.Mean(jnp.sum(jnp.argmax(scores, axis=1) == 3), len(x)),
+            "per step": jdp.Mean(jnp.sum(mask, axis=0), rows),
+            "hits": jdp.Mean(jnp.sum(jnp.argmax(scores, axis=1) == 3), rows),
         },
     )
     return jnp.mean(error), metrics
@@ -360,14 +366,15 @@ def measured_whole(*args):
 
 @pytest.mark.one_case
 @pytest.mark.parametrize(
-    "n, size, steps",
+    "n, size, steps, by_length",
     # microbatches of 10 rows; of 10 or 9; replicas without rows
-    [(1, 40, 4), (2, 37, 2), (8, 5, 3)],
+    [(1, 40, 4, True), (2, 37, 2, False), (2, 37, 2, True), (8, 5, 3, False)],
 )
-def test_aux_is_averaged_or_gathered(float64, n, size, steps):
+def test_aux_is_averaged_or_gathered(float64, n, size, steps, by_length):
     """Arrays with an entry per row come back in input order; 10 values of 10 classes are not those of 10 rows."""
     args = PARAMS, *batch(size, np.float64)
-    got = wrapper(n).value_and_grad(measured, has_aux=True, accumulate_steps=steps)(*args)
+    loss = functools.partial(measured, by_length=by_length)
+    got = wrapper(n).value_and_grad(loss, has_aux=True, accumulate_steps=steps)(*args)
     want = jax.jit(jax.value_and_grad(measured_whole, has_aux=True))(*args)
     close(got, want)
 
@@ -385,7 +392,8 @@ def test_aux_that_is_nothing_or_one_array():
 
 @pytest.mark.one_case
 @pytest.mark.parametrize(
-    "form, size, n, steps", [("scalar", 1, 8, 1), ("vector", 5, 8, 1), ("tokens", 9, 8, 2), ("scalar", 10, 3, 3)]
+    "form, size, n, steps",
+    [("scalar", 1, 8, 1), ("vector", 5, 8, 1), ("tokens", 9, 8, 2), ("scalar", 10, 3, 3), ("tokens", 5, 8, 1)],
 )
 def test_padding_and_replicas_without_rows_are_never_seen(form, size, n, steps):
     """On zeros each of these is infinite or no number, and so is its gradient."""
@@ -403,9 +411,8 @@ def test_padding_and_replicas_without_rows_are_never_seen(form, size, n, steps):
         value = each.sum() / x.sum() if form == "tokens" else each.mean()
         return value, {"each": each, "log": jnp.log(x).mean(), "ratio": jnp.sum(1 / x) / jnp.sum(1 / x**2)}
 
-    args, argnums = (np.float32(1.5), np.arange(1, size + 1, dtype=np.float32)), 0
-    if steps == 1 and form != "tokens":  # the count of a Mean is a constant, and here it is made of rows
-        argnums = 0, 1
+    args = np.float32(1.5), np.arange(1, size + 1, dtype=np.float32)
+    argnums = (0, 1) if steps == 1 else 0  # the count of a Mean is differentiated, and here it is made of rows
     got = wrapper(n).value_and_grad(loss, argnums, has_aux=True, accumulate_steps=steps)(*args)
     close(got, jax.jit(jax.value_and_grad(of_all, argnums, has_aux=True))(*args))
 
@@ -997,11 +1004,12 @@ def test_compiled_once_for_the_same_loss_and_shapes(compilations):
 
 
 def test_traced_once(traced):
+    """And once more with a symbolic number of rows, which tells that the scalar is a mean."""
     dp, loss = wrapper(2), traced(lambda params, x, y, mask: scalar(params, x, y, mask))
     for place in (lambda a: a, jnp.asarray):
         for _ in range(2):
             dp.value_and_grad(loss)(single(PARAMS), *map(place, batch(8)))
-    assert loss.shapes == [(4, 3)]
+    assert [*map(str, loss.shapes)] == ["(4, 3)", "(b, 3)"]
 
 
 def test_a_loss_and_a_wrapper_that_are_dropped_are_freed():
@@ -1212,9 +1220,22 @@ def test_an_error_of_the_loss_keeps_its_type_and_says_where():
 
 
 def test_a_loss_that_is_reduced_already(refused):
-    """As a step for jax.pmap does it: the mean over the replicas would be taken twice."""
-    with refused(ValueError, "value_and_grad", "the loss is reduced over 'data' already"):
-        wrapper(2).value_and_grad(lambda *args: lax.pmean(scalar(*args), "data"))(*GOOD)
+    """As a step for jax.pmap does it: the mean of means of as many rows is the mean; all else would be added twice."""
+
+    def reduced(*args):
+        return lax.pmean(scalar(*args), "data")
+
+    close(wrapper(2).value_and_grad(reduced)(*GOOD), whole(scalar)(*GOOD))
+    match = r"the loss is reduced over 'data' already \(psum at test_value_and_grad\.py:\d+\).*criterion="
+    with refused(ValueError, "value_and_grad", match):
+        wrapper(2).value_and_grad(reduced, accumulate_steps=2)(*GOOD)
+    for again in (
+        lambda *args: jdp.Sum(lax.psum(jnp.sum(vector(*args)), "data")),
+        lambda *args: jdp.Mean(lax.psum(jnp.sum(vector(*args)), "data"), lax.psum(5, "data")),
+        lambda *args: lax.psum(scalar(*args), "data"),
+    ):
+        with refused(ValueError, "value_and_grad", match):
+            wrapper(2).value_and_grad(again)(*GOOD)
     still_right()
 
 
