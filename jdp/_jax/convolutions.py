@@ -10,7 +10,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .jaxprs import rewrite
+from .jaxprs import bind, rewrite
 
 
 def canonical(jaxpr: Any) -> Any:
@@ -34,7 +34,8 @@ def canonical(jaxpr: Any) -> Any:
 def _rule(eqn: Any) -> Callable[..., Any] | None:
     if eqn.primitive is not jax.lax.conv_general_dilated_p:
         return None
-    return functools.partial(_primitive().bind, **eqn.params)
+    own = eqn.replace(primitive=_primitive())
+    return lambda *operands: bind(own, operands)[0]
 
 
 @functools.cache

@@ -67,6 +67,20 @@ def is_sum_over(eqn: Any, axis_name: str) -> bool:
     return eqn.primitive.name == "psum" and axes(eqn) == (axis_name,) and eqn.params.get("axis_index_groups") is None
 
 
+def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
+    """Returns True where each sum over the axis is divided by its `n` members at once, as `lax.pmean` does."""
+    jaxpr = _opened(jaxpr)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("psum") and axis_name in axes(eqn):
+            users = [other for other in jaxpr.eqns if any(v is out for v in other.invars for out in eqn.outvars)]
+            by = [other.invars[1] for other in users if other.primitive.name == "div"]
+            if len(by) != len(users) or not all(is_literal(v) and v.val == n for v in by):
+                return False
+        if not all(are_means(inner, axis_name, n) for inner in inside(eqn)):
+            return False
+    return True
+
+
 def communicates(jaxpr: Any) -> bool:
     """Whether there is a collective in it, for which devices wait for each other."""
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))

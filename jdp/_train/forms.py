@@ -279,10 +279,13 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)
         return _mean(x, weight)
+    way = "Return one of these"
+    if is_number(x) and jnp.ndim(x):  # whose mean may be meant, as that of BatchNorm's statistics
+        way = "No axis of it follows the rows: return jdp.Sum(x), or jdp.Mean(x * n, n) of n rows for the mean"
     raise TypeError(
         f"{name} is {described(x)}; beside the loss stand 0-d floats (the mean over the rows), arrays with entries per "
         f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
-        f"Return one of these."
+        f"{way}."
     )
 
 

@@ -15,7 +15,7 @@ from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, reached, source_line, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
 from .followed import ON_BATCH, Followed
@@ -268,12 +268,13 @@ def differentiate(
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-    if not loss.pulls and shapes[1][0].each[0].kind == "ratio" and _count_depends(jaxpr, len(jax.tree.leaves(diff))):
+    if not loss.pulls and shapes[1][0].each[0].kind == "ratio" and _count_depends(jaxpr, len(jax.tree.leaves((whole, chosen)))):
         raise SeveralTerms
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))
     # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
-    equal = shapes[1][0].is_mean and {*signature.layout.rows} == {size}
+    n = len(signature.layout.devices)
+    equal = shapes[1][0].is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, signature.axis_name, n)
     if not loss.pulls and not equal:
         _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
     if loss.sync:
@@ -336,9 +337,9 @@ def has_cotangent(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _count_depends(jaxpr: Any, params: int) -> bool:
-    """Whether the count of a `jdp.Mean`, the third output, may have a derivative with respect to the parameters."""
-    inputs = [i < params for i in range(len(jaxpr.in_avals))]
+def _count_depends(jaxpr: Any, first: int) -> bool:
+    """Whether the count of a `jdp.Mean`, the third output, may have a derivative by one of the first inputs."""
+    inputs = [i < first for i in range(len(jaxpr.in_avals))]
     return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
 
 

@@ -246,12 +246,13 @@ def test_results_come_back_where_the_parameters_live(devices, where):
     home = frozenset(devices[:n]) if where == "replicated" else frozenset(devices[:1])
 
     def loss(params, x, y, mask):
-        return tokens(params, x, y, mask), (vector(params, x, y, mask), jnp.sum(mask))
+        return tokens(params, x, y, mask), (vector(params, x, y, mask), jdp.Sum(jnp.sum(mask)))
 
     for size in (12, 10):  # even and not
         (value, aux), grads = wrapper(n).value_and_grad(loss, has_aux=True)(place(params), *batch(size))
         close((value, grads), whole(tokens)(params, *batch(size)))
         close(aux[0], jax.jit(vector)(params, *batch(size)))
+        assert float(aux[1]) == MASK[:size].sum()
         assert devices_of((value, aux, grads)) == {home}
 
 
@@ -475,9 +476,14 @@ def test_linen_cnn_with_batch_norm_through_aux():
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), (new["batch_stats"], logits)
 
+    def with_means(*args):
+        value, (stats, logits) = loss(*args)
+        n = logits.shape[0]
+        return value, (jax.tree.map(lambda x: jdp.Mean(x * n, n), stats), logits)
+
     args = variables["params"], variables["batch_stats"]
     dp = jdp.DataParallel(net, devices=range(n))
-    (value, (stats, logits)), grads = dp.value_and_grad(loss, has_aux=True, in_axes=(None, 0, 0))(
+    (value, (stats, logits)), grads = dp.value_and_grad(with_means, has_aux=True, in_axes=(None, 0, 0))(
         *args, images, LABELS[:size]
     )
     parts = chunks(n, images, LABELS[:size])
