@@ -2,8 +2,11 @@
 
 What they share comes first:
 
-    terms.py             a loss's value as terms that add up; `jdp.Mean` and `jdp.Sum`
+    terms.py             `jdp.Mean`, `jdp.Sum`, and sums of them with factors
+    followed.py          how what a function returns follows the rows: its shapes, and what a scalar is made of
+    forms.py             what a function returned, as what adds up and as entries per row
     gradients.py         the gradient on every replica, in microbatches, and its one sum over the replicas
+    criterion.py         a loss of all rows: forward on the replicas, the loss once, and back
     shards.py            the same of parameters that are cut over the replicas
     loss.py              a loss function: which of its arguments are whole, cut, differentiated; what it returns
     value_and_grad.py    the first door, and `grad`
@@ -14,6 +17,7 @@ The training step:
     state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
     program.py           the step as one compiled program
     deterministic.py     the step as programs for one device each, with the same bits on any number of them
+    check.py             `jdp.LossCheck`: the loss on several devices beside that of one
     nonfinite.py         which replica and which rows made a gradient that is not finite
 
 A step that was written for `jax.pmap`:

@@ -131,8 +131,14 @@ def train_step(
         loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
             `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
             metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
-            entry per row, or `jdp.Mean(total, count)`; each metric likewise, or `jdp.Sum(total)`, and one whose
-            shape follows the rows comes back gathered. `updates` are new collections, as `{"batch_stats": ...}`.
+            entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum of such terms with factors; each metric
+            likewise, and one whose shape follows the rows comes back gathered. A scalar that is no mean over the rows
+            is refused. `updates` are new collections, as `{"batch_stats": ...}`.
+        criterion: a loss of all rows, torch's `criterion(model(x), y)`. `loss_fn` is the forward pass then, and returns
+            outputs (a tree of arrays that follow the rows), or `(outputs, updates)`. `criterion(outputs, batch)` is
+            called once, with the outputs of all rows of all devices and processes, and returns the loss, a real 0-d
+            array, or `(loss, metrics)`, which come back as they are. With `accumulate_steps`, `replicas=`,
+            `shard_params` or uneven `sync_batch_norm` each microbatch runs forward twice.
         in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (whole to every replica: a teacher's
             parameters, a table of class weights), or a tuple, list or dict of them. Default: that of the wrapper.
         tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
@@ -169,7 +175,7 @@ def train_step(
         The step. `step.lower(state, batch)` is that of `jax.jit`.
 
     Raises:
-        TypeError: `tx` is no optimizer; a loss of none of the three forms; parameters without a gradient.
+        TypeError: `tx` is no optimizer; a loss of none of these forms; parameters without a gradient.
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
             no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
             where replicas meet in a branch or a `while` loop.

@@ -55,13 +55,18 @@ def value_and_grad(
 
     Args:
         loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
-            rows of its chunk), a vector with one entry per row, or `jdp.Mean(total, count)`. The leaves
-            of `aux` likewise, or `jdp.Sum(total)`. An array whose shape follows the rows (one entry per row,
-            or as many for each, as in flattened logits) comes back gathered, in input order; any other array
-            of floats is a mean over the rows. Which it is, is seen by tracing `loss_fn` with more rows.
+            rows of its chunk), a vector with one entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum
+            of such terms with factors. The leaves of `aux` likewise, but that an array whose shape follows the rows
+            (one entry per row, or as many for each, as in flattened logits) comes back gathered, in input order. Which
+            it is, and whether a scalar is a mean, is seen by tracing `loss_fn` with a symbolic number of rows. With a
+            `criterion` it returns outputs: a tree of arrays that follow the rows, or are 0-d and do not depend on them.
         argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
             gradient of an argument that is cut has its rows.
         has_aux: whether `loss_fn` returns a pair.
+        criterion: `criterion(outputs, *batch)` returns the loss, a real 0-d array (with `has_aux` a pair). It is
+            called once, with the outputs of all rows in the order of the batch and all positional arguments after the
+            first: torch's `criterion(model(x), y)`. What it returns beside the loss comes back as it is.
+            What NNX objects in the batch change in it is dropped.
         in_axes: as in `jax.vmap`, for the arguments after the first: an axis, or None (whole to every
             replica) for each. Default: `dim` for all.
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
@@ -73,7 +78,7 @@ def value_and_grad(
         A function like `jax.value_and_grad(loss_fn)`. Results come back where the first argument lives.
 
     Raises:
-        TypeError: a loss of none of the three forms; parameters without a gradient; a leaf of `aux` of which
+        TypeError: a loss of none of these forms; a scalar that is no mean over the rows; parameters without a gradient; a leaf of `aux` of which
             nothing tells whether it is a mean, a sum or an entry per row.
         ValueError: the batch has no rows.
 

@@ -136,6 +136,67 @@ def test_in_jit():
     close(vg(params, *batch(10)), whole()(PARAMS, *batch(10)))
 
 
+def test_in_a_scan_over_steps():
+    def train(value_and_grad):
+        def step(params, _):
+            loss, grads = value_and_grad(params, *batch(7))
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+        return jax.jit(lambda params: jax.lax.scan(step, params, None, length=3))(PARAMS)
+
+    close(train(wrapper(3).value_and_grad(forward, criterion=criterion)), train(whole()))
+
+
+def test_in_vmap():
+    """Over two sets of parameters."""
+    params = jax.tree.map(lambda w: np.stack([w, -2 * w]), PARAMS)
+    vg = wrapper(3).value_and_grad(forward, criterion=criterion, accumulate_steps=2)
+    got = jax.vmap(lambda params: vg(params, *batch(10)))(params)
+    close(got, jax.vmap(lambda params: whole()(params, *batch(10)))(params))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_gradient_of_a_gradient(steps):
+    def penalty(grad):
+        return lambda params: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(params, *batch(10))))
+
+    ours = penalty(wrapper(3).grad(forward, criterion=criterion, accumulate_steps=steps))
+    theirs = penalty(lambda *args: whole()(*args)[1])
+    close(jax.jit(jax.grad(ours))(PARAMS), jax.jit(jax.grad(theirs))(PARAMS), rtol=1e-4, atol=1e-5)
+
+
+def test_inside_another_replica_it_runs_directly(devices):
+    """What is there is the batch."""
+    mesh, rows = jax.sharding.Mesh(devices[:4], "data"), jax.sharding.PartitionSpec("data")
+
+    def run(value_and_grad):
+        specs = {"in_specs": (jax.sharding.PartitionSpec(), rows, rows), "out_specs": rows, "check_vma": False}
+        body = jax.shard_map(
+            lambda *args: jax.tree.map(lambda leaf: leaf[None], value_and_grad(*args)), mesh=mesh, **specs
+        )
+        return jax.jit(body)(PARAMS, *batch(12))
+
+    close(run(wrapper(8).value_and_grad(forward, criterion=criterion)), run(whole()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_stay_16_bits(dtype):
+    args = jax.tree.map(lambda a: np.asarray(a, dtype), (PARAMS, *batch(10)))
+    got = wrapper(3).value_and_grad(forward, criterion=criterion, accumulate_steps=2)(*args)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+    as_float32 = functools.partial(jax.tree.map, np.float32)
+    close(as_float32(got), as_float32(whole()(PARAMS, *batch(10))), rtol=0.05, atol=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shares", [(1, 0, 6, 3), (0, 0, 10, 0)])
+def test_chunks_of_any_sizes(shares):
+    x, y = (jdp.scatter(rows, range(4), chunk_sizes=shares) for rows in batch(10))
+    close(wrapper(4).value_and_grad(forward, criterion=criterion)(PARAMS, x, y), whole()(PARAMS, *batch(10)))
+
+
 def test_the_criterion_is_called_once_with_all_rows():
     """Whatever the replicas and the microbatches: with the arguments after the first, and no others."""
     seen = []
@@ -828,6 +889,7 @@ SUMS = {
     "rows first": lambda o: o.Rows(o.e) - o.Mean((o.e * o.k).sum(), o.k.sum()),
     "a mean": lambda o: o.e.mean() + o.Mean((o.e * o.k).sum(), o.k.sum()),
     "a number": lambda o: o.Mean((o.e * o.k).sum(), o.k.sum()) + 1.5,
+    "one less": lambda o: 1 - o.Mean((o.e * o.k).sum(), o.k.sum()),
     "a factor that is learnt": lambda o: jnp.exp(-o.s) * o.Mean((o.e * o.k).sum(), o.k.sum()) + o.s,
     "several that are learnt": lambda o: (o.Sum(o.e.sum()) + o.Mean(o.e.sum(), o.k.sum())) * o.s / (1 + o.s**2),
     "one sum": lambda o: o.Sum((o.e * o.k).sum()),
@@ -886,7 +948,7 @@ def test_a_count_that_is_learnt(refused):
     """Soft Dice: the gradient is the right one, or the loss is refused and the way out named."""
 
     def dice(meaning):
-        return summed(lambda o: 1 - meaning["Mean"](2 * (o.e * o.k).sum(), (o.e + o.k).sum()), meaning)
+        return summed(lambda o: meaning["Mean"](2 * (o.e * o.k).sum(), (o.e + o.k).sum()), meaning)
 
     for n in (1, 3):
         args = PARAMS, *batch(10), KEEP[:10]
@@ -904,7 +966,11 @@ NO_SUMS = {
     "one over": lambda a, b, e: 1 / a,
     "a power": lambda a, b, e: a**2,
     "a power of a number": lambda a, b, e: 2**a,
+    "an absolute value": lambda a, b, e: abs(a),
     "a root": lambda a, b, e: jnp.sqrt(a),
+    "numpy's root": lambda a, b, e: np.sqrt(a),
+    "a maximum": lambda a, b, e: jnp.maximum(a, 0.1),
+    "a comparison": lambda a, b, e: jnp.where(a > 1, 1.0, 2.0),
     "a factor of rows": lambda a, b, e: e.sum() * a,
     "a mean as a factor": lambda a, b, e: a * e.mean(),
     "divided by rows": lambda a, b, e: a / e.sum(),

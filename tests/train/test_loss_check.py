@@ -74,6 +74,43 @@ def test_a_loss_that_is_right(what, n, rows):
     assert isinstance(check, jdp.LossCheck) and check, str(check)
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_rounding_to_16_bits_is_no_fault(dtype):
+    """A model that computes in 16 bits, with parameters and a loss in 32; and one of 16 bits altogether."""
+
+    def loss(variables, batch):
+        half = jax.tree.map(lambda leaf: leaf.astype(dtype), (variables["params"], batch["x"]))
+        out = jax.nn.relu(model(*half) @ half[0]["w"].T) @ half[0]["w"]
+        return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
+
+    for rows in (24, 23):
+        check = checked(4, loss, rows)
+        assert check, str(check)
+
+
+MARKED = {
+    "a sum of what is no sum": lambda v, b: jdp.Sum(error(v, b).sum()) + jdp.Sum(jnp.sum(v["params"]["w"] ** 2)),
+    "a count that is at least one": lambda v, b: jdp.Mean(
+        jnp.sum(error(v, b) * (b["x"][:, 0] > 2)), jnp.maximum(jnp.sum(b["x"][:, 0] > 2), 1)
+    ),
+    "rows of pairs": lambda v, b: jax.nn.logsumexp(model(v["params"], b["x"]) @ model(v["params"], b["x"]).T, 1),
+    "a cumulative sum": lambda v, b: jnp.cumsum(error(v, b)).mean(),
+}
+
+
+@pytest.mark.one_case("rows of pairs")
+@pytest.mark.parametrize("what", MARKED)
+def test_other_losses_that_are_wrong(what):
+    """A step takes them or refuses them; a check never says that they are right."""
+    try:
+        check = checked(2, MARKED[what], 7)
+    except (TypeError, ValueError) as refused:
+        assert str(refused).startswith("jdp.")
+    else:
+        assert says(check) and "loss" in str(check)
+
+
 def by_chunks(n, rows):
     """The mean of the variances of the chunks, weighted by their rows: what a step would train on."""
     size = -(-rows // n)
