@@ -125,7 +125,7 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
             if loss.ndim == 1 and rows in (None, loss.shape[0]):
                 return loss.mean()
         what = f"{loss.dtype}{list(loss.shape)} for {rows} rows"
-    column = ": loss[:, 0] is the vector" if is_number(loss) and jnp.shape(loss) == (rows, 1) else ""
+    column = ": loss[:, 0] is the vector" if getattr(loss, "shape", ()) == (rows, 1) else ""
     pair = ", or pass has_aux=True for (loss, aux)" if verb == "value_and_grad" and isinstance(loss, tuple) else ""
     raise TypeError(
         f"jdp.{verb}: the loss is {what}; it is a real scalar (the mean over the rows), a vector with one entry per "

@@ -268,7 +268,8 @@ def differentiate(
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-    if not loss.pulls and shapes[1][0].each[0].kind == "ratio" and _count_depends(jaxpr, len(jax.tree.leaves((whole, chosen)))):
+    differentiated, is_ratio = len(jax.tree.leaves((whole, chosen))), shapes[1][0].each[0].kind == "ratio"
+    if not loss.pulls and is_ratio and _count_depends(jaxpr, differentiated):
         raise SeveralTerms
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))

@@ -78,8 +78,8 @@ def value_and_grad(
         A function like `jax.value_and_grad(loss_fn)`. Results come back where the first argument lives.
 
     Raises:
-        TypeError: a loss of none of these forms; a scalar that is no mean over the rows; parameters without a gradient; a leaf of `aux` of which
-            nothing tells whether it is a mean, a sum or an entry per row.
+        TypeError: a loss of none of these forms; a scalar that is no mean over the rows; parameters without a
+            gradient; a leaf of `aux` of which nothing tells whether it is a mean, a sum or an entry per row.
         ValueError: the batch has no rows.
 
     Example:

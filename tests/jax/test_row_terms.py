@@ -1,7 +1,6 @@
 """Which scalars are means over the rows, told from their jaxprs."""
 
 import inspect
-import warnings
 
 import flax.linen as nn
 import jax
@@ -11,8 +10,6 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jdp._jax.row_terms import trace
 

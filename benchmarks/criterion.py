@@ -1,0 +1,369 @@
+"""What a loss of all rows, dp.train_step(forward, tx, criterion=...), costs beside others. Run: make bench
+
+One process for each row of a table; in it the contenders take turns, in an order that is shuffled every round. A turn
+is one step, from the batch in numpy to the loss and the new parameters. A figure is the median of the rounds' ratios,
+its standard error after `±`, and in brackets the same of the processor's time, of all threads, which tells more than
+the clock on the wall where other programs run. All train with one Adam, donate their state, and must give the same
+losses before anything is timed.
+
+A mean: the MLP of train.py; a ViT of 4 blocks of width 64, on 64 pictures in 64 patches; a ResNet of 6 blocks of 16 to
+64 features, on 64 pictures of 16 x 16, with GroupNorm: a BatchNorm would see other rows in each contender.
+
+    chunk          dp.train_step(loss_fn, tx), whose loss_fn returns the same mean, of the chunk
+    jit            jit of value_and_grad and the update, parameters replicated, the batch cut by its NamedSharding
+    uneven / even  the same batch and a row fewer, with the same largest chunk, both with criterion=
+
+A contrastive loss, SimCLR's: 256 rows of two views on 8 devices, embeddings of 64. The encoder is 8 layers of 128, that
+run on each of the 32 places of a view, and the mean over the places: its activations are 16 times its parameters.
+
+    by hand        jit(shard_map(step)), which gathers the embeddings by all_gather, compares its own rows with all of
+                   them, and sums the gradients once
+    jit            as above
+    gathered       by hand, but that each device compares all rows with all, as a plain criterion does
+    memory         XLA's temporaries of the step with accumulate_steps=8, as a part of those without
+
+A first step: that of the ViT on 8 devices, traced, lowered, compiled and run after jax.clear_caches(), beside one that
+does not look whether the bare scalar is a mean (jdp._jax.row_terms.trace returns None), in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import _results
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from train import Loop, Placed, Task, faster_feed, loss_with, make_task, step_by_hand
+
+import jdp
+from jdp._jax import row_terms
+
+MODELS = ("MLP", "ViT", "ResNet")
+MICROBATCHES = 8
+ROWS, PLACES, FEATURES, WIDTH, LAYERS, EMBEDDING = 256, 32, 32, 128, 8, 64  # of the contrastive step
+TARGETS = {"chunk": 1.05, "jit": 1.05, "uneven": 1.15, "by hand": 1.05, "memory": 0.25, "unseen": 1.05}
+
+
+class ViT(nn.Module):
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nn.Conv(64, (4, 4), (4, 4))(images).reshape(len(images), -1, 64)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        for _ in range(4):
+            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+class ResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(16, (3, 3))(x)
+        for features, stride in (16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1):
+            y = nn.relu(nn.GroupNorm(8)(nn.Conv(features, (3, 3), (stride, stride), use_bias=False)(x)))
+            y = nn.GroupNorm(8)(nn.Conv(features, (3, 3), use_bias=False)(y))
+            x = x if x.shape == y.shape else nn.Conv(features, (1, 1), (stride, stride), use_bias=False)(x)
+            x = nn.relu(x + y)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Encoder(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(LAYERS):
+            x = nn.gelu(nn.Dense(WIDTH)(x))
+        return nn.Dense(EMBEDDING)(x.mean(1))
+
+
+def task_of(name: str, n: int) -> Task:
+    if name == "MLP":
+        return make_task(name, n)
+    rng, size = np.random.default_rng(0), 32 if name == "ViT" else 16
+    model: nn.Module = ViT() if name == "ViT" else ResNet()
+    x = rng.normal(size=(64, size, size, 3)).astype(np.float32)
+    return task(model, {"x": x, "y": rng.integers(10, size=64).astype(np.int32)}, n)
+
+
+def task(model: nn.Module, batch: dict[str, np.ndarray], n: int) -> Task:
+    variables = jax.device_get(jax.jit(model.init)(jax.random.key(0), batch["x"][:1]))
+    return Task(model, variables, batch, optax.adam(1e-3), jax.devices()[:n])
+
+
+def mean(logits: jax.Array, batch: dict[str, Any]) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def simclr(embedded: tuple[jax.Array, jax.Array], _: Any = None) -> jax.Array:
+    """The loss of all pairs: Chen et al., A Simple Framework for Contrastive Learning (2020)."""
+    return of_rows(embedded, embedded, 0) / (2 * len(embedded[0]))
+
+
+def of_rows(mine: tuple[jax.Array, jax.Array], everyone: tuple[jax.Array, jax.Array], start: Any) -> jax.Array:
+    """The sum of the losses of some rows, the first of which is `start`, among all."""
+    a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in mine)
+    others = jnp.concatenate([z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in everyone])
+    rows, total = start + jnp.arange(len(a)), len(everyone[0])
+    own = jnp.concatenate([rows, rows + total])
+    scores = jnp.concatenate([a, b]) @ others.T / 0.1
+    scores = jnp.where(own[:, None] == jnp.arange(2 * total), -1e9, scores)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, (own + total) % (2 * total)).sum()
+
+
+def jdp_loop(task: Task, loss_fn: Any, batch: Any, **options: Any) -> Loop:
+    step = jdp.DataParallel(task.model, task.devices).train_step(loss_fn, task.tx, **options)
+    return Loop(step, step.init(task.variables), lambda: batch)
+
+
+def loop_by_hand(task: Task, at: Placed, step: Any) -> Loop:
+    # Copied: device_put may alias, and donation would take it from the other contenders.
+    state = jax.tree.map(np.array, (task.variables, task.tx.init(task.variables)))
+    compiled = at.jit(step, out_shardings=at.whole, donate_argnums=0)
+    return Loop(compiled, jax.device_put(state, at.whole), *at.feeds(task.batch))
+
+
+def same_losses(loops: dict[str, Loop], like: str, steps: int = 4) -> None:
+    """Runs each for some steps, which compiles it too. The uneven one has another batch, but for one row the same."""
+    losses = {name: [float(loop()["loss"]) for _ in range(steps)] for name, loop in loops.items()}
+    for name, found in losses.items():
+        tolerance = 0.1 if name == "uneven" else 1e-4
+        np.testing.assert_allclose(found, losses[like], rtol=tolerance, err_msg=name)
+
+
+Times = dict[str, np.ndarray]
+"""The seconds of each contender, of both clocks: `(rounds, 2)`."""
+
+
+def clocks(calls: dict[str, Callable[[], Any]], seconds: float) -> Times:
+    """The seconds of each call, on the wall and of the processor, in five rounds or more."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names, shuffle, end = list(calls), random.Random(0).shuffle, time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[names[0]]) < 5:
+        shuffle(names)
+        for name in names:
+            wall, processor = time.perf_counter(), time.process_time()
+            calls[name]()
+            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def ratio(times: Times, one: str, other: str) -> list[float]:
+    """The median of the rounds' ratios, its standard error if the noise is normal, and the processor's median."""
+    wall, processor = (times[one] / times[other]).T
+    upper, lower = np.percentile(wall, (75, 25))
+    return [float(np.median(wall)), float(0.93 * (upper - lower) / len(wall) ** 0.5), float(np.median(processor))]
+
+
+def timed(loops: dict[str, Loop], seconds: float) -> Times:
+    feeds = {name: faster_feed(loop, 0.05 * seconds) for name, loop in loops.items() if len(loop.feeds) > 1}
+    calls = {name: partial(loop, feeds.get(name, 0)) for name, loop in loops.items()}
+    clocks(calls, 0.1 * seconds)  # warm
+    return clocks(calls, 0.8 * seconds)
+
+
+def of_mean(name: str, n: int, seconds: float) -> dict[str, Any]:
+    task = task_of(name, n)
+    apply, rows = task.model.apply, len(task.batch["y"])
+
+    def forward(variables: Any, batch: Any) -> Any:
+        return apply(variables, batch["x"])
+
+    loops = {
+        "criterion": jdp_loop(task, forward, task.batch, criterion=mean),
+        "chunk": jdp_loop(task, loss_with(apply), task.batch),
+        "jit": loop_by_hand(task, Placed(task.devices), step_by_hand(task)),
+    }
+    if n > 1:
+        sizes = jdp.chunk_sizes(rows - 1, n)
+        assert len({*sizes}) == 2 and max(sizes) == rows // n
+        loops["uneven"] = jdp_loop(task, forward, {k: x[:-1] for k, x in task.batch.items()}, criterion=mean)
+    same_losses(loops, "chunk")
+    times = timed(loops, seconds)
+    return {
+        "ms": float(np.median(times["chunk"][:, 0]) * 1e3),
+        "chunk": ratio(times, "criterion", "chunk"),
+        "jit": ratio(times, "criterion", "jit"),
+        "uneven": ratio(times, "uneven", "criterion") if n > 1 else None,
+        "rounds": len(times["chunk"]),
+    }
+
+
+def encoded(model: nn.Module, variables: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    return model.apply(variables, batch["x"]), model.apply(variables, batch["y"])  # type: ignore[return-value]
+
+
+def contrastive(n: int) -> tuple[Task, dict[str, Loop]]:
+    rng = np.random.default_rng(0)
+    views = {name: rng.normal(size=(ROWS, PLACES, FEATURES)).astype(np.float32) for name in ("x", "y")}
+    found = task(Encoder(), views, n)
+    at, forward = Placed(found.devices), partial(encoded, found.model)
+
+    def updated(state: Any, loss: jax.Array, grads: Any) -> Any:
+        updates, opt_state = found.tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
+
+    def auto(state: Any, batch: Any) -> Any:
+        return updated(state, *jax.value_and_grad(lambda v: simclr(forward(v, batch)))(state[0]))
+
+    def by_hand(state: Any, batch: Any, whole: bool = False) -> Any:
+        def loss_of(variables: Any) -> jax.Array:
+            mine = forward(variables, batch)
+            everyone = lax.all_gather(mine, "data", tiled=True)
+            if whole:
+                return simclr(everyone) / n
+            return of_rows(mine, everyone, lax.axis_index("data") * (ROWS // n)) / (2 * ROWS)
+
+        return updated(state, *lax.psum(jax.value_and_grad(loss_of)(state[0]), "data"))
+
+    def mapped(step: Any) -> Any:
+        return at.shard_map(step, (P(), P("data")), P())
+
+    return found, {
+        "criterion": jdp_loop(found, forward, views, criterion=simclr),
+        "by hand": loop_by_hand(found, at, mapped(by_hand)),
+        "gathered": loop_by_hand(found, at, mapped(partial(by_hand, whole=True))),
+        "jit": loop_by_hand(found, at, auto),
+        "accumulate": jdp_loop(found, forward, views, criterion=simclr, accumulate_steps=MICROBATCHES),
+    }
+
+
+def temporaries(loop: Loop) -> int:
+    """Bytes of a device, beside the arguments and the results."""
+    return loop.step.lower(loop.state, loop.feeds[0]()).compile().memory_analysis().temp_size_in_bytes
+
+
+def of_contrastive(n: int, seconds: float) -> dict[str, Any]:
+    _, loops = contrastive(n)
+    used = {name: temporaries(loop) / 2**20 for name, loop in loops.items()}
+    same_losses(loops, "by hand")
+    times = timed(loops, seconds)
+    return {
+        "ms": float(np.median(times["by hand"][:, 0]) * 1e3),
+        "by hand": ratio(times, "criterion", "by hand"),
+        "gathered": ratio(times, "criterion", "gathered"),
+        "jit": ratio(times, "criterion", "jit"),
+        "accumulate": ratio(times, "accumulate", "criterion"),
+        "memory": used,
+        "rounds": len(times["by hand"]),
+    }
+
+
+def of_first_step(n: int, seconds: float) -> dict[str, Any]:
+    found, trace = task_of("ViT", n), row_terms.trace
+
+    def fresh(looks: bool) -> tuple[float, float]:
+        jax.clear_caches()
+        loop = jdp_loop(found, loss_with(found.model.apply), found.batch)
+        row_terms.trace = trace if looks else lambda *_: None
+        wall, processor = time.perf_counter(), time.process_time()
+        loop()
+        return time.perf_counter() - wall, time.process_time() - processor
+
+    taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    fresh(True)  # what JAX itself needs once
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(taken[True]) < 5:
+        for looks in random.Random(len(taken[True])).sample((True, False), 2):
+            taken[looks].append(fresh(looks))
+    times = {"seen": np.array(taken[True]), "unseen": np.array(taken[False])}
+    return {
+        "ms": float(np.median(times["unseen"][:, 0]) * 1e3),
+        "unseen": ratio(times, "seen", "unseen"),
+        "rounds": len(times["seen"]),
+    }
+
+
+def against(row: dict[str, Any], name: str) -> str:
+    if row[name] is None:
+        return "-"
+    value, noise, processor = row[name]
+    words = f"{value:.2f} ± {noise:.2f} ({processor:.2f})"
+    return f"{words} {'<=' if round(value, 2) <= TARGETS[name] else '>'} {TARGETS[name]:.2f}" if name in TARGETS else words
+
+
+MEAN = ("model", "devices", "chunk", "criterion / chunk", "criterion / jit", "uneven / even", "rounds")
+CONTRASTIVE = ("devices", "by hand", "criterion / by hand", "/ gathered", "/ jit", "accumulate / criterion", "rounds")
+MEMORY = ("devices", "by hand", "gathered", "jit", "criterion", "accumulate_steps=8", "memory")
+FIRST = ("model", "devices", "does not look", "looks / does not look", "rounds")
+
+
+def mean_cells(name: str, n: int, row: dict[str, Any]) -> list[str]:
+    ratios = [against(row, x) for x in ("chunk", "jit", "uneven")]
+    return [name, str(n), f"{row['ms']:.2f} ms", *ratios, str(row["rounds"])]
+
+
+def contrastive_cells(n: int, row: dict[str, Any]) -> tuple[list[str], list[str]]:
+    hand, gathered, accumulate = (against(row, name) for name in ("by hand", "gathered", "accumulate"))
+    jit = against({"jit of it": row["jit"]}, "jit of it")
+    used = row["memory"]
+    part = used["accumulate"] / used["criterion"]
+    memory = [f"{used[name]:.2f} MiB" for name in ("by hand", "gathered", "jit", "criterion", "accumulate")]
+    said = f"{part:.2f} {'<=' if round(part, 2) <= TARGETS['memory'] else '>'} {TARGETS['memory']:.2f}"
+    return [str(n), f"{row['ms']:.1f} ms", hand, gathered, jit, accumulate, str(row["rounds"])], [str(n), *memory, said]
+
+
+def asked(which: str, n: int, seconds: float) -> dict[str, Any]:
+    """A row, of a process of its own: the number of virtual devices is fixed once JAX has started."""
+    command = [sys.executable, __file__, "--one", which, str(n), "--seconds", str(seconds)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def one(which: str, n: int, seconds: float) -> dict[str, Any]:
+    jdp.virtual_cpu_devices(n)
+    if which in MODELS:
+        return of_mean(which, n, seconds)
+    return of_contrastive(n, seconds) if which == "contrastive" else of_first_step(n, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    tables = (*MODELS, "contrastive", "first")
+    parser.add_argument("--only", nargs="*", choices=tables, default=[*tables], help="models and tables")
+    parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 8], help="for the models; the others have 8")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of timing for each row")
+    parser.add_argument("--write", action="store_true", help="write the tables to RESULTS.md beside this file")
+    parser.add_argument("--one", nargs=2, metavar=("WHICH", "N"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return print(json.dumps(one(args.one[0], int(args.one[1]), args.seconds)))
+    parts = []
+
+    def show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
+        parts.append(_results.table(columns, rows))
+        print(parts[-1], flush=True)
+
+    models = [name for name in MODELS if name in args.only]
+    if models:
+        show(MEAN, [mean_cells(m, n, asked(m, n, args.seconds)) for m in models for n in args.devices])
+    if "contrastive" in args.only:
+        times, memory = contrastive_cells(8, asked("contrastive", 8, args.seconds))
+        show(CONTRASTIVE, [times])
+        show(MEMORY, [memory])
+    if "first" in args.only:
+        row = asked("first", 8, args.seconds)
+        show(FIRST, [["ViT", "8", f"{row['ms']:.0f} ms", against(row, "unseen"), str(row["rounds"])]])
+    if args.write:
+        _results.write(
+            "criterion",
+            "criterion= against a mean on the chunk, and against the same by hand",
+            f"{_results.versions()}, virtual CPU devices. Medians of the rounds' ratios, their standard errors, and in "
+            f"brackets those of the processor's time; {args.seconds:g} s a row; beside its target; `>`: missed.",
+            *parts,
+        )
+
+
+if __name__ == "__main__":
+    main()
