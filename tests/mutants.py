@@ -418,11 +418,11 @@ MUTANTS = (
     ),
     Mutant(
         "transposed-back",
-        "jdp/_jax/jaxprs.py",
+        "jdp/_jax/convolutions.py",
         "        back[axis] = position\n",
         "        back[position] = axis\n",
         "the axes of a convolution in a loop come back in another order",
-        ("jax/test_convolutions.py::test_outputs_and_gradients_are_the_same",),
+        ("jax/test_convolutions.py::test_outputs_and_gradients_are_the_same_in_a_loop",),
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ FACTORS = (
 class Term:
     """A part of a loss that adds up over replicas and microbatches: terms are added, and multiplied by real numbers."""
 
-    __array_ufunc__ = None  # numpy's scalars leave the arithmetic to the methods below
+    __array_ufunc__: ClassVar[None] = None  # numpy's scalars leave the arithmetic to the methods below
 
     def __add__(self, other: Any) -> Term:
         if type(other) in (int, float) and not other:  # sum([...]) begins with 0
@@ -30,7 +30,8 @@ class Term:
         mine, others = _parts(self), _parts(other)
         return Combination((*mine.factors, *others.factors), (*mine.terms, *others.terms))
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Term:
+        return self + other
 
     def __neg__(self) -> Term:
         return self * -1
@@ -48,17 +49,20 @@ class Term:
         mine = _parts(self)
         return Combination(tuple(f * factor for f in mine.factors), mine.terms)
 
-    __rmul__ = __mul__
+    def __rmul__(self, factor: Any) -> Term:
+        return self * factor
 
     def __truediv__(self, divisor: Any) -> Term:
         return self * (1 / divisor if is_number(divisor) else divisor)
 
-    def _refused(self, *_: Any) -> NoReturn:
-        what = "a power, a quotient or another function of it is taken"
-        raise TypeError(f"jdp.{type(self).__name__}: {what}; {FACTORS}.")
+    if not TYPE_CHECKING:  # type checkers flag all of it then
 
-    __pow__ = __rpow__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __abs__ = _refused
-    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = _refused
+        def _refused(self, *_: Any) -> NoReturn:
+            what = "a power, a quotient or another function of it is taken"
+            raise TypeError(f"jdp.{type(self).__name__}: {what}; {FACTORS}.")
+
+        __pow__ = __rpow__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __abs__ = _refused
+        __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = _refused
 
 
 @jax.tree_util.register_dataclass

@@ -909,7 +909,9 @@ def summed(line, meaning):
     return loss
 
 
-@pytest.mark.one_case("a detector-3-10-2", "rows first-3-10-2", "a factor that is learnt-3-10-2", "a list-8-5-1")
+@pytest.mark.one_case(
+    "a detector-3-10-2", "one less-3-10-2", "rows first-3-10-2", "a factor that is learnt-3-10-2", "a list-8-5-1"
+)
 @pytest.mark.parametrize("n, size, steps", [(1, 6, 1), (1, 8, 4), (8, 5, 1), (3, 10, 2)])
 @pytest.mark.parametrize("what", SUMS)
 def test_a_sum_of_terms(what, n, size, steps):
