@@ -621,5 +621,5 @@ def test_a_loss_of_one_column_is_told_to_be_a_vector():
     import optax
 
     step = FN.train_step(lambda v, x: (x * v["params"])[:, :1], optax.sgd(0.1))
-    with refused(TypeError, r"the loss is float32\[3, 1\] for 3 rows", r"three: loss\[:, 0\] is the vector\."):
+    with refused(TypeError, r"the loss is float32\[3, 1\] for 3 rows", r"these: loss\[:, 0\] is the vector\."):
         step(step.init({"params": WEIGHT}), ROWS)

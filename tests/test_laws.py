@@ -543,7 +543,8 @@ def shapes_wrapper(n, k, shape, accumulate_steps):
     def aux(x):
         mean = x.mean() + jnp.arange(np.prod(shape, dtype=int), dtype=x.dtype).reshape(shape)
         flat = jnp.broadcast_to(x.reshape(-1, 1), (x.size, k))
-        return {"flat": flat.reshape(-1), "rows": flat, "mean": mean, "sum": jdp.Sum(mean * len(x))}
+        n = x.shape[0]
+        return {"flat": flat.reshape(-1), "rows": flat, "mean": jdp.Mean(mean * n, n), "sum": jdp.Sum(mean * n)}
 
     dp = jdp.DataParallel(lambda w, x: w * x, range(n))
     return dp.value_and_grad(lambda w, x: ((w * x).mean(), aux(x)), has_aux=True, accumulate_steps=accumulate_steps)

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.export
-import numpy as np
+import jax.numpy as jnp
 
-from .jaxprs import _CALLS, _opened, _parameter, axes, inside, is_literal, parts_of_scan, source_line
+from .jaxprs import _CALLS, _opened, _parameter, axes, inside, is_literal, parts_of_scan, read, source_line
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs"]
 
@@ -234,7 +234,7 @@ class _Reader:
         known.update(zip(getattr(jaxpr, "constvars", ()), map(_constant, consts), strict=False))
 
         def value(v: Any) -> Value:
-            return _constant(v.val) if is_literal(v) else known.get(v, CONST)
+            return _constant(read({}, v)) if is_literal(v) else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
@@ -244,7 +244,7 @@ class _Reader:
 
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
-        if not all(isinstance(axis, int | np.integer) for axis in axes(eqn)):
+        if not all(isinstance(axis, int) for axis in axes(eqn)):
             joined = functools.reduce(_join, values, CONST)
             return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in _CALLS:
@@ -399,7 +399,7 @@ def _collected(value: Value) -> Value:
 
 
 def _constant(x: Any) -> Value:
-    if isinstance(x, jax.Array) or np.ndim(x):  # a number on a device is not fetched
+    if isinstance(x, jax.Array) or jnp.ndim(x):  # a number on a device is not fetched
         return CONST
     try:
         return Value(Kind.CONST, number=abs(float(x)))

@@ -325,45 +325,46 @@ class Deterministic:
         judge.__name__ = judge.__qualname__ = f"criterion_of_{self._program.label}"
         return jax.jit(judge), leaves
 
-    def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """The programs, for the processes to compare; each is compiled once for each device."""
-        (states, batches), devices = self._apart(state, arrays), self._on.devices
+    def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[Turn], Any, Any]:
+        """The turns of a step; of a loss of all rows also its program, which runs between the two, and its shapes."""
         program, steps = self._program, self._program.options.accumulate_steps
-        operands = self._operands(states[0], batches[0], [], 0, 0)
-        forward = judge = None
-        rows, whole, sums = [], [], []
-        judged: list[Any] = [None] * len(devices)
+        operands = self._operands(state, batch, [], 0, 0)
         try:
             if program.loss.criterion:
                 raise SeveralTerms
-            turn = self._turn(program.call_of, operands)
+            return [self._turn(program.call_of, operands)], None, None
         except SeveralTerms:
             forward = self._turn(forward_of(program.loss, steps), operands)
-            judge, leaves = self._judge(forward)
-            # From shapes: nothing has run yet.
-            rows, whole, sums = self._shapes_of_all(forward, arrays)
-            result, cotangents = jax.eval_shape(judge, states[0], whole, rows, sums)
-            own = jax.eval_shape(functools.partial(_own_chunks, leaves=tuple(leaves)), cotangents, operands[-1])
-            self._pick_own = jax.jit(functools.partial(_own_chunks, leaves=tuple(leaves)))
-            pulls = gradients(program.loss._replace(pulls=True), steps, program.options.reduce_dtype)
-            turn = self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)
-            if program.loss.criterion:
-                judged = [_on_device(result, device) for device in devices]
-        self._out, turns = turn.out, [x for x in (forward, turn) if x is not None]
+        judge, leaves = self._judge(forward)
+        rows, whole, sums = self._shapes_of_all(forward, arrays)  # nothing has run yet
+        shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
+        own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
+        own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
+        self._pick_own = jax.jit(own_chunks)
+        pulls = gradients(program.loss._replace(pulls=True), steps, program.options.reduce_dtype)
+        return [forward, self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)], judge, shapes
+
+    def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
+        """The programs, for the processes to compare; each is compiled once for each device."""
+        (states, batches), devices = self._apart(state, arrays), self._on.devices
+        turns, judge, shapes = self._traced(states[0], batches[0], arrays)
+        self._out = turns[-1].out
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
-        if judge is not None:
-            shapes = [jax.tree.map(_shape_of, states[0]), whole, rows, sums]
-            lowered += [judge.lower(*_on_device(shapes, d)) for d in devices]
+        lowered += [judge.lower(*_on_device(shapes, d)) for d in devices] if judge else []
 
         def compile() -> Compiled:
-            after = [_on_device(turn.parts._replace(rows=[]), device) for device in devices]
+            judged: list[Any] = [None] * len(devices)
+            if self._program.loss.criterion:
+                result = jax.eval_shape(judge, *shapes)[0]
+                judged = [_on_device(result, device) for device in devices]
+            after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]
             operands = zip(states, map(self._whole, batches), after, judged, strict=True)
             updates = [self._update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
             ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
-            judges = [next(programs) for _ in devices] if judge is not None else []
-            made = Compiled(ready[-1], [*programs], ready[0] if judge is not None else None, judges)
+            judges = [next(programs) for _ in devices] if judge else []
+            made = Compiled(ready[-1], [*programs], ready[0] if judge else None, judges)
             self._compiled[_shapes((states[0], batches[0]))] = made
             return made
 

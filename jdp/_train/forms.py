@@ -178,12 +178,13 @@ def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms,
             )
         x = jnp.asarray(x)
         axis = followed.axis(i)
-        if isinstance(axis, int):
+        if isinstance(axis, int) and x.shape[axis] % size == 0:
             found.append((Form("rows", x.dtype, axis), [x]))
         elif followed.rows is None or axis is None and not x.ndim and not followed.depends(i):
             found.append((Form("first", x.dtype, 0), [jnp.broadcast_to(x, (size, *x.shape))]))
         else:
-            why = axis or ("it depends on them" if not x.ndim else "no axis of it follows them")
+            why = "it depends on them" if not x.ndim else "no axis of it has entries for each row"
+            why = axis if isinstance(axis, str) else why
             raise TypeError(
                 f"{name} is {described(x)} for {followed.rows} rows, and {why}; the outputs of all rows are put "
                 f"together for the criterion, so an output has rows along one axis. Return an entry for each row, and "

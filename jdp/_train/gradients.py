@@ -22,7 +22,7 @@ from .followed import ON_BATCH, Followed
 from .forms import Forms, SeveralTerms, loss_value, outputs, terms
 from .shards import Shards, axes_of_shards
 from .state import first_difference
-from .terms import Sum
+from .terms import Sum, functions_of_terms_refused
 
 
 class Gradients(NamedTuple):
@@ -268,16 +268,11 @@ def differentiate(
     function = jax.jit(apart(value) if loss.sync else value)
     rest = (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-    differentiated, is_ratio = len(jax.tree.leaves((whole, chosen))), shapes[1][0].each[0].kind == "ratio"
-    if not loss.pulls and is_ratio and _count_depends(jaxpr, differentiated):
-        raise SeveralTerms
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))
-    # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
-    n = len(signature.layout.devices)
-    equal = shapes[1][0].is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, signature.axis_name, n)
-    if not loss.pulls and not equal:
-        _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature.axis_name, loss.verb)
+    if not loss.pulls:
+        _look_at_terms(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
+        _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
     if loss.sync:
         function = _by_rows(function, jaxpr, shapes, signature, replica)
     if shards:
@@ -285,6 +280,7 @@ def differentiate(
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
+    sums = [*map(jnp.asarray, sums)]  # a jaxpr gives numbers for its literals
     return Added((sums, *grads), stacked, _as_before(after, state), forms)
 
 
@@ -305,7 +301,8 @@ def run(
     _, args, kwargs = signature.fill(part)
     mine = [chosen.get(i, x) for i, x in enumerate(args)]
     cotangents = mine.pop() if loss.pulls else None
-    return *loss.compute(diff, state, mine, kwargs), cotangents
+    with functions_of_terms_refused(loss.verb):
+        return *loss.compute(diff, state, mine, kwargs), cotangents
 
 
 def _formed(
@@ -350,8 +347,18 @@ def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
     return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
 
 
-def _refuse_reduced(jaxpr: Any, whole: int, axis_name: str, verb: str) -> None:
-    """A `ValueError` where the loss function has reduced the loss over the replicas itself."""
+def _look_at_terms(jaxpr: Any, forms: Forms, differentiated: int) -> None:
+    """Raises `SeveralTerms` for a `jdp.Mean` whose count is differentiated."""
+    if forms.each[0].kind == "ratio" and _count_depends(jaxpr, differentiated):
+        raise SeveralTerms
+
+
+def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
+    """A `ValueError` where the loss function has reduced the loss over the replicas itself, but for a mean of all."""
+    axis_name, n = signature.axis_name, len(signature.layout.devices)
+    # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
+    if forms.is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, axis_name, n):
+        return
     inputs = [SAME] * whole + [VARYING] * (len(jaxpr.in_avals) - whole)
     found = varying(jaxpr, inputs, axis_name)[0]
     if not found.varying and found.reduced is not None:

@@ -347,7 +347,14 @@ def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: S
     """`(loss, metrics)` of a step's criterion, which returns the loss, or both."""
     out = called(criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    return checked_scalar(loss, VERB), finished(checked_metrics(metrics, reserved))
+    metrics = checked_metrics(metrics, reserved)
+    for path, x in jax.tree_util.tree_leaves_with_path(metrics):
+        if not is_number(x):
+            raise TypeError(
+                f"jdp.{VERB}: metrics{jax.tree_util.keystr(path)} of criterion is {described(x)}; metrics are arrays "
+                f"and numbers. Leave it out, or return a number."
+            )
+    return checked_scalar(loss, VERB), finished(metrics)
 
 
 def _outputs(out: Any, collections: Mapping[str, Tree]) -> tuple[Any, Tree, Any]:

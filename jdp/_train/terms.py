@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import jax
@@ -163,6 +166,19 @@ def is_number(x: Any) -> bool:
 
 def described(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if is_number(x) and hasattr(x, "dtype") else f"a {type(x).__name__}"
+
+
+@contextlib.contextmanager
+def functions_of_terms_refused(verb: str) -> Iterator[None]:
+    """Names the way out where a function of jax or numpy does not take a term, as a root does not."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"class 'jdp\.(?:_train\.terms\.)?(Mean|Sum|Combination)'|operand '(Mean|Sum)'", str(error))
+        if found is None or str(error).startswith("jdp."):
+            raise
+        what = f"a function of a jdp.{found[1] or found[2]} is taken ({str(error).splitlines()[0]})"
+        raise TypeError(f"jdp.{verb}: {what}; {FACTORS}.") from error
 
 
 def finished(tree: Tree) -> Tree:

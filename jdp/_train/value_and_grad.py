@@ -130,7 +130,6 @@ def value_and_grad(
 class GradArguments(TypedDict, total=False):
     """The keywords of `value_and_grad`, which `grad` takes, too."""
 
-    criterion: Callable[..., Any] | None
     in_axes: Tree
     accumulate_steps: int
     reduce_dtype: DTypeLike | None
@@ -142,6 +141,7 @@ def grad(
     loss_fn: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
+    criterion: Callable[..., Any] | None = None,
     **options: Unpack[GradArguments],
 ) -> Callable[..., Any]:
     """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
@@ -152,7 +152,7 @@ def grad(
         >>> float(dp.grad(lambda w, x: jnp.mean(dp(w, x)))(2.0, np.arange(3.0)))
         1.0
     """
-    both = value_and_grad(dp, loss_fn, argnums, has_aux, **options)
+    both = value_and_grad(dp, loss_fn, argnums, has_aux, criterion, **options)
 
     @functools.wraps(both)
     def grad(*args: Any, **kwargs: Any) -> Any:

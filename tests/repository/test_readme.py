@@ -160,7 +160,8 @@ def test_the_six_lines_beside_those_of_torch_run():
     rows = np.ones((10, 3), np.float32), np.zeros((10, 2), np.float32)
     names = {"nnx": nnx, "jdp": jdp, "optax": optax, "loader": [rows]}
     names["Net"] = lambda rngs: nnx.Linear(3, 2, rngs=rngs)
-    names["loss_fn"] = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
+    names["forward"] = lambda model, batch: model(batch[0])
+    names["criterion"] = lambda outputs, batch: ((outputs - batch[1]) ** 2).mean()
     exec(compile(right, "README.md", "exec"), names)
     assert float(names["metrics"]["loss"]) > 0
 

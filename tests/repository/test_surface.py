@@ -23,6 +23,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [
     "Checkpointer",
     "DataParallel",
+    "LossCheck",
     "Mean",
     "Scattered",
     "Sum",
@@ -180,7 +181,7 @@ def test_every_method_of_the_wrapper_has_a_docstring(name):
     assert inspect.getdoc(inspect.getattr_static(jdp.DataParallel, name))
 
 
-NO_VERBS = ("Checkpointer", "Mean", "Scattered", "Sum", "TrainState", "virtual_cpu_devices")
+NO_VERBS = ("Checkpointer", "LossCheck", "Mean", "Scattered", "Sum", "TrainState", "virtual_cpu_devices")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_VERBS])
