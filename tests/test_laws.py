@@ -444,6 +444,7 @@ def loss_of(form, prediction, batch):
     loss = {"scalar": rows.mean, "vector": lambda: rows, "Mean": lambda: jdp.Mean((rows * weight).sum(), weight.sum())}
     measured = measured_by_numpy(prediction, batch)
     measured["weighted"] = jdp.Mean((prediction * weight[:, None]).sum(0), weight.sum())
+    measured["means"] = jdp.Mean(prediction.sum(0), prediction.shape[0])
     measured["table"] = jdp.Sum(table(prediction, batch))
     return loss[form](), measured
 

@@ -19,7 +19,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from .jaxprs import _CALLS, _opened, _parameter, axes, inside, is_literal, parts_of_scan, read, source_line
+from .jaxprs import _CALLS, _opened, _parameter, axes, inside, parts_of_scan, source_line
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs"]
 
@@ -234,7 +234,7 @@ class _Reader:
         known.update(zip(getattr(jaxpr, "constvars", ()), map(_constant, consts), strict=False))
 
         def value(v: Any) -> Value:
-            return _constant(read({}, v)) if is_literal(v) else known.get(v, CONST)
+            return _constant(v.val) if hasattr(v, "val") else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
@@ -244,7 +244,8 @@ class _Reader:
 
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
-        if not all(isinstance(axis, int) for axis in axes(eqn)):
+        is_collective = "axes" in eqn.params or "axis_name" in eqn.params
+        if is_collective and not all(isinstance(axis, int) for axis in axes(eqn)):
             joined = functools.reduce(_join, values, CONST)
             return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in _CALLS:

@@ -245,8 +245,8 @@ def differentiate(
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     rows = size if signature.layout.is_cut else None
-    # A gradient is weighted when it is there, for the numbers of the loss may be narrow (bfloat16). But where replicas
-    # share statistics, a gradient is made of the losses of them all, and each of these has its own weight.
+    # A gradient is weighted when it is there, because the numbers of the loss may be narrow (bfloat16). Where replicas
+    # share statistics, it is made of the losses of them all, and each of these has its own weight.
     seed, factor = (weight, 1) if loss.sync else (1, weight)
 
     def value(
@@ -265,8 +265,7 @@ def differentiate(
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
     # Jitted, so that it is traced once: to be looked at, and to be differentiated.
-    function = jax.jit(apart(value) if loss.sync else value)
-    rest = (chosen, part, state)
+    function, rest = jax.jit(apart(value) if loss.sync else value), (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))

@@ -148,7 +148,7 @@ def _parts(x: Any) -> Combination:
             f"jdp.Mean: a {type(x).__name__} is added to it; terms are jdp.Mean, jdp.Sum, a scalar or a vector with "
             f"one entry per row. Add one of these."
         )
-    return Combination((1.0,), (x,))
+    return Combination((1.0,), (float(x) if isinstance(x, int) else x,))
 
 
 def is_marker(x: Any) -> bool:

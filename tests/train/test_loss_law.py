@@ -254,7 +254,7 @@ GRAMMAR = {
         "({rows} / jnp.max({rows}))",
         "jnp.convolve({rows}, jnp.ones(3), mode='same')",
         "jax.lax.map(lambda row: jnp.max(jnp.abs(row - z)), u)",
-        "jax.lax.scan(lambda sum, row: (sum + row, sum + row), jnp.float64(0), {rows})[1]",
+        "jax.lax.scan(lambda sum, row: (sum + row, sum + row), 0 * s, {rows})[1]",
     ],
     # what the law would have refused, too
     "unseen": [
@@ -484,6 +484,11 @@ def test_what_is_wrong_is_refused(line):
 def test_what_is_wrong_and_harder_to_see(line):
     """Once a line is refused it belongs into the grammar of the law, as one that is no mean."""
     assert None not in {traced(line, (), 1), traced(line, (), 2)}
+
+
+@each("neighbours")
+def test_rows_that_meet_others_are_refused(line):
+    assert None not in {traced(f"jnp.mean({line})", (), 1), traced(f"jnp.mean({line})", (), 2)}
 
 
 @each("no metric")
