@@ -89,6 +89,7 @@ release: $(VENV)/.installed-release  ## build what would be published into dist/
 bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-written programs
 	$(VENV)/bin/python benchmarks/overhead.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/train.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/criterion.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/shard.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/deterministic.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/processes.py --write $(ARGS)

@@ -295,7 +295,7 @@ def of_first_step(n: int, seconds: float) -> dict[str, Any]:
     taken: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
     fresh(True)  # what JAX itself needs once
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(taken[True]) < 5:
+    while time.perf_counter() < end or len(taken[True]) < 3:
         for on in random.Random(len(taken[True])).sample((True, False), 2):
             taken[on].append(fresh(on))
     seen, unseen = np.array(taken[True]), np.array(taken[False])

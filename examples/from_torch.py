@@ -31,28 +31,28 @@ class MLP(nnx.Module):                                          # class MLP(nn.M
         return self.out(self.dropout(x))                        #         return self.out(self.dropout(x))
 
 
-@nnx.jit
-def step(model, optimizer, x, y):                               # def step(model, optimizer, x, y):
-    def loss_fn(model):                                         #     optimizer.zero_grad()
-        logits = model(x)                                       #     logits = model(x)
-        return cross_entropy(logits, y).mean()                  #     loss = F.cross_entropy(logits, y.cuda())
-    loss, grads = nnx.value_and_grad(loss_fn)(model)            #     loss.backward()
-    optimizer.update(model, grads)                              #     optimizer.step()
-    return loss                                                 #     return loss.item()
+def forward(model, batch):                                      # (A step of jdp is one program,
+    return model(batch[0])                                      #  made of these two functions.)
+
+
+def criterion(logits, batch):                                   # (The logits of all rows, as in torch.)
+    return cross_entropy(logits, batch[1]).mean()
 
 
 model = MLP(nnx.Rngs(0))                                        # model = MLP().cuda()
 model = jdp.DataParallel(model)                                 # model = nn.DataParallel(model)
 tx = optax.adam(3e-3)                                           # optimizer = torch.optim.Adam(
-optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)             #     model.parameters(), lr=3e-3)
+step = model.train_step(forward, tx, criterion=criterion)       #     model.parameters(), lr=3e-3)
 
 model.train()                                                   # model.train()
 for i in range(300):                                            # for i in range(300):
     rows = np.arange(100 * i, 100 * i + 100) % 10_000
     x, y = train_x[rows], digits.train_labels[rows]
-    loss = step(model, optimizer, x, y)                         #     loss = step(model, optimizer, x, y)
+    loss = step((x, y))["loss"]                                 #     loss = F.cross_entropy(model(x), y.cuda())
+                                                                #     optimizer.zero_grad()
+                                                                #     loss.backward(); optimizer.step()
     if i % 50 == 49:
-        print(f"step {i:3}  loss {loss:.3f}")                   #         print(f"step {i}  loss {loss:.3f}")
+        print(f"step {i:3}  loss {loss:.3f}")                   #         print(f"step {i}  loss {loss.item():.3f}")
 model.eval()                                                    # model.eval()
 logits = np.asarray(model(test_x))                              # logits = model(test_x).detach()
 np.testing.assert_allclose(logits, model.module(test_x), rtol=1e-4, atol=1e-4)

@@ -47,13 +47,16 @@ def main() -> None:
     steps = args.epochs * (len(data.train_labels) // args.batch_size)
     tx = optax.adam(optax.cosine_decay_schedule(args.lr, steps))
 
-    def loss_fn(variables, batch, key):
-        images, labels = batch
-        logits = model.apply(variables, images, train=True, rngs={"dropout": key})
+    def forward(variables, batch, key):  # runs on each device, with its rows
+        images, _ = batch
+        return model.apply(variables, images, train=True, rngs={"dropout": key})
+
+    def criterion(logits, batch):  # runs once, with the outputs of all rows
+        _, labels = batch
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return loss, {"accuracy": jnp.mean(logits.argmax(axis=-1) == labels)}
 
-    step = dp.train_step(loss_fn, tx)
+    step = dp.train_step(forward, tx, criterion=criterion)
     state = step.init(dp.init(key, data.train_images[:1]), key=key)
 
     with Show(args, devices, data) as show:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from .._core.devices import own_mesh, spans_processes
 from .._core.layout import Cut, Layout, Tree, is_key, replicated
 from .._core.scattered import Scattered, map_scattered, unpadded
-from .._jax.jaxprs import reached
+from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
 from .gradients import Gradients
 from .state import TrainState
@@ -68,7 +68,8 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
     plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)
     alone = program.on(one, **plain, accumulate_steps=1)
     state_of_one, batch_of_one = _on_one(state, mesh, one), _whole_batch(batch, one)
-    if _asks_for_numbers(alone, state_of_one, batch_of_one):
+    is_random, narrowest = _traced(alone, state_of_one, batch_of_one)
+    if is_random:
         return LossCheck(
             mesh.size,
             cause="It depends on a random key, and each replica draws from its own. Check it without dropout and the "
@@ -83,10 +84,12 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
         if options.accumulate_steps == 1 or "a BatchNorm runs in a" not in str(error):
             raise
         found = jax.jit(program.like(**plain, accumulate_steps=1).gradients)(state, batch)
-    return _compared(found, expected, mesh, options.accumulate_steps, program)
+    return _compared(found, expected, mesh, options.accumulate_steps, program, narrowest)
 
 
-def _compared(found: Gradients, expected: Gradients, mesh: Mesh, steps: int, program: Program) -> LossCheck:
+def _compared(
+    found: Gradients, expected: Gradients, mesh: Mesh, steps: int, program: Program, narrowest: float
+) -> LossCheck:
     names = "loss", "metrics", "update of state", "gradient of params"
     lines: list[str] = []
     what: set[str] = set()
@@ -95,7 +98,7 @@ def _compared(found: Gradients, expected: Gradients, mesh: Mesh, steps: int, pro
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
-            if line := _difference(a, b, least):
+            if line := _difference(a, b, least, narrowest):
                 where = f"{name}{jax.tree_util.keystr(path)}"
                 lines.append(f"{where}: {line.replace(' here', f' on {mesh.size} device' + 's' * (mesh.size > 1))}")
                 what.add(name)
@@ -120,7 +123,7 @@ def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
     return loss, metrics, program.view_of_state(state), program.view(found.grads)
 
 
-def _difference(a: Any, b: Any, least: float) -> str:
+def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
     """How two arrays differ by more than rounding, which is about the square root of what their dtype can tell."""
     if np.shape(a) != np.shape(b):
         return f"shape {np.shape(a)} here, {np.shape(b)} on one"
@@ -129,7 +132,7 @@ def _difference(a: Any, b: Any, least: float) -> str:
         return "" if same else f"{_short(a)} here, {_short(b)} on one"
     a, b = np.asarray(a), np.asarray(b)
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
-    rounding = float(jnp.finfo(b.dtype).eps) ** 0.5
+    rounding = max(narrowest, float(jnp.finfo(b.dtype).eps)) ** 0.5
     a, b = a.astype(wide), b.astype(wide)
     scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), least, 1e-6)
     alike = (np.abs(a - b) <= rounding * scale) | (a == b) | np.isnan(a) & np.isnan(b)
@@ -180,12 +183,14 @@ def _on_one(state: TrainState, mesh: Mesh, one: Mesh) -> TrainState:
     return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0), replicated(one)), whole)
 
 
-def _asks_for_numbers(program: Program, state: TrainState, batch: Scattered) -> bool:
-    """Whether the loss depends on a random key, in the state or in the batch."""
+def _traced(program: Program, state: TrainState, batch: Scattered) -> tuple[bool, float]:
+    """Whether the loss depends on a random key, in the state or in the batch; and its coarsest rounding."""
     operands, treedef = jax.tree.flatten((state, batch))
 
     def loss(*operands: Any) -> Any:
         return program.gradients(*treedef.unflatten(operands)).out[0]
 
-    keys = [is_key(x) for x in operands]
-    return any(keys) and reached(jax.make_jaxpr(loss)(*operands), keys)[0]
+    jaxpr, keys = jax.make_jaxpr(loss)(*operands), [is_key(x) for x in operands]
+    dtypes = {v.aval.dtype for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    rounding = [float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+    return any(keys) and reached(jaxpr, keys)[0], max(rounding, default=0.0)
