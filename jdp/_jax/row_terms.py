@@ -245,7 +245,7 @@ class _Reader:
     def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         is_collective = "axes" in eqn.params or "axis_name" in eqn.params
-        if is_collective and not all(isinstance(axis, int) for axis in axes(eqn)):
+        if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
             joined = functools.reduce(_join, values, CONST)
             return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in _CALLS:
@@ -336,8 +336,9 @@ class _Reader:
         fault = _lasting(values)
         if kind == Kind.SUMMED:
             fault = fault or next((v.fault for v in values if v.fault is not None), None)
-            if not linear:  # of a sum, as against a mean, it has no place in what rows are made of
-                fault = (fault or Fault("nonlinear", self.at()))._replace(lasts=degree is None)
+            if not linear:
+                fault = fault or Fault("nonlinear", self.at())
+                fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return Value(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
         fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
