@@ -243,8 +243,6 @@ GRAMMAR = {
         "jnp.sum({rows}) * {term}",
         "{term} / {no mean}",
     ],
-    # rows that meet other rows, and keep a single axis of them
-    # what the law would have refused, too
     # what may stand beside a loss, and is none
     "metric": [
         "{rows}",
