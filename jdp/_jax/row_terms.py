@@ -59,6 +59,7 @@ class Value(NamedTuple):
     fault: Fault | None = None
     at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
     guards: bool = False  # tells whether something is finite, and nothing else
+    root: Value | None = None  # whose square root it is
 
 
 CONST, UNKNOWN = Value(Kind.CONST), Value(Kind.UNKNOWN)
@@ -264,6 +265,8 @@ class _Reader:
         """An output of an equation without a jaxpr inside."""
         if name == "dim_as_value":
             size, at = _parameter(eqn, "dim"), self.at()
+            if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
+                return UNKNOWN
             if _power(size) is None and _power(size + 1) == 1:  # the divisor of an unbiased variance
                 return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
             return Value(Kind.CONST, _power(size), at=at)
@@ -293,10 +296,12 @@ class _Reader:
             degree = values[0].degree * eqn.params.get("y", 2)
         else:
             degree = 0 if degrees <= {0} else None
+        if name in _POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
+            return values[0].root  # jnp.linalg.norm(x) ** 2
         made = self.made(eqn, values, degree, out, False)
         if name not in _NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
-        return made._replace(guards=_guards(eqn, name, values))
+        return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def product(self, eqn: Any, name: str, values: list[Value], summed: int, out: Any) -> Value:
         a, b = values
@@ -343,6 +348,8 @@ class _Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
         fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
+            if eqn.primitive.name == "reshape":  # to a number of rows that is written in the function
+                return UNKNOWN
             fault = fault or (None if summed else Fault("nonlinear", self.at()))
         return Value(Kind.SUMMED if whole else kind, degree, None, fault, at)
 
@@ -350,7 +357,7 @@ class _Reader:
         """One of the cases."""
         if which.guards:
             which = CONST  # a number in place of what is not finite
-        return self.made(eqn, [*cases, which], _degree(cases), out, which.kind != Kind.SUMMED)
+        return self.made(eqn, [*cases, which], _degree(cases), out, True)
 
     def cond(self, eqn: Any, values: list[Value]) -> list[Value]:
         branches = [self.read(branch, values[1:]) for branch in _parameter(eqn, "branches")]
