@@ -24,7 +24,7 @@ device 32 times the parameters.
     memory         XLA's temporaries of the step with accumulate_steps=8, as a part of those without
 
 A first step: that of the ViT on 8 devices, traced, lowered, compiled and run after jax.clear_caches(), beside one that
-does not look whether the bare scalar is a mean (jdp._jax.row_terms.trace returns None), in turn. And the part of the
+does not look whether the bare scalar is a mean (jdp._jax.row_traces.trace returns None), in turn. And the part of the
 former's time on the wall that is spent in looking, which is far less noisy; the target is for it, too.
 """
 
@@ -51,7 +51,7 @@ from jax.sharding import PartitionSpec as P
 from train import Loop, Placed, Task, faster_feed, loss_with, make_task, step_by_hand
 
 import jdp
-from jdp._jax import row_terms
+from jdp._jax import row_traces
 
 MODELS = ("MLP", "ViT", "ResNet")
 MICROBATCHES = 8
@@ -264,11 +264,11 @@ def of_contrastive(n: int, seconds: float) -> dict[str, Any]:
 class Looks:
     """The test of bare scalars, or none in its place; `seconds` were spent in it."""
 
-    trace, offence = staticmethod(row_terms.trace), row_terms.Traced.offence
+    trace, offences = staticmethod(row_traces.trace), row_traces.Traced.offences
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        row_terms.Traced.offence = lambda traced, i: self.clocked(Looks.offence, traced, i)  # type: ignore[method-assign]
+        row_traces.Traced.offences = lambda *args: self.clocked(Looks.offences, *args)  # type: ignore[method-assign]
 
     def clocked(self, fn: Callable[..., Any], *args: Any) -> Any:
         begun = time.perf_counter()
@@ -278,7 +278,7 @@ class Looks:
 
     def switch(self, on: bool) -> None:
         self.seconds = 0.0
-        row_terms.trace = partial(self.clocked, Looks.trace) if on else lambda *_: None
+        row_traces.trace = partial(self.clocked, Looks.trace) if on else lambda *_: None
 
 
 def of_first_step(n: int, seconds: float) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Tells from a jaxpr whether a scalar is a mean over the rows, and which arrays follow them.
+"""Tells from a jaxpr what its values are made of: of sums over the rows, of functions of such sums, of pairs of rows.
 
-The function is traced once, with a symbolic number of rows `b`. Then each value of its jaxpr gets a kind (`Kind`) and
-a degree, the power of `b` that it grows with: a sum over the rows has degree 1, the number of rows too, their quotient
-0. A scalar is accepted where it is linear in sums over the rows and has degree 0. What the trace cannot follow is
-accepted as well: a wrong alarm would stop a loss that is right.
+Each value gets a kind (`Kind`) and a degree, the power of the number of rows `b` that it grows with: a sum over the
+rows has degree 1, the number of rows too, their quotient 0. A mean over the rows is linear in sums over them and has
+degree 0. What the trace cannot follow is accepted as well: a wrong alarm would stop a loss that is right.
 """
 
 from __future__ import annotations
@@ -11,25 +10,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import warnings
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
-from .jaxprs import _CALLS, _opened, _parameter, axes, inside, parts_of_scan, source_line
+from .jaxprs import _CALLS, _opened, _parameter, axes, inside, parts_of_scan
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs"]
-
-
-class Offence(NamedTuple):
-    """Why a scalar is no mean over the rows: the user's line ("file.py:12", or "") and the operation to blame."""
-
-    kind: Blame
-    line: str
-    what: str
 
 
 class Kind(enum.IntEnum):
@@ -60,6 +51,7 @@ class Value(NamedTuple):
     at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
     guards: bool = False  # tells whether something is finite, and nothing else
     root: Value | None = None  # whose square root it is
+    meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
 CONST, UNKNOWN = Value(Kind.CONST), Value(Kind.UNKNOWN)
@@ -70,94 +62,57 @@ def _symbol() -> Any:
     return jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
 
 
-def _power(size: Any) -> int | None:
-    """The p for which a size is b ** p, times a whole number; None where there is none."""
-    power = 0
-    while not isinstance(size, int):
-        part = size // _symbol()
-        if part * _symbol() != size:
-            return None
-        size, power = part, power + 1
-    return power
-
-
-def _symbolic(v: Any) -> list[int]:
-    """The axes of a variable whose size depends on b."""
-    return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if not isinstance(size, int)]
-
-
-def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None]) -> Traced | None:
-    """Traces `fn(*operands)` with `b` rows: `cut` has the axis of the rows for each leaf, or None.
-
-    None where that fails, as it does for a function that asks for the number of its rows.
-    """
-    leaves, treedef = jax.tree.flatten(operands)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the user sees those of the real trace
-            specs = [_spec(x, axis) for x, axis in zip(leaves, cut, strict=True)]
-            jaxpr = jax.make_jaxpr(fn)(*jax.tree.unflatten(treedef, specs))
-    except Exception:  # the user's own function may raise anything
-        return None
-    return Traced(jaxpr, tuple(axis is not None for axis in cut))
-
-
-def _spec(x: Any, axis: int | None) -> Any:
-    aval = jax.typeof(x)
-    shape = tuple(_symbol() if i == axis else size for i, size in enumerate(aval.shape))
-    more = {name: value for name in ("weak_type", "vma") if (value := getattr(aval, name, None))}
-    return jax.ShapeDtypeStruct(shape, aval.dtype, **more)
-
-
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """A function's jaxpr for `b` rows; `inputs` says which of its flat inputs have rows."""
+class RowCount:
+    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, by which what is made of it is known."""
 
-    jaxpr: Any
-    inputs: tuple[bool, ...]
+    prime: int = 0  # 0: a symbol
 
     @property
-    def avals(self) -> list[Any]:
-        """The outputs' avals, flattened."""
-        return list(self.jaxpr.out_avals)
+    def size(self) -> Any:
+        """The number itself. An even one, because a function may take the rows in pairs."""
+        return 2 * self.prime if self.prime else _symbol()
 
-    def axis(self, i: int) -> int | str | None:
-        """The one axis of output i whose size is a multiple of b; None where none depends on b; else what it is."""
-        out = _opened(self.jaxpr).outvars[i]
-        found = _symbolic(out)
-        if not found:
-            return None
-        if len(found) == 1 and _power(out.aval.shape[found[0]]) == 1:
-            return found[0]
-        shape = ", ".join(map(str, out.aval.shape)) + ("," if out.aval.ndim == 1 else "")
-        return f"its shape is ({shape}) for b rows, which is not in proportion along one axis"
+    def power(self, size: Any) -> int | None:
+        """Returns the p for which a size is the number of rows ** p, times a whole number; None where there is none."""
+        power = 0
+        if self.prime:
+            while size and size % self.prime == 0:
+                size, power = size // self.prime, power + 1
+            return power
+        while not isinstance(size, int):
+            part = size // _symbol()
+            if part * _symbol() != size:
+                return None
+            size, power = part, power + 1
+        return power
 
-    def depends(self, i: int) -> bool:
-        """Whether output i depends on the values of the inputs with rows."""
-        return self._values[i].kind > Kind.CONST
+    def axes(self, v: Any) -> list[int]:
+        """Returns the axes of a variable whose size depends on the number of rows."""
+        return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if self.power(size) != 0]
 
-    def offence(self, i: int) -> Offence | None:
-        """Why output i, which has no axis of the rows, is no mean over them; None where it may be one."""
-        value = self._values[i]
-        if value.kind in (Kind.SHARED, Kind.UNKNOWN) or value.number == 0:
-            return None
-        fault = value.fault or (Fault("sum", value.at) if value.degree != 0 else None)
-        if fault is None:
-            return None
-        line = next(filter(None, map(source_line, fault.at)), "")
-        return Offence(fault.kind, line, _named(fault.at[0]) if fault.at else "")
-
-    @functools.cached_property
-    def _values(self) -> list[Value]:
-        inputs = [Value(Kind.ROWS) if rows else CONST for rows in self.inputs]
+    def constant(self, x: Any) -> Value:
+        """Returns what is known of a constant of the trace, which may be made of the number of rows."""
+        if isinstance(x, jax.Array) and not (self.prime and not x.ndim):  # a number on a device is not fetched
+            return CONST
+        if jnp.ndim(x):
+            made = self.prime and jnp.issubdtype(x.dtype, jnp.inexact) and any(map(self.power, x.shape))
+            return UNKNOWN if made else CONST  # weights of the rows, which the function made by their number
         try:
-            return _Reader().read(self.jaxpr, inputs)
-        except NotImplementedError:  # this version of JAX has other equations than those known here
-            return [UNKNOWN] * len(self.avals)
-
-
-def _named(eqn: Any) -> str:
-    name: str = eqn.primitive.name
-    return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
+            number = abs(float(x))
+        except (TypeError, ValueError):
+            return CONST
+        power = 0
+        if self.prime and number and math.isfinite(number):
+            inverse, dtype = 1 / number, jnp.result_type(x)
+            near = float(jnp.finfo(dtype).eps) * inverse if jnp.issubdtype(dtype, jnp.floating) else 0.0
+            if number == int(number):
+                power = self.power(int(number)) or 0
+                if not power and self.power(int(number) + 1) == 1:  # the divisor of an unbiased variance
+                    return Value(Kind.CONST, 1, fault=Fault("sum", ()))
+            elif inverse > 1 and abs(inverse - round(inverse)) <= near:
+                power = -(self.power(round(inverse)) or 0)
+        return Value(Kind.CONST, power, number)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -177,6 +132,8 @@ _INDEXED = {
     "gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1], "scatter": [0, 2], "scatter_add": [0, 2],
     "select_and_scatter_add": [0], "select_and_gather_add": [0],
 }
+_CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+_PICKS = _names("slice dynamic_slice gather split")
 _OF_BOOLS = _names("not and or xor reduce_and reduce_or")
 _BOUNDED = _OF_BOOLS | _names("eq ne lt le gt ge is_finite sign argmax argmin")
 _KEEP_DEGREE = _names(
@@ -219,10 +176,11 @@ def _is_as(a: Value, b: Value) -> bool:
     return known[0] == known[1]
 
 
-class _Reader:
+class Reader:
     """Reads jaxprs, the outer one and those inside of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: RowCount) -> None:
+        self.rows = rows
         self.around: list[Any] = []  # the equations that it is in, the outermost first
 
     def at(self) -> tuple[Any, ...]:
@@ -232,10 +190,10 @@ class _Reader:
         """What is known of a jaxpr's outputs, from what is known of its inputs."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), _opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(getattr(jaxpr, "constvars", ()), map(_constant, consts), strict=False))
+        known.update(zip(getattr(jaxpr, "constvars", ()), map(self.rows.constant, consts), strict=False))
 
         def value(v: Any) -> Value:
-            return _constant(v.val) if hasattr(v, "val") else known.get(v, CONST)
+            return self.rows.constant(v.val) if hasattr(v, "val") else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
@@ -267,13 +225,16 @@ class _Reader:
             size, at = _parameter(eqn, "dim"), self.at()
             if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
                 return UNKNOWN
-            if _power(size) is None and _power(size + 1) == 1:  # the divisor of an unbiased variance
+            if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
                 return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
-            return Value(Kind.CONST, _power(size), at=at)
+            return Value(Kind.CONST, self.rows.power(size), at=at)
         if name == "iota":
-            counts_rows = _parameter(eqn, "dimension") in _symbolic(out)
+            counts_rows = _parameter(eqn, "dimension") in self.rows.axes(out)
             return Value(Kind.CONST, None, at=self.at()) if counts_rows else CONST
-        summed = _summed(eqn, name, out)
+        summed = self.summed(eqn, name, out)
+        if name in _CUMULATIVE and values[0].kind == Kind.ROWS and _parameter(eqn, "axis") in self.rows.axes(out):
+            if jnp.issubdtype(out.aval.dtype, jnp.floating):  # of integers it is a place, as among an expert's rows
+                values = [values[0]._replace(fault=_lasting(values) or Fault("pairs", self.at(), True))]
         if name in _LINEAR:
             degree, degrees = _degree(values), {v.degree for v in values}
             if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
@@ -319,19 +280,20 @@ class _Reader:
         if Kind.ROWS in (a.kind, b.kind):
             lasting = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=lasting[0]), b._replace(fault=lasting[1])
-        if summed and _symbolic(out) and Kind.ROWS in (a.kind, b.kind) and _lasting(values) is None:
+        if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and _lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
-        return self.made(eqn, [a, b], degree, out, linear, summed)
+        counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
+        return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
 
     def made(
         self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0
     ) -> Value:
         """What an equation makes of values. `linear`: it is so in all that is summed; `summed`: over so many axes."""
-        kind, rows = max((v.kind for v in values), default=Kind.CONST), _symbolic(out)
+        kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:
             return UNKNOWN
         pairs = kind == Kind.ROWS and len(rows) > 1
-        whole = kind == Kind.ROWS and not rows and any(map(_symbolic, eqn.invars))  # no axis of the rows is left
+        whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
@@ -348,10 +310,23 @@ class _Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
         fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
-            if eqn.primitive.name == "reshape":  # to a number of rows that is written in the function
+            name = eqn.primitive.name
+            # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
+            if name == "reshape" or self.rows.prime and name in _PICKS:
                 return UNKNOWN
             fault = fault or (None if summed else Fault("nonlinear", self.at()))
         return Value(Kind.SUMMED if whole else kind, degree, None, fault, at)
+
+    def summed(self, eqn: Any, name: str, out: Any) -> int:
+        """Returns over how many axes of the rows an equation sums."""
+        if name == "reduce_sum":
+            return len({*_parameter(eqn, "axes")} & {*self.rows.axes(eqn.invars[0])})
+        if name == "dot_general":
+            (contracted, _), _ = _parameter(eqn, "dimension_numbers")
+            return len({*contracted} & {*self.rows.axes(eqn.invars[0])})
+        if name in ("conv_general_dilated", "scatter_add"):
+            return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
+        return 0
 
     def chosen(self, eqn: Any, which: Value, cases: Sequence[Value], out: Any) -> Value:
         """One of the cases."""
@@ -364,7 +339,7 @@ class _Reader:
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
 
     def scan(self, eqn: Any, values: list[Value]) -> list[Value]:
-        by_rows = not isinstance(_parameter(eqn, "length"), int)
+        by_rows = self.rows.power(_parameter(eqn, "length")) != 0
         consts, carry, xs = parts_of_scan(eqn, values)
         after, ys = self.rounds(_parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
         # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
@@ -405,27 +380,6 @@ def _collected(value: Value) -> Value:
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
         return Value(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
-
-
-def _constant(x: Any) -> Value:
-    if isinstance(x, jax.Array) or jnp.ndim(x):  # a number on a device is not fetched
-        return CONST
-    try:
-        return Value(Kind.CONST, number=abs(float(x)))
-    except (TypeError, ValueError):
-        return CONST
-
-
-def _summed(eqn: Any, name: str, out: Any) -> int:
-    """Over how many axes of the rows an equation sums."""
-    if name == "reduce_sum":
-        return len({*_parameter(eqn, "axes")} & {*_symbolic(eqn.invars[0])})
-    if name == "dot_general":
-        (contracted, _), _ = _parameter(eqn, "dimension_numbers")
-        return len({*contracted} & {*_symbolic(eqn.invars[0])})
-    if name in ("conv_general_dilated", "scatter_add"):
-        return int(any(map(_symbolic, eqn.invars)) and not _symbolic(out))
-    return 0
 
 
 def _guards(eqn: Any, name: str, values: list[Value]) -> bool:

@@ -5,46 +5,38 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from .._core.layout import Tree
-from .._jax import row_terms
+from .._jax import row_traces
 from .._jax.jaxprs import reached
 from .terms import is_number
 
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
-_WHY = {
-    "sum": (
-        "a sum over the rows that is not divided by their number",
-        f"Return jdp.Sum(total), or divide by x.shape[0], or pass the loss as {ON_BATCH}",
-    ),
-    "ratio": (
-        "divided by a sum over the rows, which each replica has for its own rows alone",
-        f"Return jdp.Mean(total, count), whose totals and counts are added first, or pass the loss as {ON_BATCH}",
-    ),
-    "nonlinear": (
-        "not linear in sums over the rows",
-        f"Pass the loss as {ON_BATCH}, and such metrics from there",
-    ),
-    "pairs": (
-        "made of pairs of rows, and a replica sees those of its own rows alone",
-        f"Pass the loss as {ON_BATCH}",
-    ),
-    "rows": (
-        "made of some rows",
-        f"Pass the loss as {ON_BATCH}",
-    ),
+_WHAT = {
+    "sum": "a sum over the rows that is not divided by their number",
+    "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
+    "nonlinear": "not linear in sums over the rows",
+    "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
+}
+_WAY = {
+    "sum": f"Return jdp.Sum(total), or divide by x.shape[0], or pass the loss as {ON_BATCH}",
+    "ratio": f"Return jdp.Mean(total, count), whose totals and counts are added first, or pass the loss as {ON_BATCH}",
+    "nonlinear": f"Pass the loss as {ON_BATCH}, and such metrics from there",
+    "pairs": f"Pass the loss as {ON_BATCH}, and such metrics from there",
 }
 
 
 class Followed:
     """Tells for each array of `run(*operands)`, a tree, how it follows the rows of the operands.
 
-    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None where nothing is cut. The
-    function is traced once with a symbolic number of rows. Where that cannot be, because it branches on their number,
-    its shapes are those of a few other numbers, and of its scalars nothing is known.
+    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None where nothing is cut; not
+    `is_judged` is what jdp itself returns, of which nothing is refused. The
+    function is traced once with a symbolic number of rows. Where that cannot be, because it asks for their number, its
+    shapes are those of a few other numbers, and its values are those that two of them show.
     """
 
     def __init__(
@@ -55,14 +47,15 @@ class Followed:
         run: Callable[..., Tree],
         operands: tuple[Tree, ...],
         cut: Sequence[int | None],
+        is_judged: bool = True,
     ) -> None:
         self.rows, self._total = rows, total
         self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
-        self._run, self._operands, self._cut = run, operands, cut
+        self._run, self._operands, self._cut, self._is_judged = run, operands, cut, is_judged
 
     @functools.cached_property
-    def _traced(self) -> row_terms.Traced | None:
-        found = row_terms.trace(self._run, self._operands, self._cut) if self.rows is not None else None
+    def _traced(self) -> row_traces.Traced | None:
+        found = row_traces.trace(self._run, self._operands, self._cut) if self.rows is not None else None
         return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
 
     @functools.cached_property
@@ -97,17 +90,69 @@ class Followed:
         jaxpr = jax.make_jaxpr(self._run)(*self._operands)
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
+    @functools.cached_property
+    def _counted(self) -> list[row_traces.Traced]:
+        """The traces for two numbers of rows; none where the function does not take these numbers."""
+        found = [row_traces.trace(self._run, self._operands, self._cut, prime) for prime in row_traces.PRIMES]
+        known = [x for x in found if x is not None and len(x.avals) == len(self.leaves)]
+        return known if len(known) == len(found) else []
+
+    def _traces(self, at: Sequence[int]) -> list[row_traces.Traced]:
+        """The traces that tell what these leaves are made of: the one for any number of rows, or those of two."""
+        if self.rows is None or not self._is_judged:
+            return []
+        if self._traced is not None and all(map(self._traced.is_followed, at)):
+            return [self._traced]
+        return self._counted
+
+    def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
+        """Why leaves are not of this kind: what all traces say."""
+        each = [traced.offences(kind, at) for traced in self._traces(at)]
+        return [found[0] if all(found) else None for found in zip(*each, strict=True)]
+
+    def grows(self, index: int) -> bool:
+        """Returns True for a leaf that is made of the number of rows, and not of the rows."""
+        traces = self._traces([index])
+        return bool(traces) and all(traced.grows(index) for traced in traces)
+
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is no mean over the rows; one that cannot be followed is accepted."""
-        found = self._traced.offence(index) if self._traced is not None else None
-        if found is None:
-            return
-        what, way = _WHY[found.kind]
-        where = " at ".join(filter(None, (found.what, found.line)))
-        raise TypeError(
-            f"{name} is a scalar, and it is {what}{where and f' ({where})'}; a scalar is taken for the mean over the "
-            f"rows of the chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
-        )
+        for found in filter(None, self._offences("mean", [index])):
+            raise TypeError(
+                f"{name} is a scalar, and it is {_what(found)}; a scalar is taken for the mean over the rows of the "
+                f"chunk. {_WAY[found.kind]} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
+            )
+
+    def refuse_pairs(self, index: int, name: str) -> None:
+        """Raises a `TypeError` for entries per row that are made of other rows, too."""
+        for found in filter(None, self._offences("rows", [index])):
+            raise TypeError(
+                f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
+                f"made of its own row. Pass the loss as {ON_BATCH}, and such metrics from there."
+            )
+
+    def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
+        """Raises a `TypeError` for a term, of a total or of a total and a count, which are no sums over the rows."""
+        kind: Kind = "sum" if len(at) == 1 else "count"
+        for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
+            if found is None:
+                continue
+            what = _what(found) if found.kind != "sum" else "no sum over the rows: it does not grow with their number"
+            way = "Return a mean over the rows, and what does not depend on them, without a marker"
+            if kind == "count":
+                way = "Return jdp.Mean(total, count) of plain sums over the rows (count + 1e-6 where it may be 0)"
+            raise TypeError(
+                f"{name} is a jdp.{'Mean' if kind == 'count' else 'Sum'} whose {part} is {what}; totals and counts are "
+                f"added up over replicas and microbatches. {way}, or pass the loss as {ON_BATCH}."
+            )
+
+
+Kind = Literal["mean", "sum", "count", "rows"]
+
+
+def _what(found: row_traces.Offence) -> str:
+    where = " at ".join(filter(None, (found.what, found.line)))
+    return f"{_WHAT[found.kind]}{where and f' ({where})'}"
 
 
 Shapes = list[tuple[int, list[tuple[int, ...]]]]

@@ -204,8 +204,7 @@ def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> t
     if is_marker(x):
         return _marked(x, name, followed, at, weight)
     x = jnp.asarray(x)
-    if not x.ndim:
-        followed.refuse_no_mean(at, name)
+    (followed.refuse_pairs if x.ndim else followed.refuse_no_mean)(at, name)
     return _mean(x.mean() if x.ndim else x, weight)
 
 
@@ -231,6 +230,7 @@ def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tu
                 f"{where}; replicas add up arrays of one shape. Sum over the rows in it first, or return the array "
                 f"itself, which is gathered."
             )
+    followed.refuse_no_sums(range(at, at + len(vars(x))), name)
     total = jnp.asarray(x.total)
     dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
     if not is_mean(x):
@@ -244,13 +244,15 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
     values: list[Any] = []
     first = at + len(x.factors)
     for i, (factor, term) in enumerate(zip(x.factors, x.terms, strict=True)):
-        if followed.depends(at + i):
+        if followed.depends(at + i) or followed.grows(at + i):
+            what = "the rows" if followed.depends(at + i) else "their number"
             raise TypeError(
-                f"{name} has a factor that depends on the rows; factors of terms are the same on all replicas. Pass "
+                f"{name} has a factor that depends on {what}; factors of terms are the same on all replicas. Pass "
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."
             )
         whole = _mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
         if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
+            followed.refuse_pairs(first, name)
             of_term = _mean(jnp.mean(term), weight)
         elif is_marker(term):
             of_term = _marked(term, name, followed, first, weight)
@@ -276,6 +278,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
             f"jdp.Sum(total) for a sum, or an array with rows along one axis."
         )
     if axis is not None:
+        followed.refuse_pairs(at, name)
         return Form("rows", x.dtype, axis), [x]
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)

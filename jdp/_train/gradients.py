@@ -318,7 +318,8 @@ def _formed(
     diff, part, state = operands
     of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
     cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
-    followed = Followed(out[0] if is_forward else out, rows, sum(signature.layout.sizes), again, operands, cut)
+    total, is_judged = sum(signature.layout.sizes), not loss.pulls  # what is pulled back was looked at before
+    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, is_judged)
     if is_forward:
         return outputs(out[0], rows or 1, followed, loss.verb)
     return terms(*out, rows, weight, followed, loss.verb)

@@ -179,6 +179,9 @@ GRAMMAR = {
         "(jnp.mean({rows}) + 0.01 * l2)",
         "jnp.where(keep, {rows}, 0.0).mean()",
         "jnp.mean(jnp.where(keep[:, None], {matrix}, 0.0))",
+        "jnp.sum({rows}) / len(z)",
+        "jnp.sum({matrix}) / float(z.size)",
+        "jnp.stack([row for row in {rows}]).mean()",
     ],
     # a number that is none, but for a few that are by chance
     "no mean": [
@@ -210,6 +213,11 @@ GRAMMAR = {
         "jnp.linalg.norm(z.T @ u + 1)",
         "(1 - 2 * jnp.sum({rows} * w) / (jnp.sum({rows}) + jnp.sum(w)))",
         "{rows}[0]",
+        "jnp.mean(jnp.cumsum({rows}))",
+        "jnp.sum({rows}) / b**0.5",
+        "jnp.mean({rows}) * len(z)",
+        "jnp.sqrt(jnp.sum({rows}) / len(z))",
+        "jnp.mean(jax.nn.logsumexp({pairs} + jnp.arange(len(z)), 1))",
         "({no mean} + {mean})",
         "({factor} * {no mean})",
         "({no mean} * {mean})",
@@ -218,7 +226,14 @@ GRAMMAR = {
         "jnp.log1p({no mean} ** 2)",
         "jnp.where({no mean} > 1, {no mean}, {mean})",
     ],
-    "term": ["Mean({total}, b)", "Mean({total}, {count})", "Mean(jnp.sum({rows} * w), jnp.sum(w))", "Sum({total})"],
+    "term": [
+        "Mean({total}, b)",
+        "Mean({total}, {count})",
+        "Mean(jnp.sum({rows} * w), jnp.sum(w))",
+        "Sum({total})",
+        "Mean({mean} * b, b)",
+        "Mean({total}, len(z))",
+    ],
     "sum of terms": [
         "{term} + {term}",
         "{term} - {number} * {term}",

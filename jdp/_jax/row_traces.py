@@ -1,0 +1,124 @@
+"""Traces a function for any number of rows, and tells how its results follow them: their shapes, and their values.
+
+The trace is for a symbolic number of rows `b`. A function that asks for that number, by `len(x)` or `b // 2`, cannot be
+traced so. Then it is traced for two numbers that are multiples of different primes: a size or a constant that is a
+multiple of the prime is taken for one made of the rows, and what seems wrong counts where it does so in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from .jaxprs import _opened, source_line
+from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, Value
+
+PRIMES = (23, 31)
+
+
+class Offence(NamedTuple):
+    """Why a value is not what it is taken for: the user's line ("file.py:12", or "") and the operation to blame."""
+
+    kind: Blame
+    line: str
+    what: str
+
+
+def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prime: int = 0) -> Traced | None:
+    """Traces `fn(*operands)` with `b` rows, or with a multiple of a prime: `cut` has each leaf's axis of rows, or None.
+
+    Returns None where that fails.
+    """
+    rows = RowCount(prime)
+    leaves, treedef = jax.tree.flatten(operands)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the user sees those of the real trace
+            specs = [_spec(x, axis, rows) for x, axis in zip(leaves, cut, strict=True)]
+            jaxpr = jax.make_jaxpr(fn)(*jax.tree.unflatten(treedef, specs))
+    except Exception:  # the user's own function may raise anything
+        return None
+    return Traced(jaxpr, tuple(axis is not None for axis in cut), rows)
+
+
+def _spec(x: Any, axis: int | None, rows: RowCount) -> Any:
+    aval = jax.typeof(x)
+    shape = tuple(rows.size if i == axis else size for i, size in enumerate(aval.shape))
+    more = {name: value for name in ("weak_type", "vma") if (value := getattr(aval, name, None))}
+    return jax.ShapeDtypeStruct(shape, aval.dtype, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function's jaxpr for so many rows; `inputs` says which of its flat inputs have rows."""
+
+    jaxpr: Any
+    inputs: tuple[bool, ...]
+    rows: RowCount
+
+    @property
+    def avals(self) -> list[Any]:
+        """The outputs' avals, flattened."""
+        return list(self.jaxpr.out_avals)
+
+    def axis(self, i: int) -> int | str | None:
+        """The one axis of output i whose size is a multiple of b; None where none depends on b; else what it is."""
+        out = _opened(self.jaxpr).outvars[i]
+        found = self.rows.axes(out)
+        if not found:
+            return None
+        if len(found) == 1 and self.rows.power(out.aval.shape[found[0]]) == 1:
+            return found[0]
+        shape = ", ".join(map(str, out.aval.shape)) + ("," if out.aval.ndim == 1 else "")
+        return f"its shape is ({shape}) for b rows, which is not in proportion along one axis"
+
+    def depends(self, i: int) -> bool:
+        """Returns True where output i depends on the values of the inputs with rows."""
+        return self._values[i].kind > Kind.CONST
+
+    def is_followed(self, i: int) -> bool:
+        """Returns True where something is known of output i."""
+        return self._values[i].kind != Kind.UNKNOWN
+
+    def grows(self, i: int) -> bool:
+        """Returns True where output i is made of the number of rows, and not of the rows."""
+        return self._values[i].kind == Kind.CONST and self._values[i].degree != 0
+
+    def offences(self, kind: Literal["mean", "sum", "count", "rows"], at: Sequence[int]) -> list[Offence | None]:
+        """Returns why outputs are not what they are taken for; None for one that is, or that cannot be followed.
+
+        A "mean" over the rows is a scalar. A "sum" is what replicas add up, a "count" a total and a count that are
+        divided after that, and "rows" have an entry for each row.
+        """
+        values, found = [self._values[i] for i in at], []
+        is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
+        for i, value in enumerate(values):
+            followed = self.is_followed(at[i]) and value.kind != Kind.SHARED and value.number != 0
+            fault = value.fault
+            if kind == "rows":
+                fault = fault if fault is not None and fault.lasts else None
+            elif fault is None and value.degree != (kind != "mean"):
+                fault = Fault("sum", value.at)
+            if fault is None or not followed or (is_meant and not i):
+                found.append(None)
+            else:
+                line = next(filter(None, map(source_line, fault.at)), "")
+                found.append(Offence(fault.kind, line, _named(fault.at[0]) if fault.at else ""))
+        return found
+
+    @functools.cached_property
+    def _values(self) -> list[Value]:
+        inputs = [Value(Kind.ROWS) if rows else Value(Kind.CONST) for rows in self.inputs]
+        try:
+            return Reader(self.rows).read(self.jaxpr, inputs)
+        except NotImplementedError:  # this version of JAX has other equations than those known here
+            return [UNKNOWN] * len(self.avals)
+
+
+def _named(eqn: Any) -> str:
+    name: str = eqn.primitive.name
+    return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
