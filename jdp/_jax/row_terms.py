@@ -221,16 +221,8 @@ class Reader:
 
     def one(self, eqn: Any, name: str, values: list[Value], out: Any) -> Value:
         """An output of an equation without a jaxpr inside."""
-        if name == "dim_as_value":
-            size, at = _parameter(eqn, "dim"), self.at()
-            if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
-                return UNKNOWN
-            if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
-                return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
-            return Value(Kind.CONST, self.rows.power(size), at=at)
-        if name == "iota":
-            counts_rows = _parameter(eqn, "dimension") in self.rows.axes(out)
-            return Value(Kind.CONST, None, at=self.at()) if counts_rows else CONST
+        if name in ("dim_as_value", "iota"):
+            return self.number_of_rows(eqn, name, out)
         summed = self.summed(eqn, name, out)
         if name in _CUMULATIVE and values[0].kind == Kind.ROWS and _parameter(eqn, "axis") in self.rows.axes(out):
             if jnp.issubdtype(out.aval.dtype, jnp.floating):  # of integers it is a place, as among an expert's rows
@@ -263,6 +255,18 @@ class Reader:
         if name not in _NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
+
+    def number_of_rows(self, eqn: Any, name: str, out: Any) -> Value:
+        """What an equation makes of the number of rows."""
+        if name == "dim_as_value":
+            size, at = _parameter(eqn, "dim"), self.at()
+            if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
+                return UNKNOWN
+            if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
+                return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
+            return Value(Kind.CONST, self.rows.power(size), at=at)
+        counts_rows = _parameter(eqn, "dimension") in self.rows.axes(out)
+        return Value(Kind.CONST, None, at=self.at()) if counts_rows else CONST
 
     def product(self, eqn: Any, name: str, values: list[Value], summed: int, out: Any) -> Value:
         a, b = values
