@@ -42,11 +42,14 @@ import jax
 import numpy as np
 import pytest
 from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-# laws.examples takes its part of the examples of a test from the profile
-settings.register_profile("full", max_examples=30, deadline=None, derandomize=True)
-settings.register_profile("fast", max_examples=3, deadline=None, derandomize=True)
+# laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
+# CI: that may take longer than a case may, because each try compiles.
+IN_CI = os.environ.get("JDP_TESTS_RUN") == "ci"
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate, *([] if IN_CI else [Phase.target, Phase.shrink])]
+settings.register_profile("full", max_examples=30, deadline=None, derandomize=True, phases=PHASES)
+settings.register_profile("fast", max_examples=3, deadline=None, derandomize=True, phases=PHASES)
 
 # JAX says after each program how long it took to have it, also where it was read from the cache; and how long it read.
 _compilations, _compiling, _begun = [], [0.0], []
@@ -72,8 +75,11 @@ def is_fast(config):
     return "not full" in config.getoption("markexpr")
 
 
+@pytest.hookimpl(trylast=True)  # when the reporter is there
 def pytest_configure(config):
     settings.load_profile("fast" if is_fast(config) else "full")
+    if IN_CI and (reporter := config.pluginmanager.get_plugin("terminalreporter")):  # not in a worker
+        config.pluginmanager.register(FailuresAtOnce(reporter))
 
 
 def each_value(cases):
@@ -110,9 +116,22 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("full")
         if cases[0].get_closest_marker("each_value"):
             left_out.update(set(cases) - fast - set(each_value(cases)))
+    items.sort(key=lambda item: item.path.name != "test_loss_law.py")  # the file that takes longest begins
     if "::" not in " ".join(config.args):  # who names a case has it
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+class FailuresAtOnce:
+    """Names a case that fails at once, because a run that is ended from outside has no summary."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            last = (report.longreprtext.splitlines() or [""])[-1]
+            self.reporter.write_line(f"\nFAILED {report.nodeid} after {report.duration:.0f} s: {last}")
 
 
 def pytest_ignore_collect(collection_path, config):
