@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from .jaxprs import _opened, source_line
+from .jaxprs import _opened, reached, source_line
 from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, Value
 
 PRIMES = (23, 31)
@@ -96,19 +96,26 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
+        # A number that is written in a marker is one summand of each replica, as a 1 that counts them.
+        are_written = all(self._is_written[i] and not self.grows(i) for i in at)
+        is_accepted = are_written or any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):
-            followed = self.is_followed(at[i]) and value.kind != Kind.SHARED and value.number != 0
             fault = value.fault
             if kind == "rows":
                 fault = fault if fault is not None and fault.lasts else None
             elif fault is None and value.degree != (kind != "mean"):
                 fault = Fault("sum", value.at)
-            if fault is None or not followed or (is_meant and not i):
+            if fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
             else:
                 line = next(filter(None, map(source_line, fault.at)), "")
                 found.append(Offence(fault.kind, line, _named(fault.at[0]) if fault.at else ""))
         return found
+
+    @functools.cached_property
+    def _is_written(self) -> list[bool]:
+        """For each output whether it depends on no input."""
+        return [not depends for depends in reached(self.jaxpr, [True] * len(self.inputs))]
 
     @functools.cached_property
     def _values(self) -> list[Value]:

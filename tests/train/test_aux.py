@@ -49,9 +49,9 @@ KINDS = {
         jnp.einsum("bi,bj->ij", *[(x.reshape(x.shape[0], -1) > k).astype(int) for k in (0, 1)])
     ),
     "small integers": lambda w, x: jdp.Sum(jnp.sum(x > 0, axis=0, dtype=jnp.uint8)),
-    "ratio": lambda w, x: jdp.Mean(jnp.sum(x * (x > 0), axis=0), 1 + jnp.sum(0 * x, axis=0) + x.shape[0] - 1),
+    "ratio": lambda w, x: jdp.Mean(jnp.sum(x * (x > 0), axis=0), jnp.sum(0 * x, axis=0) + x.shape[0]),
     "share": lambda w, x: jdp.Mean(jnp.sum(x > 0), x.size),
-    # `len` wants a number, which a trace with a symbolic number of rows has not: shapes of a few numbers tell then.
+    # `len` wants a number, which a trace with a symbolic number of rows has not: a few numbers tell then.
     "by length": lambda w, x: jdp.Mean(jnp.sum(w * x, axis=0), len(x)),
 }
 # Few numbers, so that a trailing axis is often as long as a chunk or a microbatch, or as there are devices.

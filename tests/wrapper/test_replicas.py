@@ -124,7 +124,7 @@ def linen_loss(variables, batch, key):
     out, updates = Net().apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
     error = (out - y) ** 2
     return error.mean(), {"each": error.sum(1), "most": jdp.Sum((error > 1).sum()),
-                          "ratio": jdp.Mean(error.sum(), jnp.sum(x[:, 0] > 0) + 1)}, updates
+                          "ratio": jdp.Mean(error.sum(), jnp.sum(x[:, 0] > 0) + 1e-6)}, updates
 
 
 def full(*case):
