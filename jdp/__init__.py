@@ -48,7 +48,10 @@ if not typing.TYPE_CHECKING:  # to which every name would be known then
     def __getattr__(name: str) -> object:
         """Imports all of jdp when the first public name is asked for: `jdp --help` need not wait for JAX."""
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+            text = f"module {__name__!r} has no attribute {name!r}"
+            if name in ("apply", "batches", "grad", "init", "parallel", "prefetch", "train_step", "value_and_grad"):
+                text += f"; it is a method of the wrapper. Call jdp.DataParallel(model).{name}(...)"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])
         public = importlib.import_module("._public", __name__)
         globals().update((each, getattr(public, each)) for each in __all__ if each != "__version__")
         return globals()[name]

@@ -501,7 +501,8 @@ def test_attributes_are_the_wrappers_own(devices):
     for module in (Model(), nnx.Linear(2, 3, rngs=nnx.Rngs(0))):
         dp = jdp.DataParallel(module, devices[:2])
         name = "width" if isinstance(module, Model) else "out_features"
-        with pytest.raises(AttributeError, match=f"'DataParallel' object has no attribute '{name}'"):
+        match = f"'DataParallel' object has no attribute '{name}'; .*dp.module.{name}"
+        with pytest.raises(AttributeError, match=match):
             getattr(dp, name)
         assert getattr(dp.module, name) == 3
 

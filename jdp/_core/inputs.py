@@ -190,6 +190,8 @@ def _or_axes(verb: str, name: str) -> str:
     """The other way out, for calls that have it."""
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
+    if verb in ("train_step", "value_and_grad"):
+        return ", or pass in_axes to the verb, with None for what is to go whole to every replica"
     if verb != "DataParallel":
         return ""
     return ", or construct DataParallel with in_axes, None for an argument that is to go whole to every replica"

@@ -218,7 +218,8 @@ def train_step(
     _check_recovery(options)
     _check_deterministic(options, dp._config.replicas or len(dp._config.devices))
     if not callable(loss_fn):
-        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+        way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"
+        raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
     state_axes = dp._config.state_axes
     if state_axes:
         raise ValueError(
@@ -293,6 +294,8 @@ class _Step(Generic[Kept]):
             has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))
             near = difflib.get_close_matches(name, has, 1)
             way = f"Use step.{near[0]}" if near else "Use one of these"
+            if name == "init":
+                way = "An NNX step begins with the state of dp.module: call step(batch)"
             text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
             raise AttributeError(text, name=name, obj=self)
 
@@ -529,6 +532,11 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         """
         last = self._given.last
         try:
+            if isinstance(batch, TrainState):
+                raise TypeError(
+                    f"jdp.{VERB}: the batch is a jdp.TrainState; an NNX step takes the batch alone, because the model "
+                    f"and the optimizer hold the state. Pass step(batch)."
+                )
             refuse_more(more, "step((x, y))")
             state, scattered, flat, nodes = self._ready(batch, self._given.owned())
             return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]

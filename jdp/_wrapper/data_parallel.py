@@ -491,7 +491,9 @@ class DataParallel(nnx.Module, Generic[M]):
         def __getattr__(self, name: str) -> Any:
             """What is not there: of torch's names, what to call instead."""
             if name not in INSTEAD or "_config" not in vars(self):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
+                way = f"; its module has one. Read dp.module.{name}" if has else ""
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{way}")
             rule, others, of_nnx = INSTEAD[name]
             raise AttributeError(
                 f"jdp.DataParallel: .{name} is torch's; {rule}. {of_nnx if self._config.kind == 'nnx' else others}."

@@ -44,6 +44,26 @@ INSTEAD = {
         "chunks and the batches of processes may differ in size",
         *["Loop over dp.prefetch(loader), which goes on until all processes have run out"] * 2,
     ),
+    **dict.fromkeys(
+        ["modules", "named_modules", "children", "named_children"],
+        (
+            "a wrapper holds one module",
+            "Read dp.module; Linen's submodules are there in dp.module.bind(variables)",
+            "Call nnx.iter_modules(dp.module)",
+        ),
+    ),
+    "requires_grad_": (
+        "what is trained is said where it is trained",
+        *["Pass optax.multi_transform(..., labels) as tx, with optax.set_to_zero() for what is frozen"] * 2,
+    ),
+    **dict.fromkeys(
+        ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+        (
+            "a call is one program, in which no hook runs",
+            "Return what you need, or self.sow('intermediates', name, x) in the module",
+            "Return what you need, or self.sow(nnx.Intermediate, name, x) in the module",
+        ),
+    ),
     "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
 }
 """For each what is so in JAX, and what to do: with Linen and functions, and with NNX."""

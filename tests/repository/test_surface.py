@@ -240,6 +240,8 @@ def test_all_of_jdp_is_imported_when_the_first_name_is_asked_for():
     assert python(starred) == "True True"
     with pytest.raises(AttributeError, match="module 'jdp' has no attribute 'scater'"):
         jdp.scater  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'train_step'; it is a method of the wrapper.*DataParallel\(model\)"):
+        jdp.train_step  # noqa: B018
 
 
 def test_importing_jdp_does_not_start_jax():

@@ -163,6 +163,25 @@ def test_what_a_loss_returns_and_should_not(refused, form, words):
     np.testing.assert_array_equal(state.params["w"], W["params"]["w"])
 
 
+def test_what_belongs_to_the_other_kind_of_step(refused):
+    step = step_of()
+    state = step.init(W)
+    with refused(TypeError, "train_step", r"the batch is a jdp.TrainState; .*Pass step\(batch\)"):
+        net().train_step(lambda m, x: m(x).mean(), SGD)(state, X)
+    assert int(step(state, X)[0].step) == 1
+
+
+def test_arguments_in_the_other_order(refused):
+    with refused(TypeError, "train_step", r"loss_fn is a GradientTransformation\w*; .*train_step\(loss_fn, tx\)"):
+        net().train_step(SGD, lambda m, x: m(x).mean())
+
+
+def test_arrays_of_other_sizes_may_be_left_whole(refused):
+    step = step_of()
+    with refused(ValueError, "train_step", r"has 3 rows .* all arrays that are cut must agree.*in_axes"):
+        step(step.init(W), {"x": X, "weight": np.ones(3, np.float32)})
+
+
 def test_misspelt_attributes(refused):
     step, other = step_of(), net().train_step(lambda m, x: m(x).mean(), SGD)
     with refused(
@@ -171,6 +190,8 @@ def test_misspelt_attributes(refused):
         step.inti(W)
     with refused(AttributeError, "train_step", r"a NNXTrainStep has no attribute 'optimiser'; .*Use step\.optimizer\."):
         _ = other.optimiser
+    with refused(AttributeError, "train_step", r"no attribute 'init'; .* state of dp.module: call step"):
+        other.init(W)
     with refused(AttributeError, "train_step", r"has no attribute 'state'; it has .* Use one of these"):
         _ = other.state
     assert not hasattr(step, "__deepcopy__") and not hasattr(step, "_repr_mimebundle_")
