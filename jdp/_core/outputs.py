@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .devices import spans_processes
-from .inputs import is_array
+from .inputs import is_array, is_sparse
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
@@ -55,15 +55,16 @@ class Marked:
 
 def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
     """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array."""
-    leaves, treedef = jax.tree.flatten(out)
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)  # whose buffers are no rows
     marks = [leaf if isinstance(leaf, Marked) else Marked(leaf, layout.dim) for leaf in leaves]
     rules = []
     for i, mark in enumerate(marks):
         value, axis, over = mark.value, mark.axis, mark.over
         if not isinstance(value, jax.Array) and not is_array(value):
+            way = "x.todense()" if is_sparse(value) else "jnp.asarray(x)"
             raise TypeError(
-                f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays, "
-                f"for they are gathered from all replicas. Return jnp.asarray(x), or leave it out."
+                f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays with "
+                f"rows, because they are gathered from all replicas. Return {way}, or leave it out."
             )
         if mark.alone is not None and len(layout.used) > 1:
             raise ValueError(mark.alone)

@@ -590,3 +590,15 @@ def test_what_is_refused_is_refused_after_an_array_of_the_same_shape():
         dp(np.float32(2), sparse.BCOO.fromdense(square))
     with pytest.raises(TypeError, match="jax.eval_shape"):
         dp(np.float32(2), jax.ShapeDtypeStruct((4, 4), np.float32))
+
+
+def test_sparse_outputs_are_refused(refused):
+    """Their buffers are no rows."""
+    square = np.eye(4, dtype=np.float32)
+    of_rows = lambda w, x: {"y": sparse.BCOO.fromdense(x * w, nse=x.size)}  # noqa: E731
+    with refused(TypeError, "parallel_apply", r"output\['y'\] is a BCOO; .*Return x.todense\(\)"):
+        jdp.DataParallel(of_rows, range(2))(np.float32(2), square)
+    each = [sparse.BCOO.fromdense(square)] * 2
+    for verb in (jdp.gather, jdp.reduce_add):
+        with refused(TypeError, verb.__name__, r"outputs\[0\] is a BCOO; .*Pass x.todense\(\)"):
+            verb(each)
