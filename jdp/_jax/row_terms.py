@@ -270,6 +270,8 @@ class Reader:
 
     def product(self, eqn: Any, name: str, values: list[Value], summed: int, out: Any) -> Value:
         a, b = values
+        if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
+            return Value(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
         linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
         degree = _add(a.degree, b.degree, summed)
         if name == "div":

@@ -273,6 +273,7 @@ def total_of_list(e, x):
 
 # Means over the rows, of which no line needs to be known.
 ACCEPTED = {
+    "unused": lambda e, x, w: e.mean() + 0 * (x @ w).max() + 0.0 * jnp.tanh(jnp.ones((5, 5)) + x.mean()).mean(),
     "mse": lambda x, z: ((x - z) ** 2).mean(),
     "sum by rows": lambda e: jnp.sum(e) / e.shape[0],
     "sum by size": lambda x: x.sum() / x.size,

@@ -5,7 +5,7 @@ silence lasts, in a new environment.
     python tests/repository/walk.py --all      the programs of the pages in docs/, too
 
 What is walked is the last commit. Everything runs in a terminal, as it does for a person. It ends with a table of the
-silences, and with code 1 where a command failed or said nothing for more than 10 seconds.
+silences, and with code 1 where a command failed or said nothing for more than 10 seconds (--limit).
 """
 
 import argparse
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 10.0  # seconds
 PYTHON = ".venv/bin/python"
 FEW = "--train-rows 512 --epochs 1"
 MAKES = [f'make mnist ACCELERATOR= ARGS="{FEW}"', 'make test ARGS="tests/core/test_gather.py -n 0"']
@@ -110,6 +109,7 @@ def _read(terminal: int) -> bytes:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="run the programs of docs/, too")
+    parser.add_argument("--limit", type=float, default=10, help="the longest silence in seconds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="walk-") as scratch:
         clone = Path(scratch) / "jdp"
@@ -122,9 +122,9 @@ def main() -> int:
     for step in sorted(steps, key=lambda step: -step.silence):
         wrong = f"  FAILED: {step.code}" if step.code else ""
         print(f"{step.seconds:6.1f} s {step.silence:6.1f} s  {step.command}{wrong}")
-        if step.silence > LIMIT:
+        if step.silence > args.limit:
             print(f"{'':19}TOO LONG, after: {step.after}")
-    return int(any(step.code or step.silence > LIMIT for step in steps))
+    return int(any(step.code or step.silence > args.limit for step in steps))
 
 
 if __name__ == "__main__":
