@@ -1,4 +1,5 @@
 """jdp on GPUs beside plain jit and torch's DataParallel: a training step of ResNet-50 and of a GPT of 125M parameters.
+jdp twice: with a loss of the chunk, and with a criterion of all rows.
 
     python benchmarks/gpu.py                         where JAX finds no GPU, it says so, and writes nothing
     python benchmarks/gpu.py --platform cpu --tiny   runs all of the code on tiny models; writes nothing either
@@ -30,7 +31,7 @@ from gpu_sizes import FULL
 from gpu_worker import CONTENDERS, serve
 
 RESULTS = Path(__file__).with_name("results")
-LABELS = {"jdp": "jdp", "jit": "plain jit", "torch": "torch DataParallel"}
+LABELS = {"jdp": "jdp", "criterion": "jdp, criterion=", "jit": "plain jit", "torch": "torch DataParallel"}
 COLUMNS = ["model", "", "step", "x jdp's", "rows/s", "rows", "parameters", "loss", "rounds"]
 Row = dict[str, Any]
 
@@ -41,8 +42,8 @@ class Worker:
     def __init__(self, contender: str, model: str, platform: str, tiny: bool) -> None:
         self.errors = tempfile.TemporaryFile("w+")
         command = [sys.executable, __file__, "--worker", contender, model, "--platform", platform]
-        # All three keep their memory while they wait, and JAX would take three quarters each.
-        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.32"} if platform == "gpu" else {"JAX_PLATFORMS": "cpu"}
+        # All keep their memory while they wait, and JAX would take three quarters each.
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.24"} if platform == "gpu" else {"JAX_PLATFORMS": "cpu"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
         self.process = subprocess.Popen(command + ["--tiny"] * tiny, text=True, env=os.environ | memory, **pipes)
 

@@ -62,14 +62,32 @@ def count(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(tree["params"]))
 
 
-def by_jdp(size: Any, rows: int, platform: str) -> tuple[Steps, dict[str, Any]]:
+def forward_of(model: Any) -> Callable[[Any, Any], Any]:
+    """`forward(variables, batch)`, which leaves the loss to a criterion of all rows, as torch's DataParallel does."""
+
+    def forward(variables: Any, batch: Any) -> Any:
+        return model.apply(variables, batch["x"], mutable=[name for name in variables if name != "params"])
+
+    return forward
+
+
+def cross_entropy(logits: Any, batch: Any) -> Any:
+    import optax
+
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def by_jdp(size: Any, rows: int, platform: str, on_all_rows: bool = False) -> tuple[Steps, dict[str, Any]]:
     import jax
 
     import jdp
 
     model, tx, variables = flax_task(size)
     dp = jdp.DataParallel(model)
-    step = dp.train_step(loss_of(model), tx)
+    if on_all_rows:
+        step = dp.train_step(forward_of(model), tx, criterion=cross_entropy)
+    else:
+        step = dp.train_step(loss_of(model), tx)
     state = step.init(variables)
     batch = next(iter(dp.prefetch([batch_of(size, rows * len(dp.devices))])))
 
@@ -158,7 +176,7 @@ def by_torch(size: Any, rows: int, platform: str) -> tuple[Steps, dict[str, Any]
     return steps, {"parameters": parameters, "devices": n, "rows": rows * n}
 
 
-CONTENDERS = {"jdp": by_jdp, "jit": by_jit, "torch": by_torch}
+CONTENDERS = {"jdp": by_jdp, "criterion": partial(by_jdp, on_all_rows=True), "jit": by_jit, "torch": by_torch}
 
 
 def serve(contender: str, model: str, platform: str, tiny: bool) -> None:
