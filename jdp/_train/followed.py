@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from .._jax import row_traces
 from .._jax.jaxprs import reached
 from .terms import is_number
 
+Said = TypeVar("Said")
+Kind = Literal["mean", "sum", "count", "rows"]
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
@@ -52,6 +54,7 @@ class Followed:
         self.rows, self._total = rows, total
         self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
         self._run, self._operands, self._cut, self._is_judged = run, operands, cut, is_judged
+        self._counted = functools.cache(functools.partial(row_traces.trace, run, operands, cut))
 
     @functools.cached_property
     def _traced(self) -> row_traces.Traced | None:
@@ -90,30 +93,30 @@ class Followed:
         jaxpr = jax.make_jaxpr(self._run)(*self._operands)
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
-    @functools.cached_property
-    def _counted(self) -> list[row_traces.Traced]:
-        """The traces for two numbers of rows; none where the function does not take these numbers."""
-        found = [row_traces.trace(self._run, self._operands, self._cut, prime) for prime in row_traces.PRIMES]
-        known = [x for x in found if x is not None and len(x.avals) == len(self.leaves)]
-        return known if len(known) == len(found) else []
-
-    def _traces(self, at: Sequence[int]) -> list[row_traces.Traced]:
-        """The traces that tell what these leaves are made of: the one for any number of rows, or those of two."""
+    def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
+        """What the trace for any number of rows says of these leaves; or what those of two numbers both say."""
         if self.rows is None or not self._is_judged:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
-            return [self._traced]
-        return self._counted
-
-    def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
-        """Why leaves are not of this kind: what all traces say."""
-        each = [traced.offences(kind, at) for traced in self._traces(at)]
-        return [found[0] if all(found) else None for found in zip(*each, strict=True)]
+            return say(self._traced)
+        said: list[Said] = []
+        for prime in row_traces.PRIMES:
+            traced = self._counted(prime)
+            if traced is None or len(traced.avals) != len(self.leaves):
+                return []  # the function does not take that number
+            each = say(traced)
+            said = [x and y for x, y in zip(said or each, each, strict=True)]
+            if not any(said):
+                break  # most losses are right, and a trace takes its time
+        return said
 
     def grows(self, index: int) -> bool:
         """Returns True for a leaf that is made of the number of rows, and not of the rows."""
-        traces = self._traces([index])
-        return bool(traces) and all(traced.grows(index) for traced in traces)
+        return any(self._agreed([index], lambda traced: [traced.grows(index)]))
+
+    def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
+        """Why leaves are not of this kind."""
+        return self._agreed(at, lambda traced: traced.offences(kind, at))
 
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is no mean over the rows; one that cannot be followed is accepted."""
@@ -145,9 +148,6 @@ class Followed:
                 f"{name} is a jdp.{'Mean' if kind == 'count' else 'Sum'} whose {part} is {what}; totals and counts are "
                 f"added up over replicas and microbatches. {way}, or pass the loss as {ON_BATCH}."
             )
-
-
-Kind = Literal["mean", "sum", "count", "rows"]
 
 
 def _what(found: row_traces.Offence) -> str:

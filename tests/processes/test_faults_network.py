@@ -15,7 +15,7 @@ import pytest
 
 from jdp._launch.protocol import WAITED
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "processes" / "faults_worker.py"
@@ -57,7 +57,7 @@ class Machines:
                  if line.endswith("\n")]
         return [note for note in found if note["what"] == what]
 
-    def wait(self, what, count, seconds=90):
+    def wait(self, what, count, seconds=240):
         end = time.monotonic() + seconds
         while len(self.notes(what)) < count:
             assert time.monotonic() < end and None in [p.poll() for p in self.launchers], str(self)
@@ -118,7 +118,7 @@ def test_cuts_of_3_and_12_seconds_are_survived_and_the_longer_one_is_named(machi
         steps = len(machines.notes("step"))
         assert not any(said in log.read_text() for said, log in zip(SAID, machines.logs, strict=True)) or seconds > 3
         machines.wait("step", steps + 20)
-    codes, printed = machines.end(90)
+    codes, printed = machines.end(240)
     assert codes == [0, 0] and len(machines.notes("end")) == 2, str(machines)
     assert all(text.count(said) == 1 for said, text in zip(SAID, printed, strict=True)), str(machines)
 
