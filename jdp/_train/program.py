@@ -48,13 +48,13 @@ class StepOptions(NamedTuple):
     """The arguments of `train_step`, checked."""
 
     accumulate_steps: int
-    shard_optimizer: bool
+    shard_optimizer: bool | None
     reduce_dtype: Any
     donate: bool
     skip_nonfinite: bool
     sync_batch_norm: bool
     check_replicas: int
-    shard_params: bool = False
+    shard_params: bool | None = False
     gather_once: bool = False
     deterministic: bool = False
 
@@ -238,7 +238,7 @@ class Program:
         wire = self.options.reduce_dtype
         arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
-        return compiler_options(self.config.mesh, sent, self.options.shard_params)
+        return compiler_options(self.config.mesh, sent, bool(self.options.shard_params))
 
     def on(self, mesh: Mesh, **changed: Any) -> Program:
         """The same step on other devices, with these of its options changed."""

@@ -20,8 +20,9 @@ from .._core.outline import page_of
 from .._core.programs import Recent, capturing
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
+from .._core.shards import cut_axis_of
 from .._jax.private import trace_state_clean
-from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
+from .._model.config import BatchAxes, Config, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
 from .._processes.watch import limits
@@ -78,7 +79,7 @@ class StepArguments(TypedDict, total=False):
     in_axes: Tree
     accumulate_steps: int
     shard_optimizer: bool | None
-    shard_params: bool
+    shard_params: bool | None
     gather_once: bool
     reduce_dtype: DTypeLike | None
     donate: bool
@@ -108,7 +109,7 @@ def train_step(
     in_axes: Tree = None,
     accumulate_steps: int = 1,
     shard_optimizer: bool | None = None,
-    shard_params: bool = False,
+    shard_params: bool | None = None,
     gather_once: bool = False,
     reduce_dtype: DTypeLike | None = None,
     donate: bool = True,
@@ -148,6 +149,7 @@ def train_step(
             tells what could be cut. The new parameters are gathered at the end of the step, where little is left to
             compute meanwhile; `shard_params` with `gather_once` gathers them while the next forward pass runs.
         shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
+            None: as the wrapper says (NNX), or as the variables lie that `init` is given.
             Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
             32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with
             uneven chunks gathers all of them at once, with the memory of `shard_optimizer`. With `accumulate_steps`
@@ -193,30 +195,23 @@ def train_step(
 
     Source: `train_step` in flax's examples/mnist/train.py; ZeRO-1 is Rajbhandari et al., "ZeRO" (2020), as `P_os`.
     """
-    if shard_params and shard_optimizer is False:
+    if dp._config.shard_params and shard_params is False:
         raise ValueError(
-            f"jdp.{VERB}: shard_params is True and shard_optimizer False; the optimizer's state is cut as the "
-            f"parameters are. Leave shard_optimizer out, or shard_params."
-        )
-    if gather_once and not shard_params:
-        raise ValueError(
-            f"jdp.{VERB}: gather_once is True and shard_params False; parameters are whole then, and nothing is "
-            f"gathered. Leave gather_once out, or pass shard_params=True."
+            f"jdp.{VERB}: shard_params is False, and True in the wrapper; what is made in parts is trained in parts. "
+            f"Leave it out of one of the two."
         )
     options = StepOptions(
         check_steps("train_step", accumulate_steps),
-        bool(shard_optimizer or shard_params),
+        shard_optimizer,
         wire_type("train_step", reduce_dtype),
         bool(donate) and not limits.recovers,  # or a step that fails would have nothing to go on with
         bool(skip_nonfinite),
         bool(sync_batch_norm),
         check_steps("train_step", check_replicas, "check_replicas", 0),
-        bool(shard_params),
+        dp._config.shard_params or shard_params,
         bool(gather_once),
         bool(deterministic),
     )
-    _check_recovery(options)
-    _check_deterministic(options, dp._config.replicas or len(dp._config.devices))
     if not callable(loss_fn):
         way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
@@ -230,6 +225,26 @@ def train_step(
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes, checked_criterion(criterion, VERB))
+
+
+def _resolved(options: StepOptions, config: Config, are_cut: bool = False) -> StepOptions:
+    """The options with what the caller left open: whether the parameters are cut, as the given ones are."""
+    shard_params = are_cut if options.shard_params is None else bool(options.shard_params)
+    if shard_params and options.shard_optimizer is False:
+        raise ValueError(
+            f"jdp.{VERB}: shard_params is True and shard_optimizer False; the optimizer's state is cut as the "
+            f"parameters are. Leave shard_optimizer out, or shard_params."
+        )
+    if options.gather_once and not shard_params:
+        raise ValueError(
+            f"jdp.{VERB}: gather_once is True and shard_params False; parameters are whole then, and nothing is "
+            f"gathered. Leave gather_once out, or pass shard_params=True."
+        )
+    shard_optimizer = bool(options.shard_optimizer or shard_params)
+    options = options._replace(shard_params=shard_params, shard_optimizer=shard_optimizer)
+    _check_recovery(options)
+    _check_deterministic(options, config.replicas or len(config.devices))
+    return options
 
 
 def _check_recovery(options: StepOptions) -> None:
@@ -271,7 +286,8 @@ class _Step(Generic[Kept]):
     ) -> None:
         self._dp, self._loss_fn, self._axes = dp, loss_fn, axes
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        self._program = Program(dp._config, loss_of, tx, view, options, label)
+        self._options = options  # as the caller gave them
+        self._program = Program(dp._config, loss_of, tx, view, _resolved(options, dp._config), label)
         self._given = Given(options.donate)
 
     @property
@@ -351,6 +367,7 @@ class TrainStep(_Step[TrainState]):
             )
         variables = flax.core.unfreeze(dict(variables))
         check_differentiable(VERB, variables["params"])
+        self._follow(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
         mesh = self._program.config.mesh
@@ -441,6 +458,19 @@ class TrainStep(_Step[TrainState]):
             state = treedef.unflatten(leaves)
         return state, scattered, (leaves, treedef), nodes
 
+    def _follow(self, params: Tree, name: str, before: bool = False) -> None:
+        """Cuts the parameters if these are cut, or were before, and the caller did not say; refuses them for a no."""
+        config = self._program.config
+        are_cut = any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
+        if are_cut and self._options.shard_params is False:
+            raise ValueError(
+                f"jdp.{VERB}: shard_params is False, and {name} are cut over the devices; what is made in parts is "
+                f"trained in parts. Leave shard_params out, or pass jdp.replicate(jax.device_get(params))."
+            )
+        options = _resolved(self._options, config, are_cut or before)
+        if options != self._program.options:
+            self._program = self._program.like(**options._asdict())
+
     def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
         """A state that is not the last one: usable, of this model and optimizer, of `owned` arrays in their places."""
         if not isinstance(state, TrainState):
@@ -449,6 +479,7 @@ class TrainStep(_Step[TrainState]):
                 f"or the state that the last step returned."
             )
         refuse_deleted(state, jax.tree.leaves(state))
+        self._follow(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)
         if self._shapes is None:
             check_signature(self._loss_fn, "variables", state.key is not None)

@@ -919,10 +919,47 @@ def test_a_state_that_lies_elsewhere_is_put_where_it_belongs(place, to):
         state = jax.tree.map(np.asarray, state)
     if place == "one device":
         state = jax.device_put(state, jax.devices()[3])
-    after, _ = step_of(8, tx, **to)(state, batches[1])
+    step = step_of(8, tx, **to) if place != "cut" else wrapper(8).train_step(loss, tx, **to)  # which takes it on
+    after, _ = step(state, batches[1])
     close((after.params, after.opt_state), plain_loop(tx, PARAMS, batches), 1e-5, 1e-5)
-    assert_cut(after.params, 8, cut="shard_params" in to)
-    assert_cut(after.opt_state, 8, cut=bool(to))
+    assert_cut(after.params, 8, cut="shard_params" in to or place == "cut")
+    assert_cut(after.opt_state, 8, cut=bool(to) or place == "cut")
+
+
+def test_the_step_takes_it_from_the_variables(refused):
+    """What is made in parts is trained in parts, though nobody said so again; and no is a contradiction."""
+    dp, tx, cut = wrapper(8), TRANSFORMATIONS["adam"], {"params": jdp.replicate(PARAMS, range(8))}
+    assert_cut(train(step := dp.train_step(loss, tx), step.init(cut), [batch(16)]).params, 8, cut=False)
+    cut = {"params": step_of(8, tx, shard_params=True).init({"params": PARAMS}).params}
+    state = train(step, step.init(cut), [batch(16), batch(13)])
+    assert_cut((state.params, state.opt_state), 8)
+    assert step.parameter_bytes(state) == bytes_of(PARAMS, 8)
+    close((state.params, state.opt_state), plain_loop(tx, PARAMS, [batch(16), batch(13)]), 1e-5, 1e-5)
+    assert_cut(train(step, jax.device_get(state), [batch(16)]).params, 8)  # it was so before
+    assert_cut(train(step, step.init({"params": PARAMS}), [batch(16)]).params, 8, cut=False)  # another run
+    no = dp.train_step(loss, tx, shard_params=False)
+    for call in (lambda: no.init(cut), lambda: no(state, batch(16))):
+        with refused(ValueError, "train_step", match="shard_params is False, and (variables|state).*cut over"):
+            call()
+    with refused(ValueError, "train_step", match="shard_params is True and shard_optimizer False"):
+        dp.train_step(loss, tx, shard_optimizer=False).init(cut)
+
+
+@pytest.mark.parametrize("size", [16, 13])
+def test_the_step_takes_it_from_the_wrapper(size, refused):
+    found = []
+    for options in ({"shard_params": True}, {}):
+        dp = jdp.DataParallel(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), devices=range(4), **options)
+        step = dp.train_step(lambda net, batch: (net(batch) ** 2).mean(), optax.adam(0.05))
+        for _ in range(2):
+            step(X[:size])
+        trained = params_of(dp.module), nnx.as_pure(step.optimizer.opt_state)
+        assert_cut(trained, 4, cut=bool(options))
+        found.append(trained)
+        if options:
+            with refused(ValueError, "train_step", match="shard_params is False, and True in the wrapper"):
+                dp.train_step(lambda net, batch: (net(batch) ** 2).mean(), optax.adam(0.05), shard_params=False)
+    close(*found, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.arange(8), jax.random.key(0)], ids=["integers", "key"])
