@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._jax.private import is_described
+from .._processes.launchers import astray
 from .._processes.members import members
 
 if TYPE_CHECKING:
@@ -201,6 +202,17 @@ def _refuse_foreign(verb: str, devices: tuple[Device, ...]) -> None:
         )
 
 
+def refuse_alone(verb: str, devices: tuple[Device, ...]) -> None:
+    """A `RuntimeError` where several processes were started, and are not one job: each would train for itself."""
+    said = None if is_described(devices[0]) else astray()
+    if said is not None and jax.process_count() == 1:
+        raise RuntimeError(
+            f"jdp.{verb}: this is one of several processes by {said}, and they are not one job; each would work alone, "
+            f"on all of the data. Call jdp.distributed.initialize() first in the program, or "
+            f"jdp.distributed.initialize(num_processes=1) to run alone."
+        )
+
+
 def warn_imbalance(devices: tuple[Device, ...]) -> None:
     """torch's balance check: one `UserWarning` where a device has under 75 % of another's memory or cores.
 
@@ -277,6 +289,8 @@ def virtual_cpu_devices(n: int) -> None:
     which a plain loop of jitted steps with collectives deadlocks on few cores: XLA aborts the
     process after a minute, "Expected 8 threads to join the rendezvous".
 
+    A process of `jdp launch --devices-per-process` has its devices already, and this leaves them as they are.
+
     Args:
         n: number of CPU devices, 1 or more.
 
@@ -293,6 +307,8 @@ def virtual_cpu_devices(n: int) -> None:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"jdp.virtual_cpu_devices: n is {n!r}; it is a number of devices. Pass 1 or more.")
+    if "JDP_NUM_PROCESSES" in os.environ and "JAX_NUM_CPU_DEVICES" in os.environ:
+        return  # the launcher has set both, and the number of threads
     flag = "--xla_force_host_platform_device_count"
     kept = [word for word in os.environ.get("XLA_FLAGS", "").split() if not word.startswith(flag)]
     try:

@@ -35,7 +35,7 @@ def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
 
 
 def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
-    """Begins the comparison and does not wait for it: one program, with one collective, however many leaves.
+    """Begins the comparison and does not wait for it: one collective, however many leaves.
 
     The tree may be donated to the next program right away.
     """
@@ -46,9 +46,11 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
             copies.append(_over(x, mesh))
     if not copies:
         return Check(mesh, paths, None, None)
-    program = _program(mesh)
     if spans_processes(mesh):
+        program = _program(mesh)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
+    else:  # a program for each shape compiles faster than one for all leaves
+        program, copies = _program(mesh, True), [_hash_each(mesh)(x) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
     return Check(mesh, paths, extremes, own)
 
@@ -118,20 +120,28 @@ class Check:
 
 
 @functools.cache
-def _program(mesh: Mesh) -> Any:
+def _program(mesh: Mesh, are_hashed: bool = False) -> Any:
+    """The comparison of a list of leaves, or of what `_hash_each` gives of them."""
     axes = mesh.axis_names
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
-        own = hash_leaves(leaves)
+        own = jnp.concatenate(leaves) if are_hashed else hash_leaves(leaves)
         # max(h) is ~min(~h): one collective finds both.
         return jax.lax.pmin(jnp.stack([own, ~own]), axes), own[None]
 
-    out = (PartitionSpec(), PartitionSpec(axes))
+    of, out = PartitionSpec(axes) if are_hashed else PartitionSpec(), (PartitionSpec(), PartitionSpec(axes))
     compare.__name__ = "check_replicas"
     # Not checked: that the copies are equal is what is to be found out.
-    program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=PartitionSpec(), out_specs=out, check_vma=False))
+    program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=of, out_specs=out, check_vma=False))
     # Trees that differ in their leaves would wait for each other, each in a collective of its own.
     return same_program(program, mesh.devices.flat, ("tree",)) if spans_processes(mesh) else program
+
+
+@functools.cache
+def _hash_each(mesh: Mesh) -> Any:
+    """Of a replicated array the hash of each device's copy, uint32[devices, 2], each on its device."""
+    specs: Any = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
+    return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh, **specs))
 
 
 def _is_replicated(x: Any, mesh: Mesh) -> bool:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from .._core.devices import spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
@@ -370,16 +371,19 @@ class TrainStep(_Step[TrainState]):
         self._follow(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
-        mesh = self._program.config.mesh
+        mesh, given = self._program.config.mesh, (variables, key)
         if self._program.options.shard_params:
-            params = sharded(variables.pop("params"), mesh, VERB, "['params']")
-            variables, key = broadcast((variables, key), mesh, VERB)
-            variables = {"params": params, **variables}
+            params = sharded(variables["params"], mesh, VERB, "['params']")
+            rest, key = broadcast(({k: x for k, x in variables.items() if k != "params"}, key), mesh, VERB)
+            variables = {"params": params, **rest}
         else:
             variables, key = broadcast((variables, key), mesh, VERB)
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
         if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
-            check_replicas((variables, key), mesh, VERB)
+            found: Tree = (variables, key)
+            if not spans_processes(mesh):  # what came from one place is the same everywhere
+                found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
+            check_replicas(found, mesh, VERB)
         opt_shapes(self._program.tx, variables["params"])
 
         shapes = jax.eval_shape(self._first, variables, key)
