@@ -1,5 +1,7 @@
 """What users of torch and of other JAX libraries do first: it works, or the error names jdp's way."""
 
+import collections
+import dataclasses
 import functools
 import sys
 from typing import NamedTuple
@@ -273,3 +275,74 @@ def test_a_named_tuple_is_one_argument(size):
     np.testing.assert_allclose(wrap(model)(W, batch), want, rtol=1e-5)
     plain = jdp.data_parallel(lambda w, x, y: (x + y) @ w, W, tuple(batch), devices=range(4))
     np.testing.assert_allclose(plain, want, rtol=1e-5)
+
+
+# --- what is passed or returned in another form: the error, or its note, has the form that works ---
+
+
+@dataclasses.dataclass
+class Output:
+    logits: jax.Array
+
+
+class OrderedOutput(collections.OrderedDict):
+    """As a ModelOutput of Hugging Face: a mapping of a class that JAX does not look into."""
+
+
+@pytest.mark.parametrize(
+    "kind, way", [(Output, "a dict of its arrays (or register its class"), (OrderedOutput, "Return dict(x)")]
+)
+def test_outputs_of_classes_that_jax_does_not_know(kind, way):
+    with pytest.raises(TypeError, match=f"output is a {kind.__name__}; outputs are arrays") as info:
+        wrap(lambda w, x: kind(logits=x @ w))(W, X)
+    assert way in str(info.value)
+
+
+def test_parameters_without_their_collection():
+    module = nn.Dense(2)
+    variables = module.init(jax.random.key(0), X)
+    for params in (variables["params"], {"Dense_0": variables["params"]}):
+        with pytest.raises(Exception, match="dictionary|collection") as info:
+            wrap(module).apply(params, X)
+        assert "{'params': state.params, **state.state}" in "".join(info.value.__notes__)
+
+
+def test_a_tuple_is_the_arguments():
+    def loss(w, batch):
+        return batch[0] @ w + batch[1]
+
+    with pytest.raises(TypeError, match="positional argument") as info:
+        jdp.data_parallel(loss, W, (X, X[:, :1]), devices=range(4))
+    assert "pass ((x, y),)" in "".join(info.value.__notes__)
+    out = jdp.data_parallel(loss, W, ((X, X[:, :1]),), devices=range(4))
+    np.testing.assert_allclose(out, X @ W + X[:, :1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("fn", [jnp.mean, jnp.asarray, lambda x: jnp.square(x).mean(), np.asarray])
+def test_a_scattered_in_a_loss_by_hand(fn):
+    with pytest.raises(TypeError, match=r"it is used as an array; .*jdp.gather\(x\)"):
+        fn(jdp.scatter(X, range(4)))
+
+
+def test_the_rows_of_a_scattered():
+    """`len` is the number of chunks, as of torch's scatter."""
+    for size, of in (8, X), (7, {"x": X[:7], "n": 3}):
+        scattered = jdp.scatter(of, range(4))
+        assert scattered.rows == size and len(scattered) == 4
+
+
+def test_another_method_of_an_nnx_module():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear, self.calls = linear(), nnx.Variable(jnp.zeros(()))
+
+        def encode(self, x):
+            self.calls[...] += 1
+            return 2 * self.linear(x)
+
+    dp = wrap(Model())
+    with pytest.raises(TypeError, match=r"lambda model, x: model.encode\(x\), devices\)\(dp.module, x\)"):
+        dp.apply(X, method="encode")
+    out = wrap(lambda model, x: model.encode(x))(dp.module, X)
+    np.testing.assert_allclose(out, 2 * dp.module.linear(X), rtol=1e-5)
+    assert dp.module.calls[...] == 1

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
-from .inputs import check_dim, is_array, is_sparse, name_of, normal_axis
+from .inputs import check_dim, is_array, is_sparse, name_of, normal_axis, way_out
 from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
 from .programs import SIZES, dispatch
 from .scatter import Cutting, split
@@ -193,7 +193,7 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
             if not is_array(x):
                 raise TypeError(
                     f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
-                    f"arrays. Pass {'x.todense()' if is_sparse(x) else 'jnp.asarray(x)'}."
+                    f"arrays. Pass {way_out(x)}."
                 )
     return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
 

@@ -34,6 +34,17 @@ def is_sparse(x: Any) -> bool:
     return sparse is not None and isinstance(x, sparse.JAXSparse)
 
 
+def way_out(x: Any) -> str:
+    """What to do where an array is wanted and `x` is none: the expression that makes one of it."""
+    if is_sparse(x):
+        return "x.todense()"
+    if isinstance(x, Mapping):  # of a class that JAX does not look into
+        return "dict(x)"
+    if dataclasses.is_dataclass(x):
+        return "a dict of its arrays (or register its class with jax.tree_util.register_dataclass)"
+    return "jnp.asarray(x)"
+
+
 def no_further(x: Any) -> bool:
     """Where flattening stops: at what is scattered already, and at what `classify` must see whole."""
     # Nearly all are the usual ones, and it takes an abstract class longer to say no.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .devices import spans_processes
-from .inputs import is_array, is_sparse
+from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
 from .scattered import Scattered
 
@@ -61,10 +61,10 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
     for i, mark in enumerate(marks):
         value, axis, over = mark.value, mark.axis, mark.over
         if not isinstance(value, jax.Array) and not is_array(value):
-            way = "x.todense()" if is_sparse(value) else "jnp.asarray(x)"
             raise TypeError(
                 f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays with "
-                f"rows, because they are gathered from all replicas. Return {way}, or leave it out."
+                f"rows, because they are gathered from all replicas. Return {way_out(value)}, or leave it "
+                f"out."
             )
         if mark.alone is not None and len(layout.used) > 1:
             raise ValueError(mark.alone)

@@ -67,7 +67,7 @@ class Scattered(Sequence[Tree]):
             return self is other or NotImplemented
 
         __hash__ = object.__hash__
-        __array__ = _used_as_array
+        __array__ = __jax_array__ = _used_as_array
         __array_ufunc__ = None  # so that numpy's operators ask these, too
         __array_function__ = _used_as_array  # np.array_equal would swallow the error of __array__, and say False
         __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
@@ -76,7 +76,7 @@ class Scattered(Sequence[Tree]):
         __rmatmul__ = _used_as_array
 
         def __getattr__(self, name: str) -> Any:
-            way = _NO_ARRAY if name in _OF_ARRAYS else "it has sizes and devices. Use these."
+            way = _NO_ARRAY if name in _OF_ARRAYS else "it has rows, sizes and devices. Use these."
             raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
@@ -90,6 +90,11 @@ class Scattered(Sequence[Tree]):
     def sizes(self) -> tuple[int, ...]:
         """The true number of rows of each chunk; `(1,)` where nothing is cut."""
         return self._layout.sizes
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch, all chunks together; `len` is the number of chunks."""
+        return sum(self.sizes)
 
     @property
     def devices(self) -> tuple[Device, ...]:

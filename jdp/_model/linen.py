@@ -19,6 +19,12 @@ from .._core.outputs import Marked, Reduce
 from .._core.scattered import concrete
 from .._core.shards import refuse_too_large, shard_axis
 
+_NO_COLLECTIONS = (
+    flax.errors.ScopeCollectionNotFound,
+    flax.errors.ApplyScopeInvalidVariablesTypeError,
+    flax.errors.ScopeParamNotFoundError,
+)
+
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
     """The outputs, each with its axis of `out_axes`; as they are where that is None."""
@@ -37,7 +43,7 @@ def linen_function(
     def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
         try:
             out = apply_fn(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
-        except flax.errors.ScopeCollectionNotFound as error:
+        except _NO_COLLECTIONS as error:
             error.add_note(
                 "Variables come from dp.init(key, *args): pass its result to dp.apply. Those of a training step's "
                 "state are {'params': state.params, **state.state}."

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import make_mesh, own_mesh
 from .._core.gather import join
-from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further
+from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, on_replicas
@@ -365,6 +365,6 @@ def _only_arrays(out: Any) -> Any:
         if not is_array(x) and not isinstance(x, bool | int | float | complex):
             raise TypeError(
                 f"jdp.{VERB}: output{jax.tree_util.keystr(path)} is a {type(x).__name__}; the results of a step are "
-                f"arrays and numbers, for they come from all replicas. Return jnp.asarray(x), or leave it out."
+                f"arrays and numbers, because they come from all replicas. Return {way_out(x)}, or leave it out."
             )
     return out

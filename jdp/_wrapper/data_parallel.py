@@ -49,6 +49,12 @@ class WrapperArguments(TypedDict, total=False):
     device_ids: Devices
 
 
+_NO_APPLY = (
+    "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
+    "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
+)
+
+
 class OwnSignature:
     """What `inspect.signature` shows of a class: that of its `__init__`, which `nnx.Module`'s metaclass hides."""
 
@@ -236,7 +242,7 @@ class DataParallel(nnx.Module, Generic[M]):
         """
         config, stateful = self._config, False
         if config.kind == "nnx":
-            raise TypeError("jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply.")
+            raise TypeError(_NO_APPLY)
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._core.devices import DeviceLike, Devices, named_once, resolve_devices, resolve_output
+from .._core.devices import DeviceLike, Devices, named_once, refuse_alone, resolve_devices, resolve_output
 from .._core.layout import Tree
 from .._core.programs import kept
 from .._core.scattered import Scattered, children
@@ -57,10 +57,16 @@ def data_parallel(
     devices = named_once("data_parallel", devices, device_ids)
     kind_of(apply_fn, "data_parallel")
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
+    refuse_alone("data_parallel", key[0])
     linen_module = module_of(apply_fn)
     if linen_module is None:
         dp = kept(apply_fn, key, lambda weak: DataParallel(weak, *key))
     else:
         # An equal module: what is kept with the user's must not keep it alive.
         dp = kept(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
-    return dp(params, *arguments, **(kwargs or {}))
+    try:
+        return dp(params, *arguments, **(kwargs or {}))
+    except TypeError as error:
+        if len(arguments) > 1 and "positional argument" in str(error):
+            error.add_note("A tuple is the arguments. To a function of one batch pass ((x, y),), or a list or dict.")
+        raise
