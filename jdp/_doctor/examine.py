@@ -60,8 +60,11 @@ class Examination:
     """Runs tests in a worker, and in a new one after each that hung or died."""
 
     def __init__(self, environ: Mapping[str, str], seconds: float, chosen: str | None) -> None:
+        # This machine is examined alone, also from the shell of a pod that is one of several processes.
+        of_others = ("JAX_NUM_PROCESSES", "JDP_NUM_PROCESSES")
+        alone = {name: value for name, value in environ.items() if name not in of_others}
         # without it JAX takes 3/4 of a GPU's memory, and fails where another program has it
-        self.environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ}
+        self.environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **alone}
         self.seconds, self.chosen = seconds, chosen
         self._worker: Worker | None = None
         self._tried: set[str] = set()  # the tests that were run without P2P: each of those costs a start of JAX

@@ -18,6 +18,7 @@ from .._core.devices import (
     are_described,
     make_mesh,
     names_of,
+    refuse_alone,
     resolve_devices,
     resolve_output,
     warn_imbalance,
@@ -78,6 +79,7 @@ class Config:
             filters_of(state_axes or {})
         self.kind: Kind = kind
         self.devices: tuple[Device, ...] = resolve_devices(verb, devices)
+        refuse_alone(verb, self.devices)
         self.output_device: Device | str | None = resolve_output(verb, output_device)
         self.dim: int = dim
         self.in_axes: Tree = in_axes

@@ -16,7 +16,7 @@ from .._jax.private import absent_are_named, found_by_cluster, gloo_goes_by
 from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count
 from .last_words import install
-from .launchers import incomplete, launched, number, ray_worker, several
+from .launchers import Alone, incomplete, launched, number, ray_worker, several
 from .recovery import begin, set_up
 from .watch import limits
 
@@ -120,6 +120,7 @@ def initialize(
     else:
         job = _job(coordinator_address, num_processes, process_id, int(start_timeout), options)
         if job is None:
+            Alone.meant = True
             return
     limits.step = math.inf if timeout is None else float(timeout)
     limits.start = float(start_timeout)

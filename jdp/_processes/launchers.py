@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 
 class Said(NamedTuple):
     """Where the processes meet, how many they are, which this is, and what else JAX's `initialize` is to be told."""
@@ -91,6 +93,24 @@ def several() -> list[str]:
     """The variables that say that there are other processes."""
     numbered = NUMBERED if not any(map(number, SIZES)) else ()
     return [name for name in SIZES if (number(name) or 1) > 1] + [name for name in numbered if name in os.environ]
+
+
+class Alone:
+    """Whether `initialize` was called here, and this process is a job of its own."""
+
+    meant = False
+
+
+def astray() -> str | None:
+    """What says that JAX has several processes, in words, where `initialize` was never called; None elsewhere.
+
+    Only jdp's launcher and JAX's own variables say so. Under the others, as under `srun` or `mpirun`, programs may be
+    meant to work each for itself.
+    """
+    if Alone.meant or jax.distributed.is_initialized():
+        return None
+    said = next((one for one in OWN if (number(one.size) or 1) > 1), None)
+    return None if said is None else f"{said.rank}={os.environ.get(said.rank)}, {said.size}={os.environ[said.size]}"
 
 
 def incomplete(address: str | None, count: int | None, here: int | None) -> str:
