@@ -30,6 +30,17 @@ def client() -> Any:
     return job().client
 
 
+_OF_THE_PARENT: list[Any] = []
+
+
+def forget_in_child() -> None:
+    """In a child by `os.fork`, which is none of the job: at its end JAX would tell all that its parent has left."""
+    state = job()
+    for name in ("client", "service", "preemption_sync_manager"):
+        _OF_THE_PARENT.append(getattr(state, name, None))  # kept: its destructor speaks to the others, too
+        setattr(state, name, None)
+
+
 def own_process() -> int:
     """`jax.process_index()`, without starting JAX's backend, which would wait for that of every other process."""
     return job().process_id

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 
 from .._launch.protocol import FOR_ANOTHER, WAITED
-from .coordination import AbsentError, DesyncError, client, left_key, now, own_process, process_count
+from .coordination import AbsentError, DesyncError, client, forget_in_child, left_key, now, own_process, process_count
 from .exchange import Exchange
 from .recovery import leave_if_over
 from .watch import watch
@@ -29,9 +29,13 @@ _GRACE = 1.0  # seconds in which a process may fail by itself, and say more, bef
 @functools.cache  # once
 def install() -> None:
     """Hooks into the end of this process, of whatever kind."""
-    before = sys.excepthook
+    before, own = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != own:  # a child, by os.fork, whose end is nobody else's
+            before(kind, error, trace)
+            _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
+            return
         # What JAX does at exit waits for the others, and they may be waiting for this process.
         interrupted = issubclass(kind, KeyboardInterrupt)
         if interrupted:
@@ -50,7 +54,8 @@ def install() -> None:
     listener.start()
     threading.Thread(target=_time, args=(leaving,), name="jdp-watches", daemon=True).start()
     jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
-    atexit.register(_leave, leaving, listener)
+    os.register_at_fork(after_in_child=forget_in_child)
+    atexit.register(_leave, own, leaving, listener)
 
 
 def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
@@ -58,11 +63,11 @@ def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
 
     Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) has it, and says so.
     """
-    before = threading.excepthook
+    before, own = threading.excepthook, os.getpid()
 
     def in_thread(failed: threading.ExceptHookArgs) -> None:
         error = failed.exc_value
-        if failed.thread is not loop or error is None:
+        if failed.thread is not loop or error is None or os.getpid() != own:
             before(failed)
         elif not isinstance(error, SystemExit):
             hook(failed.exc_type, error, failed.exc_traceback)
@@ -85,9 +90,9 @@ def before_leaving(wait: Callable[[], None]) -> None:
 
 
 class _Exit:
-    """The last call of `sys.exit`: its code, and how many calls were made over the processes before it."""
+    """The last call of `sys.exit`: its code, how many calls were made over the processes before it, and whose it is."""
 
-    code, calls = 0, -1
+    code, calls, process = 0, -1, 0
 
 
 def _note_exits() -> None:
@@ -98,7 +103,7 @@ def _note_exits() -> None:
     def noted(status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():
             _Exit.code = status if isinstance(status, int) else int(status is not None)
-            _Exit.calls = Exchange.calls
+            _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
         exit_(status)
 
     sys.exit = noted
@@ -120,8 +125,14 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _leave(leaving: threading.Event, listener: threading.Thread) -> None:
+def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> None:
     """The end of the program, in good order: who waits for this process in a later call need not wait on."""
+    if os.getpid() != own:
+        if _Exit.process == os.getpid():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_Exit.code)  # JAX's end needs its threads, which a child by os.fork has not
+        return
     if _Exit.code and _Exit.calls == Exchange.calls:  # else it was caught, and the program went on
         _tell(f"SystemExit: {_Exit.code}")
         _end(_Exit.code)
