@@ -546,8 +546,9 @@ def source_line(eqn: Any) -> str:
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     loaded = [sys.modules[name] for name in ("jax", "flax", __name__.partition(".")[0]) if name in sys.modules]
     libraries = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)
-    for frame in getattr(traceback, "frames", ()):
-        path = os.path.abspath(frame.file_name)
-        if not path.startswith(libraries) and "importlib" not in path:
-            return f"{os.path.basename(path)}:{frame.line_num}"
+    frames = [(os.path.abspath(x.file_name), x.line_num) for x in getattr(traceback, "frames", ())]
+    frames = [x for x in frames if not x[0].startswith(libraries) and "importlib" not in x[0]]
+    # What is installed, as optax is, is called by a line of the user's, most often.
+    for path, line in [x for x in frames if "site-packages" not in x[0]] or frames:
+        return f"{os.path.basename(path)}:{line}"
     return ""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outputs import Reduce
 from .._model.linen import mark_state, unbox
@@ -173,6 +174,8 @@ def called(criterion: Any, *args: Any) -> Any:
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
             raise
         error.add_note(f"Caught {type(error).__name__} in criterion {name}, which gets the outputs of all rows.")
+        if isinstance(error, NameError) and is_unbound_axis(error):
+            error.add_note("It runs once, outside of the replicas. Leave the collective out: x.mean() is of all rows.")
         raise
 
 

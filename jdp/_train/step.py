@@ -181,7 +181,8 @@ def train_step(
         TypeError: `tx` is no optimizer; a loss of none of these forms; parameters without a gradient.
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
             no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
-            where replicas meet in a branch or a `while` loop.
+            where replicas meet in a branch or a `while` loop; `gather_once` without `shard_params`; `shard_params` with
+            `shard_optimizer=False`, or against the wrapper or the variables; either with `initialize(recover=True)`.
         RuntimeError: a state that was donated already.
 
     Example:

@@ -554,6 +554,11 @@ def test_what_is_no_mean_is_refused_with_its_line(kind, fn):
     assert (offence.kind, offence.line) == (kind, f"test_row_terms.py:{first + at}")
 
 
+def test_what_a_library_computes_is_blamed_on_the_line_that_calls_it():
+    offence = traced(lambda x: optax.global_norm(x)).offences("mean", [0])[0]
+    assert offence.line == f"test_row_terms.py:{inspect.currentframe().f_lineno - 1}"
+
+
 SOME_ROWS = 5  # of the losses take some of the rows; one that a loop of Python takes one by one does so, too
 
 

@@ -771,6 +771,13 @@ def test_an_error_of_a_criterion_keeps_its_type_and_says_where(steps):
     assert "in criterion" in " ".join([str(info.value), *getattr(info.value, "__notes__", [])])
 
 
+def test_a_collective_in_a_criterion_has_nobody_to_meet():
+    vg = wrapper(2).value_and_grad(forward, criterion=lambda out, x, y: jax.lax.pmean(out.mean(), "data"))
+    with pytest.raises(NameError, match="data") as info:
+        vg(PARAMS, *batch(5))
+    assert "Leave the collective out: x.mean() is of all rows." in "".join(info.value.__notes__)
+
+
 def test_an_error_of_the_forward_pass_keeps_its_type_and_says_where():
     with pytest.raises(KeyError, match="nowhere") as info:
         wrapper(2).value_and_grad(lambda p, x, y: p["nowhere"], criterion=criterion)(PARAMS, *batch(5))
