@@ -9,7 +9,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .options import Job, described, environments, gpus_to_divide, parse
 from .output import Printer, Reader
@@ -28,16 +28,16 @@ def main(argv: list[str]) -> int:
     events: Events = queue.SimpleQueue()
     printer = Printer(events.put)
     with _signals(events), contextlib.closing(Guard()) as guard:
-        attempt, places = 0, Places(job)
-        while True:
+        attempt, places, code = 0, Places(job), None
+        while code is None:
             try:
                 code = _attempt(job, attempt, gpus, places, guard, events, printer)
             except OSError as error:  # too many processes, or open files
                 printer.say(f"error: the processes cannot be started: {error}")
-                return 1
-            if code is not None:
-                return code
+                code = 1
             attempt += 1
+        _wait(printer.has_written, events, _LAST if printer.hurries else math.inf)
+        return code
 
 
 @contextlib.contextmanager
@@ -102,6 +102,10 @@ def _attempt(
         asked = _supervise(crew, events, job, reader, printer)
         crew.kill()  # what they have left behind, which would keep the pipes open
         reader.finish()
+        if found := _wait(reader.has_ended, events):
+            printer.hurry()
+            reader.has_ended(_LAST)
+        asked = asked or found
     culprit = crew.culprit()
     if culprit is not None and asked is None and attempt < job.max_restarts:
         then = f"; all {len(places.left)} processes start again"
@@ -127,10 +131,10 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
         try:
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            if asked is not None:
-                ranks = [str(worker.rank) for worker in crew.running()]
-                printer.say(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not end in time; killed")
+            ranks = [str(worker.rank) for worker in crew.running()]
             crew.kill()
+            if asked is not None:
+                printer.say(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not end in time; killed")
             deadline = math.inf
             continue
         if isinstance(event, Worker):
@@ -149,9 +153,10 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
         elif event == signal.SIGINT and asked is not None:
             crew.kill()
         else:
-            if asked is None:
-                printer.say(_handing_on(event, job))
             crew.signal(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
+            printer.hurry()
+            if asked is None:  # said after that, for nobody may be reading
+                printer.say(_handing_on(event, job))
             asked, deadline = asked or event, min(deadline, time.monotonic() + job.preemption_grace)
     return asked
 
@@ -161,6 +166,20 @@ def _handing_on(number: int, job: Job) -> str:
     if number == signal.SIGPIPE:
         what = "the output cannot be written any more; SIGTERM is sent"
     return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
+
+
+_LAST = 2.0  # seconds in which the last lines of a job that was asked to end are written, if somebody reads them
+
+
+def _wait(is_done: Callable[[float], bool], events: Events, seconds: float = math.inf) -> int | None:
+    """Waits until it is done, at most so long; gives the signal that asks the launcher to end, if one came."""
+    until = time.monotonic() + seconds
+    while not is_done(0.1) and time.monotonic() < until:
+        with contextlib.suppress(queue.Empty):
+            event = events.get_nowait()
+            if not isinstance(event, Worker) and event != signal.SIGPIPE:  # what is left goes to the other stream
+                return event
+    return None
 
 
 def _pause(job: Job, events: Events) -> int | None:
@@ -182,8 +201,7 @@ def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
     last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
     if last_words:
-        printer.say(f"{said}. Its last lines on stderr:")
-        printer.write(2, last_words)
+        printer.say(f"{said}. Its last lines on stderr:", last_words)
         return
     hint = ""
     if culprit.code == -signal.SIGKILL:

@@ -11,13 +11,15 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO
 
 _STDERR = 2
 _TAIL = 120  # lines of stderr kept of each process: more than a traceback through JAX and Flax has
 _SHORT_TAIL = 20  # shown of them when there is no traceback
 _LONGEST = 1 << 20  # bytes; what is longer is cut, so that no process fills the launcher's memory
+_MUCH = 1 << 20  # bytes that may be left to write
+_MOMENT = 1.0  # seconds
 _ERASE = b"\x1b[K"  # the terminal's: to the end of the line
 # A line ends with \n or \r\n, a step of a progress bar with \r: what comes after tells which one it is.
 _END = re.compile(rb"\r?\n|\r(?=[^\n])")
@@ -53,28 +55,65 @@ class Lines:
 
 
 class Printer:
-    """Writes to the launcher's own stdout and stderr, never two lines into each other."""
+    """Writes to the launcher's own stdout and stderr, never two lines into each other.
+
+    A thread of its own does: it stands still where nobody reads (a pager, Ctrl-S), and the launcher must not.
+    """
 
     def __init__(self, on_broken: Callable[[int], None]) -> None:
-        self._lock = threading.Lock()
+        self.hurries = False
         self._on_broken = on_broken
         self._broken: set[int] = set()
         self._bar = False  # the cursor stands in a progress bar, on the terminal
+        self._changed = threading.Condition()
+        self._left: collections.deque[tuple[int, list[bytes]]] = collections.deque()
+        self._size = 0  # bytes that are left
+        threading.Thread(target=self._run, name="jdp launch: printer", daemon=True).start()
 
-    def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self.write(_STDERR, [f"jdp launch: {text}\n".encode(errors="replace")])
+    def say(self, text: str, lines: Sequence[bytes] = ()) -> None:
+        """A line of the launcher's own, and more on stderr; waits a moment until they are written, and no longer."""
+        with self._changed:
+            self._add(_STDERR, [f"jdp launch: {text}\n".encode(errors="replace"), *lines])
+        self.has_written(_MOMENT)
 
     def write(self, fd: int, pieces: list[bytes]) -> None:
-        """All pieces to a file descriptor, at once."""
-        with self._lock:
-            if fd in self._broken or not pieces:
-                return
-            try:
-                _write(fd, self._over_bars(pieces) if os.isatty(fd) else b"".join(pieces))
-            except OSError:  # nobody reads any more (`| head`), or the disk is full
-                self._broken.add(fd)  # the processes must not block on their pipes meanwhile
-                self._on_broken(signal.SIGPIPE)
+        """All pieces to a file descriptor. Waits while much is left to write; in a hurry they are dropped then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._size < _MUCH or self.hurries)
+            if pieces and self._size < _MUCH:
+                self._add(fd, pieces)
+
+    def hurry(self) -> None:
+        """From now on nobody waits until somebody reads: the job is to end, and a process that cannot write cannot."""
+        with self._changed:
+            self.hurries = True
+            self._changed.notify_all()
+
+    def has_written(self, seconds: float) -> bool:
+        """Whether all is written, now or within this time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, seconds)
+
+    def _add(self, fd: int, pieces: list[bytes]) -> None:
+        self._left.append((fd, pieces))
+        self._size += sum(map(len, pieces))
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._left)
+                fd, pieces = self._left[0]
+            if fd not in self._broken:
+                try:
+                    _write(fd, self._over_bars(pieces) if os.isatty(fd) else b"".join(pieces))
+                except OSError:  # nobody reads any more (`| head`), or the disk is full
+                    self._broken.add(fd)  # the processes must not block on their pipes meanwhile
+                    self._on_broken(signal.SIGPIPE)
+            with self._changed:
+                self._left.popleft()
+                self._size -= sum(map(len, pieces))
+                self._changed.notify_all()
 
     def _over_bars(self, pieces: list[bytes]) -> bytes:
         # a line that is shorter than the bar before it would leave the bar's end behind
@@ -131,9 +170,13 @@ class Reader(threading.Thread):
         return bool(data)
 
     def finish(self) -> None:
-        """Prints what is left in the pipes; call it when the processes have ended."""
+        """Has it end when what is left in the pipes is printed; call it when the processes have ended."""
         self._until = time.monotonic() + 5  # a process that fled to a session of its own may go on writing
-        self.join()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether it has, now or within this time."""
+        self.join(seconds)
+        return not self.is_alive()
 
     def last_words(self, rank: int) -> list[bytes]:
         """The last lines that the process wrote to stderr: from its traceback on, or the last few."""

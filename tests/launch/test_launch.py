@@ -819,6 +819,62 @@ def test_a_second_ctrl_c_kills_at_once():
     assert ended(launcher, first=False)[0] == 130 and time.monotonic() - began < 2
 
 
+LOUD = """
+signal.signal(signal.SIGTERM, lambda *_: (print("saves"), open(f"saved-{rank}", "w"), sys.exit(0)))
+ready()
+while True: print("x" * 1000); os.utime(f"ready-{rank}-0")
+"""
+
+
+def stand_still():
+    """Waits until no worker gets a line out any more."""
+    paths, before = [Path(f"ready-{rank}-0") for rank in range(2)], None
+    wait_for(lambda: all(path.exists() for path in paths))
+    while before != (before := [path.stat().st_mtime_ns for path in paths]):
+        time.sleep(1)
+
+
+@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_job_whose_output_nobody_reads(number, want):
+    """As in a pager, or after Ctrl-S; with SIGTERM the processes save."""
+    launcher = start("-n", "2", script=LOUD, stderr=subprocess.STDOUT)
+    stand_still()
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=20) == want
+    assert sorted(str(path) for path in Path().glob("saved-*")) == ["saved-0", "saved-1"] * (number == signal.SIGTERM)
+    launcher.communicate()
+
+
+def test_a_second_ctrl_c_kills_at_once_although_nobody_reads():
+    script = LOUD.replace(LOUD.splitlines()[1], DEAF.splitlines()[1])
+    launcher = start("-n", "2", script=script, stderr=subprocess.STDOUT)
+    stand_still()
+    for _ in range(2):
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # else the two may come as one
+    assert launcher.wait(timeout=20) == 130
+    launcher.communicate()
+
+
+def test_what_is_read_late_is_whole():
+    launcher = start("-n", "1", script="for i in range(3000): print(i, 'x' * 1000)")
+    time.sleep(2)
+    assert launcher.poll() is None
+    code, out, _ = ended(launcher)
+    assert code == 0 and [line.split()[1] for line in out.splitlines()] == [*map(str, range(3000))]
+
+
+def test_a_launcher_that_only_waits_for_a_reader_can_be_ended():
+    launcher = start("-n", "1", script="print('x' * 200_000); ready()")
+    (pid,) = pids(1)
+    wait_for(lambda: is_gone(pid))
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.terminate()
+    assert launcher.wait(timeout=20) == 0
+    launcher.communicate()
+
+
 def test_nothing_is_left_of_a_launcher_that_is_killed():
     script = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
