@@ -112,7 +112,7 @@ def _attempt(
         if places.blame(culprit):
             then = f", for the second time running, and is left out; {len(places.left)} of {job.processes} go on"
         printer.say(f"{culprit.end()}{then} (restart {attempt + 1} of {job.max_restarts})")
-        asked = _pause(job, events)
+        asked = _pause(job, attempt, events)
         return None if asked is None else 128 + asked
     # Who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it.
     code = culprit.code if culprit is not None and culprit.code else 0
@@ -182,11 +182,11 @@ def _wait(is_done: Callable[[float], bool], events: Events, seconds: float = mat
     return None
 
 
-def _pause(job: Job, events: Events) -> int | None:
-    """Waits before a restart where that is needed; gives the signal that asks the launcher to end, if one came."""
+def _pause(job: Job, attempt: int, events: Events) -> int | None:
+    """Waits before a restart, longer each time; gives the signal that asks the launcher to end, if one came."""
     # With several nodes the other launchers may still be ending their workers, rank 0 among them: a new
     # worker must not join the old job.
-    until = time.monotonic() + (job.grace + 1 if job.nodes > 1 else 0)
+    until = time.monotonic() + _pause_after(attempt) + (job.grace + 1 if job.nodes > 1 else 0)
     while True:
         try:
             event = events.get(timeout=max(0.0, until - time.monotonic()))
@@ -194,6 +194,11 @@ def _pause(job: Job, events: Events) -> int | None:
             return None
         if not isinstance(event, Worker):
             return event
+
+
+def _pause_after(attempt: int) -> float:
+    """Seconds: what has failed at once several times (a full disk, a device that is in use) may need a while."""
+    return min(5.0, 0.1 * 2.0 ** min(attempt, 10))
 
 
 def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:

@@ -35,7 +35,8 @@ at the beginning
 
 when a process fails
   The others get SIGTERM and, after --grace, SIGKILL. With restarts left, all
-  start again, and the script goes on from its last checkpoint. Without, the
+  start again after a pause (0.1 s, doubled each time, at most 5 s), and the
+  script goes on from its last checkpoint. Without, the
   launcher names the rank that failed first, repeats its last lines and exits
   with its code (128 + the number of the signal, if one ended it). A process
   that ends with 0 while others go on has not failed.
@@ -109,10 +110,18 @@ def parse(argv: list[str]) -> Job:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     script, args, module = (given.pop(name) for name in ("script", "args", "module"))
+    if script is None:
+        n = given["processes"] or 4
+        parser.error(
+            f"the script is missing; all processes run it. Pass it, as in: jdp launch -n {n} train.py --epochs 10"
+        )
+    if given["processes"] is None:
+        parser.error(f"-n is missing; it is the number of processes. Pass it, as in: jdp launch -n 4 {script}")
     # On GPUs all processes tune a program's kernels together, and one that had it in its own machine's folder would be
     # waited for: so several machines have one that all see, or none.
     given.setdefault("compilation_cache", _default_folder() if given["nodes"] == 1 else None)
-    job = Job((sys.executable, *["-m"] * module, script, *args), **given)
+    path = script if module or not script.startswith("-") else os.path.join(os.curdir, script)  # no option of Python's
+    job = Job((sys.executable, *["-m"] * module, path, *args), **given)
     try:
         _check_numbers(job)
         _check_least(job)
@@ -135,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     # Each is called as the field of `Job` that it sets.
     add = parser.add_argument
     text = "processes on this machine"
-    add("-n", "--nproc-per-node", dest="processes", type=int, required=True, metavar="N", help=text)
+    add("-n", "--nproc-per-node", dest="processes", type=int, metavar="N", help=text)
     add("--max-restarts", type=int, default=0, metavar="K", help="after a failure start all again, K times (0)")
     text = "leave out one that cannot be started again, down to M (none)"
     add("--min-processes", type=int, metavar="M", help=text)
@@ -154,12 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--node-rank", dest="node", type=int, metavar="R", help="which of them this is, 0 to N-1")
     add("--coordinator", metavar="HOST:PORT", help="where rank 0 listens (one machine: a free port is found)")
     add("-m", "--module", action="store_true", help="script is the name of a module, as in python -m")
-    add("script", help="what to run: a file, or a module with -m")
-    add("args", nargs=argparse.REMAINDER, help="its arguments; the launcher's own come before the script")
+    # Not required by argparse, which would say "script, args" where both are missing.
+    add("script", help="what to run: a file, or a module with -m").required = False
+    add("args", nargs=argparse.REMAINDER, help="its arguments; the launcher's own come before it").required = False
     return parser
 
 
 def _folder(text: str) -> str | None:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no folder; jdp keeps programs in one. Pass its path, or none.")
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no folder; jdp keeps programs in one. For cloud storage set JAX_COMPILATION_CACHE_DIR."

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from jdp._launch import output, workers
-from jdp._launch.cli import Places
+from jdp._launch.cli import Places, _pause_after
 from jdp._launch.options import Job, described, environments, gpus_to_divide, parse
 from jdp._launch.protocol import FOR_ANOTHER
 
@@ -164,6 +164,11 @@ def test_each_process_knows_its_place_and_gets_its_arguments():
     assert sorted(out.splitlines()) == [f'[{i}] ["{address}", "2", "{i}", "1", {tail}, {i}, 0, ""]' for i in range(2)]
     with socket.socket() as probe:  # it is free
         probe.bind(("127.0.0.1", int(address.partition(":")[2])))
+
+
+def test_a_script_with_the_name_of_an_option_is_a_script():
+    Path("-x.py").write_text("import sys; print(sys.argv)")
+    assert launch("-n", "1", "--", "-x.py", "-y")[:2] == (0, "[0] ['./-x.py', '-y']\n")
 
 
 def test_python_m_jdp_launches_a_module(place):
@@ -593,6 +598,14 @@ def test_all_restart_until_it_works():
     assert len(err.splitlines()) == 2
 
 
+def test_the_pause_before_a_restart_grows():
+    pauses = [_pause_after(attempt) for attempt in range(2000)]
+    assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0] and set(pauses[6:]) == {5.0}
+    code, out, _ = launch("-n", "1", "--max-restarts", "3", script="print(time.time()); sys.exit(attempt < 3)")
+    times = [float(line[4:]) for line in out.splitlines()]
+    assert code == 0 and all(b - a > 0.1 * 2**i for i, (a, b) in enumerate(zip(times, times[1:], strict=False)))
+
+
 def test_a_worker_that_always_fails_ends_the_job_after_the_limit():
     code, out, err = launch("-n", "2", "--max-restarts", "2", script="print(attempt); raise SystemExit('never again')")
     assert code == 1
@@ -950,8 +963,10 @@ def test_a_node_waits_before_a_restart_until_the_others_have_ended():
 @pytest.mark.parametrize(
     "args, match",
     [
-        ("script.py", "the following arguments are required: -n"),
-        ("-n 2", "the following arguments are required: script"),
+        ("script.py", r"-n is missing; it is the number of .*, as in: jdp launch -n 4 script\.py"),
+        ("", r"the script is missing; .*\. Pass it, as in: jdp launch -n 4 train\.py --epochs 10"),
+        ("-n 2", r"the script is missing; .*\. Pass it, as in: jdp launch -n 2 train\.py --epochs 10"),
+        ("-n 2 --compilation-cache= script.py", "'' is no folder; jdp keeps programs in one. Pass its path, or none"),
         ("-n 0 script.py", r"-n is 0; a machine runs 1 process or more\. Pass -n 1 or more\."),
         ("-n two script.py", "invalid int value: 'two'"),
         ("-n 2 --max-restarts -1 script.py", "--max-restarts is -1; "),
