@@ -33,13 +33,35 @@ def absolute(directory: str | os.PathLike[str]) -> Any:
     from etils import epath  # Orbax's own paths: those of cloud storage too
 
     path = os.fspath(directory)
-    if "://" in path:
-        return epath.Path(path)
+    scheme, _, rest = path.rpartition("://")
+    _check_path(path, rest if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) else path)
+    if scheme:
+        try:
+            return epath.Path(path)
+        except KeyError:
+            raise ValueError(
+                f"jdp.{VERB}: {path!r} is in a storage that jdp has no access to; it is a directory, or begins with "
+                f"gs:// or s3://. Pass one of these."
+            ) from None
     path = os.path.realpath(os.path.expanduser(path))
+    _check_path(path, path)  # a link leads there
     with _writing(path), contextlib.suppress(FileNotFoundError):  # the first save makes it
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
     return epath.Path(path)
+
+
+def _check_path(path: str, rest: str) -> None:
+    """Refuses a path that not all who write there would take for the same; `rest` is that without its scheme."""
+    wrong = {"\\": "a backslash", "\0": "a null character", "://": "'://' in the middle"}
+    found = [what for text, what in wrong.items() if text in rest]
+    if any("\ud800" <= c <= "\udfff" for c in path):
+        found.append("a character that is none in UTF-8")
+    if found:
+        raise ValueError(
+            f"jdp.{VERB}: {path!r} has {' and '.join(found)}; what writes the arrays would look for another place, or "
+            f"find none. Pass a directory whose path has nothing of the kind, or rename it."
+        )
 
 
 def is_local(path: Any) -> bool:
@@ -203,7 +225,8 @@ class Quiet(logging.Filter):
             return self._put_back()
         later = threading.Timer(_LATE, self._put_back)
         later.daemon = True
-        later.start()
+        with contextlib.suppress(RuntimeError):  # at exit, where Python begins no thread any more
+            later.start()
 
     def _put_back(self) -> None:
         self._over = True

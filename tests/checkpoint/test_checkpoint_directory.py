@@ -758,6 +758,32 @@ def test_a_run_that_a_failed_save_ends_puts_everything_back(tmp_path, monkeypatc
     assert patched() == before
 
 
+@pytest.mark.parametrize(
+    "name, what",
+    {
+        "a\\b": "has a backslash",
+        "..\\b/run": "has a backslash",
+        "link": "has a backslash",
+        "runs/gs://bucket": "has '://' in the middle",
+        "gs://bucket/a\\b": "has a backslash",
+        "gs://bucket/s3://run": "has '://' in the middle",
+        "disk://run": "is in a storage that jdp has no access to",
+        "a\udcff": "has a character that is none in UTF-8",
+        "b\ud800": "has a character that is none in UTF-8",
+        "a\0b": "has a null character",
+    }.items(),
+    ids=ascii,
+)
+def test_a_path_that_not_all_who_write_there_take_for_the_same_is_refused(tmp_path, monkeypatch, refused, name, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c\\d").mkdir()
+    (tmp_path / "link").symlink_to("c\\d")
+    before = look(tmp_path)
+    with refused(ValueError, "Checkpointer", match=what):
+        jdp.Checkpointer(name)
+    assert look(tmp_path) == before
+
+
 def test_paths_of_cloud_storage_are_left_as_they_are(monkeypatch):
     """No links, no locks and no files of the operating system are there."""
     assert not directory_of.is_local("gs://bucket/run") and directory_of.is_local("/tmp/run")
