@@ -42,6 +42,8 @@ class Checkpointer:
     * a `kill -9` at any moment loses no checkpoint that was there before: one is made under another name and
       renamed when it is complete; older ones are deleted after that, and only when one of those that stay has been
       read back from the disk and is whole;
+    * a program that ends without `close`, by an exception or Ctrl-C too, waits for the save that is running; if that
+      fails, a line on stderr says so, and the exit status is not 0;
     * one writer: from its first `save` until it is closed, dropped or killed a Checkpointer holds a lock (`flock` on
       the file `.jdp-lock`; in a job process 0 holds it for all), and a second that saves there is refused;
     * any number of readers, beside the writer too: `restore` changes nothing, and needs no permission to write;
@@ -73,7 +75,8 @@ class Checkpointer:
     Raises:
         OSError: the directory is something else.
         RuntimeError: `ray`, and this is no worker of Ray Train.
-        ValueError: `keep` or `every` is less than 1; or, with `ray`, `directory` is no name.
+        ValueError: `keep` or `every` is less than 1; or the path of `directory` has a backslash, `://` in the middle
+            or what is not UTF-8; or, with `ray`, it is no name.
 
     Example:
         >>> import jdp, numpy as np, tempfile
@@ -151,9 +154,10 @@ class Checkpointer:
         ending = not members.generation and self._preemption.reached()  # which asks all that the job began with
         if not ending and step % self._every:
             return False
+        if step != self._steps.newest:
+            self.wait()  # which may find that an earlier save of this step, one that was interrupted, is complete
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
-            self.wait()
             if limits.recovers and jax.process_index():  # process 0 saves alone
                 self._steps.newest = step
             else:
@@ -385,9 +389,12 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
             raise
         failed = error
     mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}
-    every = [json.loads(text) for text in tell_all(json.dumps(mine))]
-    if isinstance(failed, TypeError | ValueError):
-        raise failed
+    try:
+        every = [json.loads(text) for text in tell_all(json.dumps(mine))]
+        if isinstance(failed, TypeError | ValueError):
+            raise failed
+    finally:
+        failed = None  # it leads to this frame, and this frame to the lock
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))

@@ -93,9 +93,11 @@ class Steps:
                 remove_unfinished(self._directory)
         except OSError as e:
             failed = e
-        problem = tell(str(failed or ""))[0]
-        if problem:
-            raise failed or OSError(problem)
+        try:
+            if problem := tell(str(failed or ""))[0]:
+                raise failed or OSError(problem)
+        finally:
+            failed = None  # it leads to this frame, and this frame to the lock
         self._damaged, self._cleared = set(), True
 
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ import numpy as np
 
 from .._processes.coordination import client
 from .._processes.watch import limits
+from .at_exit import tell_loss, wait_at_exit
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
 from .read import ARRAYS, MANIFEST, absent, intact, together
@@ -30,13 +33,18 @@ class Writer:
     def __init__(self, directory: Any, keep: int, steps: Steps, quiet: Quiet) -> None:
         self._directory, self._keep, self._steps, self._quiet = directory, keep, steps, quiet
         self._orbax: Any = None  # made by the first save: who only reads has none
-        self._before: int | None = None  # the newest step before the one that is being saved
+        self._step: int | None = None  # the one that is being saved
+        self._before: int | None = None  # the newest step before it
+        self._interrupted = False  # whether its save was, and may go on or not
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._unheard: list[str] = []  # what `wait` is going to say of it
         self._news: list[str] = []  # what the thread has to tell
         self._told: set[int] = set()  # the steps of which that was
         self._lock = Lock(directory)
-        weakref.finalize(self, self._lock.release)  # not before the thread has ended, which holds `self`
+        self.process = os.getpid()
+        # Not before the thread has ended, which holds `self`.
+        weakref.finalize(self, _dropped, self._lock, self._unheard, self.process)
 
     def prepare(self) -> None:
         """Makes sure that this process can write, or raises; of a job, process 0 takes the lock for all."""
@@ -52,25 +60,35 @@ class Writer:
         arrays = encode(leaves)
         content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
         self._steps.set_aside(step)
-        self._before, self._steps.newest = self._steps.newest, step
+        self._step, self._before = step, self._steps.newest
         if self._quiet.abandoned:  # writes of a save that failed may have come when it had been deleted
             self._delete_unfinished()
         try:
+            self._steps.newest = step
+            wait_at_exit(self)
             if self._orbax is None:
                 self._orbax = _checkpointer()
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
+            self._thread = threading.Thread(target=self._finish, args=(next(_saves),), name="jdp-saves")
+            self._thread.start()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)
-        self._thread = threading.Thread(target=self._finish, args=(next(_saves),), name="jdp-saves")
-        self._thread.start()
+        except BaseException:  # Ctrl-C
+            self._steps.newest, self._quiet.abandoned, self._interrupted = self._before, True, True
+            if self._thread is not None and not self._thread.is_alive():
+                self._thread = None
+            raise
 
     def wait(self) -> None:
         """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._interrupted:
+            self._settle()
         failure, self._failure = self._failure, None
+        self._unheard.clear()
         if failure is not None:
             self._failed(failure)
         while self._news:
@@ -89,6 +107,9 @@ class Writer:
             self._orbax.wait_until_finished()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failure = e
+            self._unheard.append(self.loss(e))
+            _clear(e)
+            del self  # the frames of the error lead here, and the writer has the error: it would hold itself
             return
         if jax.process_index() == 0:
             try:
@@ -102,6 +123,15 @@ class Writer:
             # Here, for the next thing that all do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
+
+    def _settle(self) -> None:
+        """After a save that was interrupted: waits for what was begun of it, and takes note if it is complete."""
+        if self._orbax is not None:
+            with contextlib.suppress(Exception):  # nobody was told that it is saved
+                self._orbax.wait_until_finished()
+        if self._step in steps_in(self._directory):
+            self._steps.newest = self._step
+        self._interrupted = False
 
     def _delete_old(self) -> None:
         """Deletes what is older than the newest `keep`, but never the newest that can be read back."""
@@ -129,22 +159,43 @@ class Writer:
                 delete(self._directory / str(step))
 
     def _failed(self, error: Exception) -> None:
-        step, self._steps.newest = self._steps.newest, self._before
-        self._quiet.abandoned = True
+        self._steps.newest, self._quiet.abandoned = self._before, True
         self._delete_unfinished()
+        _clear(error)
+        raise RuntimeError(self.loss(error)) from error
+
+    def loss(self, error: BaseException) -> str:
+        """What says that this error has ended the save that was running."""
         last = self._steps.latest()
         left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
-        way = "Make room there, or make it writable, and save again."
-        if why := absent(error):
-            way = "All processes of a job save together: start the job again, and it goes on from there."
-        raise RuntimeError(
-            f"jdp.{VERB}: step {step} was not saved in {self._directory}: {why or error}; {left}. {way}"
-        ) from error
+        why, way = error, "Make room there, or make it writable, and save again."
+        if gone := absent(error):
+            why, way = gone, "All processes of a job save together: start the job again, and it goes on from there."
+        elif "interpreter shutdown" in str(error):  # Python 3.12.0 to 3.12.2 begin no thread while a program ends
+            way = "Close the Checkpointer before the program ends, or use it in a with statement."
+        elif not isinstance(error, Exception):
+            why, way = f"{type(error).__name__} came before it was complete", "Start the program again."
+        return f"jdp.{VERB}: step {self._step} was not saved in {self._directory}: {why}; {left}. {way}"
 
     def _delete_unfinished(self) -> None:
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # the error to tell is the save's; the next Checkpointer tries again
                 remove_unfinished(self._directory)
+
+
+def _dropped(lock: Lock, unheard: list[str], process: int) -> None:
+    """The end of a writer, whom nobody will ask what has become of its save."""
+    lock.release()
+    if process == os.getpid():  # and not a child that was forked
+        for text in unheard:
+            tell_loss(text)
+
+
+def _clear(error: BaseException | None) -> None:
+    """Takes the variables out of an error's frames: Orbax keeps the error in one of them, and so all that they hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _checkpointer() -> Any:

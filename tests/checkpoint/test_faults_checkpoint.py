@@ -254,7 +254,7 @@ JOB = """
     jdp.virtual_cpu_devices(2)
     import jax, numpy as np
     rank, address, directory, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    if fault in ("commit", "before"):  # as on another machine, which sees no process of this one
+    if fault in ("commit", "before", "end alone"):  # as on another machine, which sees no process of this one
         from jdp._processes.watch import Watch
         Watch._dead = lambda self: []
     jdp.distributed.initialize(address, 2, rank, heartbeat_timeout=4 if fault != "here" else 60, quiet=True)
@@ -270,7 +270,15 @@ JOB = """
         except Exception as e:
             return f"{type(e).__name__} {e}".replace(chr(10), " ")
 
-    if fault == "second":
+    if fault.startswith("end"):
+        checkpointer.save(1, state, data=1)
+        checkpointer.wait()
+        if rank and fault == "end alone":  # Orbax's wait for its writes, in a thread of its own
+            from orbax.checkpoint._src.futures import future
+            future.ChainedFuture.result = lambda *a, **k: os.kill(os.getpid(), 9)
+        checkpointer.save(2, state, data=2)
+        sys.exit(0)
+    elif fault == "second":
         for _ in range(2):
             print("SAID", text_of(lambda: checkpointer.save(5, state)), flush=True)
         assert checkpointer.restore(state)[1] == data
@@ -338,6 +346,23 @@ def test_the_death_of_another_process_of_this_machine_in_a_save_ends_the_job_at_
         codes, outs, errors = workers.end(60)
         assert codes == [0, 0], errors
     assert [out[0] for out in outs] == ["FROM 1", "FROM 1"]
+
+
+def test_a_job_that_just_ends_has_its_last_save(tmp_path):
+    with Workers(JOB, 2, tmp_path, "end") as workers:
+        codes, _, errors = workers.end(60)
+        assert codes == [0, 0], errors
+    assert sorted(os.listdir(tmp_path)) == ["2"]
+
+
+@pytest.mark.full
+def test_a_process_that_ends_alone_waits_no_longer_than_for_others_that_are_gone(tmp_path):
+    with Workers(JOB, 2, tmp_path, "end alone") as workers:
+        codes, _, errors = workers.end(90)
+        assert codes[0] not in (0, -signal.SIGKILL) and codes[1] == -signal.SIGKILL, errors
+    # JAX ends it as soon as it hears of the other, maybe before jdp can say what that did to the save.
+    assert "step 2 was not saved in" in errors[0] or "another task died" in errors[0]
+    assert "1" in os.listdir(tmp_path) and "2" not in os.listdir(tmp_path)
 
 
 def test_a_second_job_is_refused_in_all_its_processes(tmp_path):

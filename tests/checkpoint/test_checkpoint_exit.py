@@ -1,0 +1,232 @@
+"""A program that ends without `close` keeps its last save, or says that it is lost; and what does not end goes on."""
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint._src.path import atomicity
+
+import jdp
+from jdp._checkpoint.directory import LOCK
+
+ROOT = pathlib.Path(jdp.__file__).parent.parent
+PATIENCE = 120  # seconds for a program
+
+# Its save is slow, so that the program comes to its end before.
+BEGIN = """
+    import atexit, os, signal, sys, threading, time
+    import jdp
+    jdp.virtual_cpu_devices(1)
+    import numpy as np
+    from orbax.checkpoint._src.path import atomicity
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what `nohup` starts
+    real, state, directory = atomicity.AtomicRenameTemporaryPath.finalize, {"w": np.ones(30, np.float32)}, sys.argv[1]
+
+    def after(seconds=1.0, error=None):
+        async def finalize(*args, **kwargs):
+            time.sleep(seconds)
+            if error:
+                raise error
+            return await real(*args, **kwargs)
+        atomicity.AtomicRenameTemporaryPath.finalize = finalize
+
+    atexit.register(print, "first of all", flush=True)
+    checkpointer = jdp.Checkpointer(directory)
+    atexit.register(print, "at exit", flush=True)
+"""
+
+
+def begun(directory, script):
+    command = [sys.executable, "-c", textwrap.dedent(BEGIN) + textwrap.dedent(script), str(directory)]
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT)
+
+
+def program(directory, script):
+    """Its exit status, and what it said on stdout and stderr."""
+    with begun(directory, script) as process:
+        try:
+            out, error = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    return process.returncode, out, error
+
+
+ENDS = {
+    "last line": ("", 0, ""),
+    "exception": ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", -signal.SIGINT, "KeyboardInterrupt"),
+    "Ctrl-C at the end": ("threading._register_atexit(os.kill, os.getpid(), signal.SIGINT)", 0, "KeyboardInterrupt"),
+    "dropped": ("del checkpointer", 0, ""),
+}
+SLOW = [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=[] if end in ("last line", "Ctrl-C") else SLOW) for end in ENDS]
+)
+def test_the_last_save_is_waited_for(tmp_path, end):
+    line, status, said = ENDS[end]
+    code, out, error = program(tmp_path, f"after(); checkpointer.save(1, state)\n{line}")
+    assert (code, out) == (status, "at exit\nfirst of all\n"), error
+    assert os.listdir(tmp_path) == ["1"]
+    assert said in error and "jdp." not in error and bool(error) == bool(said)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"w": np.zeros(30, np.float32)})[0]["w"].tolist() == [1] * 30
+
+
+@pytest.mark.parametrize("end", ["", pytest.param("del checkpointer; time.sleep(4)", marks=SLOW)], ids=["end", "drop"])
+def test_the_loss_of_the_last_save_is_said(tmp_path, end):
+    """All that the program wants done at exit is done, too."""
+    code, out, error = program(tmp_path, f"after(1, OSError('gone')); checkpointer.save(1, state)\n{end}")
+    assert (code, out) == (1, "at exit\nfirst of all\n"), error
+    said = f"jdp.Checkpointer: step 1 was not saved in {tmp_path}: gone; there is no checkpoint yet. "
+    assert error.count(said) == 1 and error.splitlines()[-1].startswith(said)
+    assert end or error.count("\n") == 1  # of one that is dropped Orbax says something, too
+
+
+def test_a_save_that_needs_what_python_does_no_more_is_told_to_come_earlier(tmp_path):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        error = RuntimeError("can't create new thread at interpreter shutdown")
+        assert checkpointer._writer.loss(error).endswith(
+            "Close the Checkpointer before the program ends, or use it in a with statement."
+        )
+
+
+def test_a_failure_that_the_program_has_heard_of_is_its_own(tmp_path):
+    script = """
+    after(0, OSError("gone"))
+    checkpointer.save(1, state)
+    try:
+        checkpointer.wait()
+    except RuntimeError as e:
+        print("heard")
+    """
+    assert program(tmp_path, script) == (0, "heard\nat exit\nfirst of all\n", "")
+
+
+@pytest.mark.full
+def test_who_does_not_want_to_wait_for_the_last_save_is_told_what_is_lost(tmp_path):
+    script = """
+    after(60)
+    checkpointer.save(1, state)
+    wait = checkpointer._writer.wait
+    checkpointer._writer.wait = lambda: (print("waits", flush=True), wait())
+    """
+    with begun(tmp_path, script) as process:
+        try:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert process.returncode == 1 and out == "at exit\nfirst of all\n"
+    assert f"step 1 was not saved in {tmp_path}: KeyboardInterrupt came before it was complete; there is no" in error
+
+
+def test_a_child_that_is_forked_leaves_the_saves_of_its_parent_alone(tmp_path):
+    """It does not wait for them, and says nothing of them; its parent does."""
+    script = """
+    after(4, OSError("gone"))
+    checkpointer.save(1, state)
+    child = os.fork()
+    if not child:
+        del checkpointer
+        threading._shutdown()  # as a process of multiprocessing ends; JAX would crash in what comes after
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    """
+    code, out, error = program(tmp_path, script)
+    assert (code, out) == (1, "0\nat exit\nfirst of all\n"), error
+    assert error.count(f"jdp.Checkpointer: step 1 was not saved in {tmp_path}: gone; ") == 1
+
+
+# Ctrl-C inside of `save`.
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_save_that_was_interrupted_can_be_made_again(tmp_path, monkeypatch, moment):
+    """Whether Orbax had not begun with it, or goes on with it."""
+    save, state = ocp.AsyncCheckpointer.save, {"w": np.ones(3)}
+
+    def interrupted(*args, **kwargs):
+        if moment == "after":
+            save(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, data=1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ocp.AsyncCheckpointer, "save", interrupted)
+            checkpointer.save(2, state, data=2)
+        assert checkpointer.save(2, state, data=2) == (moment == "before")
+        checkpointer.wait()
+        assert checkpointer.latest_step == 2
+        assert not checkpointer.save(2, state)
+        assert checkpointer.save(3, state)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state, step=2)[1] == 2
+
+
+def test_a_save_that_was_interrupted_and_is_complete_is_the_newest(tmp_path, monkeypatch):
+    save = threading.Thread.start
+
+    def interrupted(thread):
+        save(thread)
+        if thread.name == "jdp-saves":
+            raise KeyboardInterrupt
+
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupted)
+            checkpointer.save(2, np.ones(3))
+        with pytest.raises(ValueError, match="step 1 comes after step 2"):
+            checkpointer.save(1, np.ones(3))
+    assert os.listdir(tmp_path) == ["2"]
+
+
+# One that is dropped after a save has failed.
+
+
+@pytest.mark.parametrize("name, waits", [("create", True), ("finalize", True), ("finalize", False)])
+def test_a_dropped_one_gives_the_lock_back_after_a_failed_save(tmp_path, monkeypatch, name, waits):
+    """At once, and not when Python collects what leads in a circle."""
+
+    def fails(*args, **kwargs):
+        raise OSError("gone")
+
+    told = []
+    monkeypatch.setattr("jdp._checkpoint.write.tell_loss", told.append)
+    checkpointer = jdp.Checkpointer(tmp_path)
+    checkpointer.save(1, np.ones(3))
+    checkpointer.wait()
+    gc.collect()
+    gc.disable()
+    try:
+        monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, name, fails)
+        if waits:
+            with pytest.raises(RuntimeError, match="step 2 was not saved in .*: gone; step 1 is the newest"):
+                checkpointer.save(2, np.ones(3))
+                checkpointer.wait()
+        else:
+            checkpointer.save(2, np.ones(3))
+            checkpointer._writer._thread.join()
+        assert (tmp_path / LOCK).exists()
+        del checkpointer
+        assert not (tmp_path / LOCK).exists()
+    finally:
+        gc.enable()
+    assert [text.split(";")[0] for text in told] == (
+        [] if waits else [f"jdp.Checkpointer: step 2 was not saved in {tmp_path}: gone"]
+    )
