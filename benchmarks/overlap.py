@@ -1,7 +1,7 @@
 """What of a step's communication is hidden behind its computing, on machines that are not here. Run: make bench
 
 Compiles a training step of a transformer of six layers for 8 H100s, and for 16 TPU v5e, and reads the schedule that XLA
-made: no device is needed, only the compilers (`pip install "jax-data-parallel[plan-gpu,plan-tpu]"`). Compared are
+made: no device is needed, only the compilers (`pip install -e ".[plan-gpu,plan-tpu]"`). Compared are
 
     hand-written   jit(shard_map(step)) with one lax.pmean of loss and gradients
     automatic      jit(step) on a batch that is cut; XLA finds the reductions itself

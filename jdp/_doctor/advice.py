@@ -54,7 +54,7 @@ def remedies(test: str, failure: str, platform: str, n: int) -> list[str]:
 def _start(failure: str) -> list[str]:
     said = {
         "error": "JAX_PLATFORMS may name a platform whose plugin is missing: unset it, or install the plugin with "
-        'pip install "jax-data-parallel[cuda13]", [cuda12] or [tpu]',
+        'pip install -e ".[cuda13]", [cuda12] or [tpu] in a checkout of the repository',
         "died": "XLA_FLAGS may hold a flag that this version does not know, which ends the process: unset it",
     }
     return [text for kind, text in said.items() if kind == failure] + [
@@ -86,8 +86,8 @@ def _problems(facts: Mapping[str, Any], platform: str, environ: Mapping[str, str
             )
         else:
             yield (
-                f"{here} JAX runs on the CPU: no CUDA plugin is installed. pip install "
-                f'"jax-data-parallel[{cuda_extra(cards)}]", or set JAX_PLATFORMS=cpu if that is what you want.'
+                f"{here} JAX runs on the CPU: no CUDA plugin is installed. Run pip install -e "
+                f'".[{cuda_extra(cards)}]" in a checkout of the repository, or set JAX_PLATFORMS=cpu if you want that.'
             )
     if facts.get("gpus_error"):
         yield f"{facts['gpus_error']}. Look into dmesg for Xid, and start the machine again."

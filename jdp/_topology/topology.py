@@ -173,9 +173,10 @@ def _missing(name: str, what: str, extra: str) -> ImportError:
 
 def how_to_install(extra: str) -> str:
     """What to do where something is missing that an extra of this package brings."""
+    # Not the package's own name: PyPI does not have it, and anybody may take it.
     return (
-        f'Run pip install "jax-data-parallel[{extra}]", or pip install -e ".[{extra}]" in a checkout; what PyPI calls '
-        f"jdp is another package."
+        f'Run pip install -e ".[{extra}]" in a checkout of the repository; this package is not on PyPI, where jdp '
+        f"is another one."
     )
 
 

@@ -531,7 +531,7 @@ def test_the_traps_of_a_machine_are_told():
     assert level == "note" and "jdp.virtual_cpu_devices(8)" in text and "NPROC=16" in text and "2 threads" in text
     assert "PJRT" not in text and said(n=8, environ={"NPROC": "16", "PJRT_NPROC": "4"}) != []
     ((level, text),) = said(n=1, gpus=[CARD, CARD])
-    assert level == "problem" and 'pip install "jax-data-parallel[cuda13]"' in text
+    assert level == "problem" and 'pip install -e ".[cuda13]" in a checkout' in text
     assert "[cuda12]" in said(n=1, gpus=[CARD, CARD | {"compute_cap": "7.0"}])[0][1]
     assert said(n=1, gpus=[CARD], environ={"JAX_PLATFORMS": "cpu"})[0][0] == "note"
     same = dict.fromkeys(("jax", "jaxlib", "jax-cuda12-plugin"), "0.10.2")

@@ -468,7 +468,7 @@ def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, tmp_p
     hide("rich")
     command = ["plan", script("raise KeyError"), "--topology", "h100", "--no-search", "--per-host", "1"]
     assert main(command) == 1
-    with refused(RuntimeError, "plan", r'rich is not installed; .* pip install "jax-data-parallel\[examples\]"'):
+    with refused(RuntimeError, "plan", r'rich is not installed; .* pip install -e "\.\[examples\]" in'):
         raise RuntimeError(capsys.readouterr().err.strip())
     hide("matplotlib")
     script(STEP)
@@ -476,7 +476,7 @@ def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, tmp_p
     told = capsys.readouterr()
     line, after = told.err.splitlines()[:2]
     assert line.startswith("jdp.plan: matplotlib is not installed; there will be no picture. Run pip install")
-    assert line.endswith('pip install -e ".[examples]" in a checkout; what PyPI calls jdp is another package.')
+    assert line.endswith("in a checkout of the repository; this package is not on PyPI, where jdp is another one.")
     assert "running" in after and json.loads(told.out)["lines"] and not (tmp_path / "plan.png").exists()
 
 

@@ -69,3 +69,10 @@ def test_the_lock_file_has_a_version_of_everything_that_is_needed():
             (version,) = (x.version for x in here[need.name].specifier)
             assert need.specifier.contains(version), (need, version, "make lock")
     assert "://" not in text and text.count("--hash=sha256:") >= len(locked)
+
+
+def test_no_message_names_a_package_that_anybody_may_register():
+    """PyPI does not have this one; who registers its name would run code where people do what a message says."""
+    files = [*(ROOT / "jdp").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.py")]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    assert not [path.name for path in files if "jax-data-parallel[" in path.read_text(encoding="utf-8")]

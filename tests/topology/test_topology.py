@@ -128,7 +128,7 @@ def test_a_missing_extra_is_named(monkeypatch, refused, name, extra):
     monkeypatch.setattr("jdp._topology.topology._installed", lambda module: False)
     _gpus.cache_clear(), _tpus.cache_clear()
     shape = "4x4" if name == "v5e" else None
-    with refused(ImportError, "topology", match=rf'pip install "jax-data-parallel\[{extra}\]"'):
+    with refused(ImportError, "topology", match=rf'device\. Run pip install -e "\.\[{extra}\]" in a checkout'):
         topology(name, shape)
 
 
