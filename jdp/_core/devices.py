@@ -8,14 +8,14 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._jax.private import is_described
+from .._jax.private import is_described, trace_state_clean
 from .._processes.launchers import astray
 from .._processes.members import members
 
@@ -279,6 +279,27 @@ def own_mesh(mesh: Mesh) -> Mesh:
     if not spans_processes(mesh):
         return mesh
     return make_mesh(tuple(mesh.devices.flat[i] for i in own_places(mesh)), mesh.axis_names[0])
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
+
+    Where a program is traced around the call, the context stays, because JAX does not let it change there.
+    """
+
+    @functools.wraps(door)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if jax.sharding.get_abstract_mesh().empty or not trace_state_clean():
+            return door(*args, **kwargs)
+        with jax.set_mesh(_NO_MESH):
+            return door(*args, **kwargs)
+
+    return call
 
 
 def virtual_cpu_devices(n: int) -> None:

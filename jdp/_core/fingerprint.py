@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._processes.agree import difference, same_program
 from .._processes.exchange import exchange_of
 from .._processes.watch import limits
-from .devices import processes_of, spans_processes
+from .devices import outside_of_mesh, processes_of, spans_processes
 from .layout import Tree, is_key, replicated
 from .programs import dispatch
 
@@ -34,6 +34,7 @@ def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
     start(tree, mesh, verb).result(verb)
 
 
+@outside_of_mesh
 def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
     """Begins the comparison and does not wait for it: one collective, however many leaves.
 
@@ -172,6 +173,7 @@ _PLACE, _ONE, _TWO, _THREE = (np.uint32(x) for x in (0x9E3779B9, 0x85EBCA6B, 0xC
 _ZERO = np.uint32(0)
 
 
+@outside_of_mesh
 def fingerprint(tree: Tree) -> np.ndarray:
     """A 64-bit hash of the bits of each leaf: equal leaves have equal ones, whatever devices they live on.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .devices import Device, DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
+from .devices import Device, DeviceLike, make_mesh, outside_of_mesh, own_mesh, resolve_output, spans_processes
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, is_sparse, name_of, normal_axis, way_out
 from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
@@ -20,6 +20,7 @@ from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
 
 
+@outside_of_mesh
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
     """Concatenates the chunks of all replicas along `dim`, in input order: `gather(scatter(x)) == x`.
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from .devices import outside_of_mesh
 from .layout import Static, Tree
 from .outputs import Outputs, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
@@ -22,6 +23,7 @@ from .turns import take_turns
 from .uneven import is_uneven, run_chunks
 
 
+@outside_of_mesh
 def parallel_apply(
     fn: Callable[..., Tree], replicas: Tree, inputs: Scattered | Tree, kwargs: Scattered | Tree = None
 ) -> Scattered:

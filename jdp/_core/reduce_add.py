@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .._processes.agree import same_program
-from .devices import DeviceLike, make_mesh, own_mesh, resolve_output, spans_processes
+from .devices import DeviceLike, make_mesh, outside_of_mesh, own_mesh, resolve_output, spans_processes
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
 from .inputs import name_of
@@ -23,6 +23,7 @@ from .programs import dispatch
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
+@outside_of_mesh
 def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None) -> Tree:
     """Sums a tree over the replicas: `reduce_add(s) == s[0] + s[1] + ...`.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
-from .devices import Devices, are_described, mesh_of, own_mesh, spans_processes
+from .devices import Devices, are_described, mesh_of, outside_of_mesh, own_mesh, spans_processes
 from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
@@ -19,6 +19,7 @@ from .scattered import concrete, is_scattered, put_all
 from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
 
+@outside_of_mesh
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
     """Puts every leaf of a pytree whole on every device.
 

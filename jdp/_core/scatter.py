@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
 from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
-from .devices import Devices, mesh_of, names_of, own_mesh, processes_of, spans_processes
+from .devices import Devices, mesh_of, names_of, outside_of_mesh, own_mesh, processes_of, spans_processes
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
     ARRAYS,
@@ -33,6 +33,7 @@ from .programs import SIZES, Recent, capturing
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
 
+@outside_of_mesh
 def scatter(
     inputs: Tree, devices: Devices = None, dim: int = 0, *, chunk_sizes: Sequence[int] | None = None
 ) -> Scattered:

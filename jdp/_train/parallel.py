@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .._core.devices import make_mesh, own_mesh
+from .._core.devices import make_mesh, outside_of_mesh, own_mesh
 from .._core.gather import join
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
@@ -122,6 +122,7 @@ def parallel(
     options = repr((in_axes, out_axes, static, donated))
     program = kept(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
 
+    @outside_of_mesh
     def step(*args: Any, **kwargs: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return step_fn(*args, **kwargs)

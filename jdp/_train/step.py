@@ -14,7 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._core.devices import spans_processes
+from .._core.devices import outside_of_mesh, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
@@ -347,6 +347,7 @@ class TrainStep(_Step[TrainState]):
         self._shapes: TrainState | None = None  # of the states that it takes
         self._first = first_state(tx)
 
+    @outside_of_mesh
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
         """The state to begin with: a copy of the variables (the caller's own are never donated).
 
@@ -396,6 +397,7 @@ class TrainStep(_Step[TrainState]):
             self._given.keep(state, jax.tree.leaves(state))
         return state
 
+    @outside_of_mesh
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: `(state after, metrics)`; with `donate` the state that went in is gone then.
 
@@ -413,6 +415,7 @@ class TrainStep(_Step[TrainState]):
             error.add_note(interrupted(state, self._given.last is not last))
             raise
 
+    @outside_of_mesh
     def check(self, state: TrainState, batch: Tree) -> LossCheck:
         """Compares the loss on the devices with that of one device and the whole batch: for debugging, slow.
 
@@ -425,6 +428,7 @@ class TrainStep(_Step[TrainState]):
         state, scattered, _, _ = self._ready(state, batch)
         return checked(self._program, state, placed(scattered))
 
+    @outside_of_mesh
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
         state, scattered, _, _ = self._ready(state, batch)
@@ -438,6 +442,7 @@ class TrainStep(_Step[TrainState]):
         """The same of the parameters."""
         return bytes_of(state.params, self._program.shardings(state).params)
 
+    @outside_of_mesh
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
         """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
 
@@ -520,6 +525,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
     """
 
+    @outside_of_mesh
     def __init__(
         self,
         dp: Wrapper,
@@ -558,6 +564,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
+    @outside_of_mesh
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
         """One step: the metrics; with `donate` the arrays that the model held before are gone then.
 
@@ -590,11 +597,13 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         facts = [("model", type(self._dp.module).__name__), ("devices", len(self._dp.devices))]
         return page_of(title, facts, {name: nnx.as_pure(tree) for name, tree in trees.items()})
 
+    @outside_of_mesh
     def check(self, batch: Tree) -> LossCheck:
         """As `TrainStep.check`; neither the model nor the optimizer is changed."""
         state, scattered, _, _ = self._ready(batch)
         return checked(self._program, state, placed(scattered))
 
+    @outside_of_mesh
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """The lowered program of a step, as `jax.jit(...).lower`."""
         state, scattered, _, _ = self._ready(batch)
@@ -610,6 +619,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
         return bytes_of(params, self._program.shardings(TrainState(_NO_STEP, params, (), ())).params)
 
+    @outside_of_mesh
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
         """As `TrainStep.find_nonfinite`; the model is not changed."""
         state, scattered, _, _ = self._ready(batch)

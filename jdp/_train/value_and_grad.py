@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from .._core.devices import outside_of_mesh
 from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
@@ -105,6 +106,7 @@ def value_and_grad(
     )
     config: Config = dp._config
 
+    @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)

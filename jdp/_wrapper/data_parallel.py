@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 import jax
 from flax import nnx
 
-from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, spans_processes
+from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, outside_of_mesh, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
@@ -217,6 +217,7 @@ class DataParallel(nnx.Module, Generic[M]):
         with _nnx.sorted_captures(self.module):
             return self._run_nnx(args, kwargs)
 
+    @outside_of_mesh
     def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
 
@@ -404,6 +405,7 @@ class DataParallel(nnx.Module, Generic[M]):
         if self._config.kind == "nnx":  # pickled arrays forget where they were
             self._put_state()
 
+    @outside_of_mesh
     def _put_state(self) -> None:
         """Puts the state of an NNX module where it belongs: on all devices, or cut over them."""
         mesh, state = self._config.mesh, nnx.state(self.module)
@@ -412,6 +414,7 @@ class DataParallel(nnx.Module, Generic[M]):
             nnx.update(self.module, sharded(params, mesh, "DataParallel"))
         nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
 
+    @outside_of_mesh
     def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         config = self._config
         filters = _nnx.filters_of(config.state_axes)

@@ -164,7 +164,7 @@ def test_every_parameter_and_return_is_annotated(name, function):
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     assert [p.name for p in parameters if p.annotation is p.empty] == []
     assert signature.return_annotation is not signature.empty
-    assert typing.get_type_hints(function, function.__globals__)
+    assert typing.get_type_hints(function, inspect.unwrap(function).__globals__)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1050,11 +1050,53 @@ def test_boxed_parameters():
     np.testing.assert_allclose(dp.apply(variables, NUMBERS), model.apply(variables, NUMBERS), rtol=1e-5, atol=1e-6)
 
 
-def test_another_mesh_around_the_call_is_an_error_that_says_so():
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+
+
+def everywhere(dp, rows, folder):
+    """What the doors give for so many rows."""
+    w, x = np.full(3, 2, np.float32), np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    of_model = jdp.DataParallel(model, dp.devices)
+    step = dp.train_step(lambda v, x: jnp.mean(dp(v["params"], x)), optax.adam(0.1))
+    state, metrics = step(state := step.init({"params": w}), x)
+    dp.check_replicas(state)
+    with jdp.Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        saved = checkpointer.restore(state)[0]
+    return [
+        [dp.apply(w, x), jdp.data_parallel(dp.module, w, x, dp.devices), of_model(x)],
+        [dp.apply(w, b) for b in dp.prefetch([x, x])],
+        [metrics, state.params, saved.params, bool(step.check(state, x))],
+        of_model.train_step(lambda model, x: jnp.mean(model(x)), optax.adam(0.1))(x),
+        dp.value_and_grad(lambda w, x: jnp.mean(x * w))(w, x),
+        dp.value_and_grad(lambda w, x: x * w, criterion=lambda out, x: jnp.sqrt(jnp.mean(out)))(w, x),
+        jdp.gather(jdp.parallel_apply(dp.module, w, jdp.scatter((x,), dp.devices))),
+        jdp.reduce_add(jdp.scatter(x[: rows // 4 * 4], dp.devices)),
+    ]
+
+
+@pytest.mark.parametrize("rows", [8, 10])
+@pytest.mark.parametrize(
+    "shape, names, kind", [((4,), "data", AUTO), ((4,), "data", EXPLICIT), ((2, 2), ("data", "model"), AUTO)]
+)
+def test_the_mesh_around_a_call_changes_nothing(rows, shape, names, kind, tmp_path):
     dp = jdp.DataParallel(lambda w, x: x * w, range(4))
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(shape, tuple(np.atleast_1d(names)), (kind,) * len(shape), devices=jax.devices()[:4])
+    want = everywhere(dp, rows, tmp_path / "outside")
+    with jax.set_mesh(mesh):
+        found = everywhere(jdp.DataParallel(lambda w, x: x * w, range(4)), rows, tmp_path / "inside")
+        again = everywhere(dp, rows, tmp_path / "known")
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    jax.tree.map(np.testing.assert_array_equal, again, want)
+
+
+def test_another_mesh_around_a_program_is_an_error_that_says_so():
+    dp = jdp.DataParallel(lambda w, x: x * w, range(4))
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AUTO,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"inside jax\.set_mesh of .*outside"):
-        dp(np.float32(1), NUMBERS)
+        jax.grad(lambda w: dp(w, NUMBERS).sum())(np.float32(1))
 
 
 def test_the_public_scatter_in_a_subclass_with_its_own_axis_name():
