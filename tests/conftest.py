@@ -3,6 +3,11 @@
 import importlib.metadata
 import os
 import pathlib
+import signal
+
+# Where & in a script has started pytest, Ctrl-C is ignored, by all that it starts, too; tests send one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs that are compiled are kept in the checkout, for the next run and for the processes that tests start. JAX's
