@@ -163,7 +163,11 @@ class Program:
             )
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
-        state, metrics = self._dispatched(state, batch, flat, keep)
+        try:
+            state, metrics = self._dispatched(state, batch, flat, keep)
+        except Exception as error:
+            _raise_nonfinite(error)
+            raise
         stepped(self, state, metrics)
         if self.options.check_replicas:
             self._compare_replicas(state)
@@ -334,6 +338,22 @@ class Program:
     def read(self, state: TrainState, found: Gradients) -> Gradients:
         """What the replicas found, with all of the state after."""
         return found._replace(out=finished(found.out), state=left(state.state, found.state))
+
+
+def _raise_nonfinite(error: Exception) -> None:
+    """Raises a `FloatingPointError` for what JAX makes of a NaN in a step with `jax_debug_nans`."""
+    settings: Any = jax.config
+    if not (settings.jax_debug_nans or settings.jax_debug_infs):
+        return
+    # JAX runs the program again, to find the operation: with a state that is donated already, and then without an end.
+    is_jax = type(error).__name__ == "InternalFloatingPointError"
+    if is_jax or isinstance(error, FloatingPointError | RecursionError) or "deleted" in str(error):
+        raise FloatingPointError(
+            "jdp.train_step: something is not finite after the step, and jax_debug_nans or jax_debug_infs is set; the "
+            "state that went in is gone if the step donates it. Call step.find_nonfinite(state, batch) with a state "
+            "from before, which names the replicas and rows, or make the step with skip_nonfinite=True."
+        ) from error
+
 
 
 def _flags(loss: Loss, steps: int, name: str) -> Any:

@@ -80,3 +80,25 @@ def test_nnx_and_synchronised_batch_norm():
     assert bool(step((made_bad([12]), Y))["skipped"])
     jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(dp.module)), before)
     assert not step((X, Y))["skipped"]
+
+
+def log_of(variables, batch):
+    return jnp.mean(jnp.log(batch @ variables["params"]))
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("calls", [0, 1, 4])
+@pytest.mark.parametrize("options", [{}, {"donate": False}, {"accumulate_steps": 2}, {"deterministic": True}])
+def test_debug_nans_ends_a_step_and_names_the_way_on(options, calls, rows):
+    """Cold and warm, as of a program of jit; the state that was donated would else be missed."""
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(4), replicas=4 if "deterministic" in options else None)
+    step, x = dp.train_step(log_of, optax.sgd(0.1), **options), np.ones((rows, 3), np.float32)
+    state = step.init({"params": np.ones(3, np.float32)})
+    for _ in range(calls):
+        state, _ = step(state, x)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"step\.find_nonfinite\(state, batch\)"):
+        step(state, -x)
+    again = dp.train_step(log_of, optax.sgd(0.1), **options)
+    _, metrics = again(again.init({"params": np.ones(3, np.float32)}), -x)
+    assert np.isnan(metrics["loss"])  # without that setting it is a number
