@@ -115,7 +115,12 @@ def gradients(
 
 
 def sent_as(wire: Any, dtype: Any) -> Any:
-    """The dtype in which gradients travel that are divided before: 16-bit sums may leave the range of their mean."""
+    """The dtype in which gradients travel that are divided before: 16-bit sums may leave the range of their mean.
+
+    None: as they are, which complex ones do.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return None
     return wire or (dtype if dtype.itemsize < 4 else None)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, over
 
 import flax.core
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.core import Tracer
@@ -273,6 +274,16 @@ def _check_deterministic(options: StepOptions, replicas: int) -> None:
         )
 
 
+def _check_shards(options: StepOptions, params: Tree, name: str) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params) if options.shard_params else ():
+        if jnp.iscomplexobj(x):
+            raise TypeError(
+                f"jdp.{VERB}: shard_params is True, and {name}{jax.tree_util.keystr(path)} is of dtype {x.dtype}; "
+                f"jax.checkpoint, by which gathered parameters are freed, takes no complex numbers. Pass "
+                f"shard_optimizer=True instead."
+            )
+
+
 class _Step(Generic[Kept]):
     """What the steps of variables and of NNX share."""
 
@@ -478,6 +489,7 @@ class TrainStep(_Step[TrainState]):
                 f"trained in parts. Leave shard_params out, or pass jdp.replicate(jax.device_get(params))."
             )
         options = _resolved(self._options, config, are_cut or before)
+        _check_shards(options, params, name)
         if options != self._program.options:
             self._program = self._program.like(**options._asdict())
 
@@ -541,6 +553,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         self.optimizer: nnx.Optimizer[Any] = tx
         params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
+        _check_shards(options, params, "model")
         view = view_of(tx, params)
 
         def of_model_alone(diff: Tree) -> Tree:

@@ -281,8 +281,9 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if number else f"{type(x).__name__} (no array)")
-        if not number or not jnp.issubdtype(dtype, jnp.floating):
+        if not number or not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} is of dtype {dtype}, which has no real gradient; "
-                f"parameters are floats. Keep it out of what is differentiated (in the state, or as an argument)."
+                f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} is of dtype {dtype}, which has no gradient; "
+                f"parameters are real or complex. Keep it out of what is differentiated (in the state, or as an "
+                f"argument)."
             )
