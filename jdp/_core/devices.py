@@ -42,8 +42,8 @@ else:
 
 DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
-Devices: TypeAlias = Sequence[DeviceLike] | None
-"""The devices of a verb; `None` is all of `jax.devices()`."""
+Devices: TypeAlias = Sequence[DeviceLike] | Mesh | None
+"""The devices of a verb, or a mesh of one axis; `None` is all of `jax.devices()`."""
 
 
 def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Device:
@@ -108,7 +108,9 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
             f"jdp.{verb}: devices={devices} is an int; devices are a sequence, and there are {len(jax.devices())}. "
             f"Pass range({devices}) for the first {devices}, or None for all.{_virtual(devices)}"
         )
-    if isinstance(devices, str) or not isinstance(devices, Sequence | np.ndarray):
+    if isinstance(devices, Mesh | np.ndarray | np.flatiter):
+        devices = _in_a_row(verb, devices)
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise TypeError(
             f"jdp.{verb}: devices={devices!r} is a {type(devices).__name__}; devices are a sequence. "
             f"Pass a list like jax.devices()[:2], [0, 1] or ['gpu:0', 'gpu:1'], or None for all."
@@ -132,6 +134,24 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
         )
     _refuse_foreign(verb, found)
     return found
+
+
+def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
+    """The devices of a mesh of one axis, or of numpy's; a `ValueError` where they have more than one axis."""
+    if isinstance(devices, np.ndarray) and devices.ndim != 1:
+        raise ValueError(
+            f"jdp.{verb}: devices is an array of shape {devices.shape}; devices are a sequence. Pass a row of it, or "
+            f"devices.ravel() for all."
+        )
+    if not isinstance(devices, Mesh):
+        return tuple(devices)
+    if len(devices.axis_names) != 1:
+        axes = ", ".join(f"{name} ({size})" for name, size in devices.shape.items())
+        raise ValueError(
+            f"jdp.{verb}: devices is a mesh of the axes {axes}; a replica is one device, and a mesh of "
+            f"replicas has one axis. Pass the devices along it, as mesh.devices[:, 0], or all, mesh.devices.flat."
+        )
+    return tuple(devices.devices.flat)
 
 
 @functools.cache

@@ -61,8 +61,7 @@ class Config:
     ) -> None:
         verb = "DataParallel"
         check_dim(verb, dim)
-        if not isinstance(axis_name, str):
-            raise TypeError(f"jdp.{verb}: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
+        axis_name = _name_of_axis(axis_name, devices)
         axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
         if any(not isinstance(axis, int) for axis in axes):
             raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
@@ -164,6 +163,21 @@ class Config:
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
         rest = *rest, self.shard_params, self.replicas
         return _unpickled, (self.kind, devices, *rest)
+
+
+def _name_of_axis(axis_name: str, devices: Devices) -> str:
+    """The name of the replicas' axis: the mesh's, if there is one."""
+    if not isinstance(axis_name, str):
+        raise TypeError(f"jdp.DataParallel: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
+    if not isinstance(devices, Mesh) or len(devices.axis_names) != 1:
+        return axis_name
+    (name,) = devices.axis_names
+    if axis_name not in ("data", name):
+        raise ValueError(
+            f"jdp.DataParallel: axis_name is {axis_name!r}, and the mesh has the axis {name!r}; the replicas are along "
+            f"that one. Leave axis_name out."
+        )
+    return name
 
 
 def _checked(replicas: Any, n: int) -> int | None:

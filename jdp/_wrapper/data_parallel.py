@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, outside_of_mesh, spans_processes
 from .._core.fingerprint import check_replicas
@@ -94,7 +95,8 @@ class DataParallel(nnx.Module, Generic[M]):
     Args:
         module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
         devices: `jax.Device`s, ints (indices into `jax.devices()`) or strings (`"gpu:0"`); the first
-            is the primary device. `None` is all of `jax.devices()`.
+            is the primary device. `None` is all of `jax.devices()`. A `jax.sharding.Mesh` of one axis stands for its
+            devices, and its axis for `axis_name`.
         output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
             (one array over the replicas). `None` is where the parameters live: the primary device
             for parameters there or on the host, over the replicas for replicated ones. Of several processes
@@ -197,6 +199,11 @@ class DataParallel(nnx.Module, Generic[M]):
     def devices(self) -> tuple[Device, ...]:
         """The devices of the replicas; the first is the primary device."""
         return self._config.devices
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the replicas: one axis, `axis_name`, along which the devices lie."""
+        return self._config.mesh
 
     @property
     def output_device(self) -> Device | str | None:

@@ -5,8 +5,11 @@ import pathlib
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, Mesh
 
 import jdp
 import jdp._core.devices as device_module
@@ -201,3 +204,39 @@ def test_a_device_has_what_type_checkers_are_told_of_it(devices):
     names = [node.name for node in told.body if isinstance(node, ast.FunctionDef)]
     assert "platform" in names and [name for name in names if not hasattr(devices[0], name)] == []
     assert device_module.Device is jax.Device
+
+
+# --- a mesh ---
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_one_axis_is_its_devices(kind):
+    mesh = Mesh(np.array(jax.devices()[3::-1]), ("replicas",), axis_types=(kind,))
+    x = np.arange(10.0, dtype=np.float32)
+    dp = jdp.DataParallel(lambda w, x: w * x + jax.lax.axis_index("replicas"), mesh)
+    assert dp.devices == tuple(jax.devices()[3::-1]) and dp.mesh.axis_names == ("replicas",)
+    assert list(dp.mesh.devices.flat) == list(mesh.devices.flat)
+    np.testing.assert_array_equal(dp(np.float32(2), x), 2 * x + np.repeat(range(4), [3, 3, 3, 1]))
+    step = dp.train_step(lambda v, x: jnp.mean(v["params"] * x), optax.sgd(1.0))
+    state, _ = step(step.init({"params": np.float32(2)}), x)
+    assert state.params == 2 - x.mean()
+    assert jdp.DataParallel(lambda w, x: w, mesh, axis_name="replicas").mesh.axis_names == ("replicas",)
+    np.testing.assert_array_equal(jdp.data_parallel(lambda w, x: w * x, np.float32(2), x, mesh), 2 * x)
+    assert jdp.scatter(x, mesh).devices == dp.devices and jdp.replicate(x, mesh).sharding.device_set == {*dp.devices}
+
+
+def test_other_meshes_are_refused(refused):
+    two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    for devices, match in (
+        (two, r"devices is a mesh of the axes data \(2\), model \(2\); .*mesh\.devices\[:, 0\]"),
+        (two.devices, r"devices is an array of shape \(2, 2\); .*devices\.ravel\(\)"),
+    ):
+        with refused(ValueError, "DataParallel", match=match):
+            jdp.DataParallel(lambda w, x: x, devices)
+        with refused(ValueError, "scatter", match=match):
+            jdp.scatter(np.ones(4), devices)
+    for devices in (two.devices[:, 0], two.devices.flat):
+        x = np.arange(5.0)
+        np.testing.assert_array_equal(jdp.DataParallel(lambda w, x: w * x, devices)(2.0, x), 2 * x)
+    with refused(ValueError, "DataParallel", match="axis_name is 'rows', and the mesh has the axis 'data'"):
+        jdp.DataParallel(lambda w, x: x, Mesh(np.array(jax.devices()[:2]), ("data",)), axis_name="rows")
