@@ -48,6 +48,7 @@ import numpy as np
 import pytest
 from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
+from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
 # laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
 # CI: that may take longer than a case may, because each try compiles.

@@ -64,3 +64,25 @@ def test_a_tier_has_its_cases_and_the_fast_one_judges_them(tmp_path, tier, passe
     assert said == {"PASSED": passed, "FAILED": failed}, done.stdout + done.stderr
     if failed:
         assert re.search(r"test_long took 2\.\d CPU s; a case of the fast tier may take 2\. Make", done.stdout)
+
+
+CRASHES = """
+import os
+import pytest
+
+@pytest.mark.parametrize("i", range(4))
+def test_crashes(i):
+    assert i != {}, os.abort()
+"""
+
+
+@pytest.mark.parametrize("n", ["1", pytest.param("2", marks=pytest.mark.full)])
+def test_a_run_ends_though_workers_crash(tmp_path, n):
+    """In the middle of a file, before its last case, and in it: all others are run, on a worker that takes over."""
+    (tmp_path / "conftest.py").write_text("from scheduling import pytest_xdist_make_scheduler")
+    for name, at in {"a": 1, "b": 9, "c": 2, "d": 9, "e": 3}.items():
+        (tmp_path / f"test_{name}.py").write_text(CRASHES.format(at))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", n, "--dist", "loadfile", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=200)
+    assert "3 failed, 17 passed" in done.stdout, done.stdout[-3000:]
