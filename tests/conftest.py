@@ -50,6 +50,7 @@ from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
+LONGEST = ("test_loss_law.py", "test_walk.py", "test_deterministic_processes.py", "test_recovery.py")
 # laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
 # CI: that may take longer than a case may, because each try compiles.
 IN_CI = os.environ.get("JDP_TESTS_RUN") == "ci"
@@ -122,7 +123,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("full")
         if cases[0].get_closest_marker("each_value"):
             left_out.update(set(cases) - fast - set(each_value(cases)))
-    items.sort(key=lambda item: item.path.name != "test_loss_law.py")  # the file that takes longest begins
+    # Workers take files in this order: those that take longest, then those with many cases.
+    count = collections.Counter(item.path for item in items)
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.name, len(LONGEST)), -count[item.path], item.path))
     if "::" not in " ".join(config.args):  # who names a case has it
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)

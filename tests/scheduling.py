@@ -11,6 +11,10 @@ class Files(LoadFileScheduling):
     alone, waits for more.
     """
 
+    def schedule(self):
+        self.config.option.loadscopereorder = False  # conftest.py has put them in an order
+        super().schedule()
+
     def remove_node(self, node):
         files = self.assigned_work.pop(node)
         left = [case for cases in files.values() for case, is_done in cases.items() if not is_done]

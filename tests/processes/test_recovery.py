@@ -192,9 +192,9 @@ def test_the_job_ends_without_one_that_was_started_again(tmp_path, undisturbed):
 @pytest.mark.faults
 def test_one_that_cannot_come_back(tmp_path, undisturbed):
     """Two devices have two orders, and Gloo has broken connections in both. The other goes on alone."""
-    plan = {"kind": "linen", "steps": 60, "slow": True, "faults": [[1, 20, "dies"]]}
+    plan = {"kind": "linen", "steps": 200, "slow": True, "faults": [[1, 20, "dies"]]}
     job = Job(tmp_path / "job", plan, processes=2, devices=1, options=[*BACK, "1"])
-    assert_all_end_so(job, [0], undisturbed("linen", 60))
+    assert_all_end_so(job, [0], undisturbed("linen", 200))
     assert "[1] jdp: process 1 was started again, and Gloo has no order of devices left" in job.printed
 
 
