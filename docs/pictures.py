@@ -109,7 +109,7 @@ def uneven() -> str:
         parts += [box(250, y - 22, 160, 44, "", 6), text(330, y - 3, f"body for {size} row{'s' * (size != 1)}", "bold")]
         parts.append(text(330, y + 14, f"x[:{size}], then the model"))
     return svg(
-        660, 205, "Uneven chunks in one program: padded to the largest, cut to their true size in a switch", parts
+        660, 205, "Uneven chunks where rows meet: padded to the largest, cut to their true size in a switch", parts
     )
 
 

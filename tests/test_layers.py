@@ -34,8 +34,10 @@ ORDER = {
 }
 # What jdp/_processes may import of _launch, and _topology of _core: one file each.
 ONLY = {
-    ("_processes", "_launch"): "_launch.protocol", ("_topology", "_core"): "_core.devices",
-    ("_doctor", "_launch"): "_launch.protocol", ("_doctor", "_wrapper"): "_wrapper.data_parallel",
+    ("_processes", "_launch"): "_launch.protocol",
+    ("_topology", "_core"): "_core.devices",
+    ("_doctor", "_launch"): "_launch.protocol",
+    ("_doctor", "_wrapper"): "_wrapper.data_parallel",
 }
 FLAX = {"_model", "_train", "_wrapper", "_checkpoint", "_explain", "_plan"}
 FOREIGN = {
@@ -66,7 +68,9 @@ NOT_PROMISED = {
 }
 
 # And what stands beside it there, for the file would be too long.
-BESIDE = {pathlib.Path("_jax/jaxprs.py"): {pathlib.Path("_jax/pieces.py"), pathlib.Path("_jax/row_terms.py")}}
+BESIDE = {
+    pathlib.Path("_jax/jaxprs.py"): {pathlib.Path(f"_jax/{name}.py") for name in ("pieces", "row_places", "row_terms")}
+}
 
 
 def imports(path, source=None):

@@ -34,7 +34,7 @@ def parallel_apply(
     afresh for each call is compiled for each call. Python scalars, strings and other objects among
     the inputs are part of the program: each new value compiles anew. The axis `"data"` is live
     inside, for collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
-    on every replica but the primary. Chunks of unequal size are run at their true sizes.
+    on every replica but the primary. Outputs of chunks of unequal size are those of their true sizes.
 
     Args:
         fn: the function; returns a pytree of arrays.

@@ -1,4 +1,8 @@
-"""Runs a function on every replica's chunk at its true size, inside one SPMD program."""
+"""Runs a function on every replica's chunk, inside one SPMD program, with the results of the chunk's true size.
+
+A function that makes each row of its outputs from that row alone runs on chunks of one size, filled up with copies of a
+row: what it makes of these is dropped. Any other is traced for each size, and a replica takes the branch of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,10 @@ from .._jax.jaxprs import (
     segmented,
     source_line,
 )
+from .._jax.row_places import keeps_places
 from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
-from .scattered import Signature
+from .scattered import Signature, of_replica
 from .shards import as_used
 
 BodyOf = Callable[[int], Callable[..., Outputs]]
@@ -46,12 +51,17 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     """The outputs of the one replica on a device, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
-    equal chunks that is all; else `lax.switch` on the replica's `index` takes the body it needs. With `gather` the body
-    wants parameters whole that are cut.
+    equal chunks, or may be given equal ones, that is all; else `lax.switch` on the replica's `index` takes the body it
+    needs. With `gather` the body wants parameters whole that are cut.
     """
     n = signature.layout.mesh.size
     if is_uneven(signature):
-        return run_body(trace_bodies(body_of, operands, signature), operands, signature, index)
+        bodies = trace_bodies(body_of, operands, signature)
+        largest = _for_all(bodies, signature)
+        if largest is None:
+            return run_body(bodies, operands, signature, index)
+        mine = _at_size(_filled_up(operands, signature, index), signature, largest.replica)
+        return dataclasses.replace(body_of(largest.replica)(*mine), sizes=_rows(bodies, signature))
     if gather and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
@@ -66,8 +76,38 @@ def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
+def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
+    """The body of the largest chunks, where each replica may run it; None where rows may meet in it."""
+    layout, rows = signature.layout, signature.layout.rows
+    # Chunks that are much smaller were made so: for a device that is slower, say.
+    if 3 * max(rows) * len(rows) > 4 * sum(rows) or len(layout.used) < len(rows):
+        return None
+    largest = bodies[max(bodies)]
+    pairs = [(body, (rows[largest.replica], rows[body.replica])) for body in bodies.values() if body is not largest]
+    return largest if all(keeps_places(largest.jaxpr, body.jaxpr, each) for body, each in pairs) else None
+
+
+def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
+    """The operands, with the first row of a replica's chunk in place of its padding: zeros might give a NaN."""
+    filled = []
+    for x, leaf in zip(operands, signature.leaves, strict=True):
+        if isinstance(leaf, Cut) and len({*leaf.sizes}) > 1:
+            shape = tuple(x.shape[leaf.axis] if i == leaf.axis else 1 for i in range(x.ndim))
+            places = jax.lax.broadcasted_iota(jnp.int32, shape, leaf.axis)
+            first = jax.lax.slice_in_dim(x, 0, 1, axis=leaf.axis)
+            x = jnp.where(places < jnp.asarray(np.array(leaf.sizes, np.int32))[index], x, first)
+        filled.append(x)
+    return filled
+
+
+def _at_size(operands: Sequence[Any], signature: Signature, replica: int) -> list[Any]:
+    """The operands with the chunks cut to the size that a replica's have."""
+    pairs = zip(operands, signature.leaves, strict=True)
+    return [of_replica(x, leaf, replica) if isinstance(leaf, Cut) else x for x, leaf in pairs]
+
+
 class Body(NamedTuple):
-    """The user's function traced on one size of chunk."""
+    """The user's function traced on one size of chunk; its operands have that size."""
 
     replica: int
     jaxpr: Any
@@ -81,25 +121,40 @@ Bodies = dict[tuple[int, ...], Body]
 def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:
     """One body for each size of chunk; the first replica of a size stands for all of that size."""
     layout, n = signature.layout, len(signature.layout.devices)
-    # The axis has as many members as there are replicas. JAX takes the devices for them, which it knows of.
-    axis_env = [(signature.axis_name, n)] if layout.per_device > 1 else None
+    axis_env = _axis_env(signature)
     # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
     first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
-        jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*operands)
+        mine = _at_size(operands, signature, replica)
+        jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
         if n > 1:
             _refuse_ordered(jaxpr, n)
         if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, signature)
-        if layout.devices[0].platform == "cpu":
-            jaxpr = canonical(jaxpr)
         bodies[sizes] = Body(replica, jaxpr, out)
     lead, *others = bodies.values()
     for other in others:
         _must_agree(lead, other)
     return bodies
+
+
+def _axis_env(signature: Signature) -> list[tuple[str, int]] | None:
+    """The axis with as many members as there are replicas. JAX takes the devices for them, which it knows of."""
+    layout = signature.layout
+    return [(signature.axis_name, len(layout.devices))] if layout.per_device > 1 else None
+
+
+def _on_padded(body: Body, operands: Sequence[Any], signature: Signature) -> Any:
+    """The jaxpr of a body, of operands that are padded alike on all replicas."""
+    is_cpu = signature.layout.devices[0].platform == "cpu"
+    run = jax.extend.core.jaxpr_as_fun(canonical(body.jaxpr) if is_cpu else body.jaxpr)
+
+    def on_padded(*operands: Any) -> list[Any]:
+        return run(*_at_size(operands, signature, body.replica))
+
+    return jax.make_jaxpr(on_padded, axis_env=_axis_env(signature))(*operands)
 
 
 def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
@@ -123,14 +178,14 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: finish(run(*operands))
 
+    jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
     which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(len(layout.devices))]
-    branches = [branch(bodies[s].jaxpr) for s in order] + [idle] * (len(order) in which)
+    branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
-        values = _on_no_rows(lead, branch(lead.jaxpr), idle, operands, signature, index)
+        values = _on_no_rows(lead, branch(jaxprs[0]), idle, operands, signature, index)
     elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
-        jaxprs = [bodies[s].jaxpr for s in order]
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)

@@ -203,6 +203,55 @@ def test_nonfinite_rows_stay_where_they_are():
     np.testing.assert_allclose(dx, 2 / x, rtol=1e-6)
 
 
+def branches(fn, x, n=4, chunk_sizes=None):
+    """How many branches the program has that runs `fn(None, x)`, and its derivative, on uneven chunks."""
+    inputs = jdp.scatter((x,), range(n), chunk_sizes=chunk_sizes)
+
+    def loss(w):
+        return sum(
+            jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(jdp.gather(jdp.parallel_apply(fn, w, inputs)))
+        )
+
+    return jax.jit(jax.grad(loss)).lower(jnp.float32(2)).as_text().count("stablehlo.case")
+
+
+def test_a_function_of_each_row_alone_has_no_branches():
+    """Of a conditional XLA keeps what the derivative needs of all branches, and fuses nothing across it."""
+    x = np.arange(20, dtype=np.float32).reshape(10, 2)
+    assert branches(lambda w, x: jnp.sin(x * w), x) == 0
+    assert branches(lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x * w, 0), x) == 0
+    assert branches(lambda w, x: jnp.sin(x * w) - x.mean(0), x)
+    assert branches(lambda w, x: jnp.sin(x * w) / len(x), x)
+    assert branches(lambda w, x: jnp.sin(x * w)[::-1], x)
+    assert branches(lambda w, x: jnp.sin(x * w), x[:5])  # the last replica has no rows
+    assert branches(lambda w, x: jnp.sin(x * w), x, 2, (9, 1))  # 18 rows in place of 10
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 2), (4, 3, 4, 3), (2, 3, 3, 3)])
+def test_what_replicas_are_filled_up_with_shows_nowhere(sizes):
+    """In no output, no gradient by a parameter, none by a row: also where a row of zeros would give a NaN."""
+    key, x = jax.random.key(1), np.random.default_rng(0).normal(size=(sum(sizes), 3)).astype(np.float32)
+
+    def model(w, x):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(kept, x * w / jnp.linalg.norm(x, axis=1, keepdims=True), 0), jnp.concatenate([x, x * w], 1)
+
+    def split(w, x):
+        inputs = jdp.scatter((x,), range(4), chunk_sizes=sizes)
+        return loss(jdp.gather(jdp.parallel_apply(model, w, inputs)))
+
+    def loop(w, x):
+        ends = np.cumsum(sizes)[:-1]
+        return loss([jnp.concatenate(y) for y in zip(*[model(w, part) for part in jnp.split(x, ends)], strict=True)])
+
+    def loss(y):
+        return jnp.sqrt(1 + sum((z**2).sum() for z in y)) * y[0].sum()
+
+    w = jnp.float32([1, 2, 3])
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(w, x) for f in (split, loop))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
 def test_one_more_compilation_per_uneven_size_and_none_for_a_size_seen_before():
     calls = []
 

@@ -17,7 +17,7 @@ import walk
 
 
 def test_silences_are_measured(tmp_path, capfd):
-    step = walk.run("echo begun; sleep 0.7; echo again; sleep 0.2; exit 3", tmp_path)
+    step = walk.run("echo begun; sleep 1.5; echo again; sleep 1; exit 3", tmp_path)
     assert step.code == 3 and 0.7 <= step.silence < step.seconds - 0.2 and step.after == "begun"
     assert walk.run("sleep 0.3", tmp_path).after == "the command was typed"
     assert "again" in capfd.readouterr().out
