@@ -97,6 +97,7 @@ class Turn(NamedTuple):
     parts: Parts  # their shapes
     out: Outputs  # what they are parts of
     programs: list[list[Any]] = []  # of each segment, for each device
+    pick_own: Any = None  # of the cotangents of all replicas those of one
 
 
 class Compiled(NamedTuple):
@@ -104,6 +105,7 @@ class Compiled(NamedTuple):
 
     turn: Turn
     update: list[Any]  # for each device
+    trees: list[Any]  # what the update gives: the state, and the metrics and updates
     forward: Turn | None = None  # where the loss is one of all rows
     judge: list[Any] = []  # for each device: the loss of what the forward pass gives
 
@@ -133,11 +135,6 @@ def _on_device(shapes: Any, device: Any) -> Any:
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
-    # Known once the programs are traced: what the parts are, and the trees of what the update gives.
-    _out: Outputs
-    _after: Any
-    _others: Any
-
     def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
@@ -147,20 +144,9 @@ class Deterministic:
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         self._treedef = treedef
 
-        def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
-            state, out = treedef.unflatten(leaves), self._out
-            found = program.read(state, out.treedef.unflatten(put_together(parts, out)))
-            found = found if judged is None else found._replace(out=judged)
-            after, *others = program.updated(state, Scattered(arrays, self._alone), found)
-            leaves, self._after = jax.tree.flatten(after)
-            others, self._others = jax.tree.flatten(others)
-            return leaves, others
-
         def join(rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
             return [jnp.concatenate(x, axis) for axis, *x in zip(axes, *rows, strict=True)]
 
-        update.__name__ = update.__qualname__ = f"update_{program.label}"
-        self._update: Any = jax.jit(update, donate_argnums=0 if program.options.donate else ())
         self._join: Any = jax.jit(join, static_argnums=1)
         self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
         self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=replicated(layout.mesh))
@@ -186,15 +172,15 @@ class Deterministic:
             found = [judge(*of_device) for judge, *of_device in operands]
             cotangents = [x for _, x in found]
             judged = [x for x, _ in found] if self._program.loss.criterion else judged
-        self._out = programs.turn.out
         parts = self._turns(programs.turn, states, batches, cotangents)
         sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
         operands = zip(programs.update, states, map(self._whole, batches), found, judged, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
-        state = self._after.unflatten(self._on.whole(after, remember=True))
-        metrics, updates = self._others.unflatten(self._on.whole(others))
-        return self._placed(state), self._with_rows(metrics, parts), updates
+        of_state, of_others = programs.trees
+        state = of_state.unflatten(self._on.whole(after, remember=True))
+        metrics, updates = of_others.unflatten(self._on.whole(others))
+        return self._placed(state), self._with_rows(metrics, parts, programs.turn.out), updates
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """For each device the state's leaves, whole, and its part of the batch."""
@@ -226,7 +212,7 @@ class Deterministic:
             counters = [Counter() for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
-                    values = held[d][k] if j else self._operands(state, batch, cotangents[d], d, k)
+                    values = held[d][k] if j else self._operands(state, batch, d, k, turn.pick_own, cotangents[d])
                     mine, held[d][k] = segment.run(runs[d], totals[d], values)
                     counters[d].add(mine)
             sums = [counter.total for counter in counters]
@@ -242,10 +228,12 @@ class Deterministic:
         """What turn k of device d takes of the batch."""
         return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
 
-    def _operands(self, state: list[Any], batch: list[Any], cotangents: list[Any], d: int, k: int) -> list[Any]:
+    def _operands(
+        self, state: list[Any], batch: list[Any], d: int, k: int, pick_own: Any = None, cotangents: Sequence[Any] = ()
+    ) -> list[Any]:
         """What the program of a turn takes."""
         index = self._indices[d][k]
-        own = self._pick_own(cotangents, index) if cotangents else []
+        own = pick_own(cotangents, index) if cotangents else []
         return [*state, *self._chunk(batch, d, k), *own, index]
 
     def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
@@ -267,9 +255,8 @@ class Deterministic:
         """The state, with what is cut over the devices cut again."""
         return self._program.placed(state) if self._program.options.shard_optimizer else state
 
-    def _with_rows(self, metrics: dict[str, Any], parts: list[Parts]) -> dict[str, Any]:
+    def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
         """The metrics, with those that have an entry for each row: chunks, which are to be gathered."""
-        out = self._out
         numbers = numbers_of_rows(out)
         if not numbers:
             return metrics
@@ -328,7 +315,7 @@ class Deterministic:
     def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[Turn], Any, Any]:
         """The turns of a step; of a loss of all rows also its program, which runs between the two, and its shapes."""
         program, steps = self._program, self._program.options.accumulate_steps
-        operands = self._operands(state, batch, [], 0, 0)
+        operands = self._operands(state, batch, 0, 0)
         try:
             if program.loss.criterion:
                 raise SeveralTerms
@@ -340,15 +327,32 @@ class Deterministic:
         shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
         own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
         own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
-        self._pick_own = jax.jit(own_chunks)
         pulls = gradients(program.loss._replace(pulls=True), steps, program.options.reduce_dtype)
-        return [forward, self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)], judge, shapes
+        turn = self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)
+        return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
+
+    def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
+        """The program that makes the next state of what `out` says, for one device, and `trees`, known once traced."""
+        trees: list[Any] = []
+
+        def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
+            state = self._treedef.unflatten(leaves)
+            found = self._program.read(state, out.treedef.unflatten(put_together(parts, out)))
+            found = found if judged is None else found._replace(out=judged)
+            after, *others = self._program.updated(state, Scattered(arrays, self._alone), found)
+            flat, of_others = jax.tree.flatten(others)
+            leaves, of_state = jax.tree.flatten(after)
+            trees[:] = of_state, of_others
+            return leaves, flat
+
+        update.__name__ = update.__qualname__ = f"update_{self._program.label}"
+        return jax.jit(update, donate_argnums=0 if self._program.options.donate else ()), trees
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """The programs, for the processes to compare; each is compiled once for each device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
-        self._out = turns[-1].out
+        update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
         lowered += [judge.lower(*_on_device(shapes, d)) for d in devices] if judge else []
 
@@ -359,12 +363,12 @@ class Deterministic:
                 judged = [_on_device(result, device) for device in devices]
             after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]
             operands = zip(states, map(self._whole, batches), after, judged, strict=True)
-            updates = [self._update.lower(*x) for x in operands]
+            updates = [update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
             ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
             judges = [next(programs) for _ in devices] if judge else []
-            made = Compiled(ready[-1], [*programs], ready[0] if judge else None, judges)
+            made = Compiled(ready[-1], [*programs], trees, ready[0] if judge else None, judges)
             self._compiled[_shapes((states[0], batches[0]))] = made
             return made
 

@@ -467,3 +467,32 @@ def test_a_loss_that_calls_the_wrapper_runs_its_model(rows):
             state, metrics = step(state, np.sin(np.arange(rows, dtype=np.float32) + i))
         found.append((digest(state), digest(metrics)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("criterion", [False, True], ids=["chunk", "criterion"])
+def test_metrics_by_the_shape_of_a_row(criterion):
+    """Batches of one layout may have rows of several shapes, each with metrics of its own."""
+
+    def of(out, x):
+        if x.shape[1] == 2:
+            return (out**2).mean(), {"narrow": out.mean()}
+        return (out**2).mean(), {"wide_sum": jdp.Sum(out) if not criterion else out.sum(), "rows": out}
+
+    def forward(v, x):
+        return x.sum(1) * v["params"]
+
+    def loss_fn(v, x):
+        return of(forward(v, x), x)
+
+    dp = jdp.DataParallel(forward, devices=range(2), replicas=2)
+    options = {"criterion": of} if criterion else {}
+    step = dp.train_step(forward if criterion else loss_fn, optax.sgd(0.0), deterministic=True, **options)
+    state = step.init({"params": np.float32(1)})
+    narrow, wide = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(12, dtype=np.float32).reshape(4, 3)
+    for _ in range(2):
+        for x in (narrow, wide):
+            state, metrics = step(state, x)
+            expected = {"narrow": x.sum(1).mean()} if x is narrow else {"wide_sum": x.sum(), "rows": x.sum(1)}
+            assert metrics.keys() == expected.keys() | {"loss"}
+            for name, value in expected.items():
+                np.testing.assert_allclose(metrics[name], value, rtol=1e-6)
