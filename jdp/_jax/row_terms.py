@@ -208,7 +208,8 @@ class Reader:
             joined = functools.reduce(_join, values, CONST)
             return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in _CALLS:
-            return self.read(next(inside(eqn)), values)
+            found = self.read(next(inside(eqn)), values)
+            return [self.variance(v) for v in found] if eqn.params.get("name") == "_var" else found
         if name in ("cond", "scan", "while"):
             return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
         if name == "select_n":
@@ -218,6 +219,11 @@ class Reader:
             each = [([v] if linear else values, v.degree, out) for v, out in zip(values, outs, strict=True)]
             return [self.made(eqn, of, degree, out, linear) for of, degree, out in each]
         return [self.one(eqn, name, values, out) for out in outs]
+
+    def variance(self, value: Value) -> Value:
+        """What is known of a variance: over the rows it is no mean, if it does not meet rows as in a BatchNorm."""
+        is_of_rows = value.kind == Kind.SUMMED and value.fault is None
+        return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
     def one(self, eqn: Any, name: str, values: list[Value], out: Any) -> Value:
         """An output of an equation without a jaxpr inside."""

@@ -476,7 +476,7 @@ def test_metrics_by_the_shape_of_a_row(criterion):
     def of(out, x):
         if x.shape[1] == 2:
             return (out**2).mean(), {"narrow": out.mean()}
-        return (out**2).mean(), {"wide_sum": jdp.Sum(out) if not criterion else out.sum(), "rows": out}
+        return (out**2).mean(), {"wide_sum": out.sum() if criterion else jdp.Sum(out.sum()), "rows": out}
 
     def forward(v, x):
         return x.sum(1) * v["params"]
