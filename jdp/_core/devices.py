@@ -306,14 +306,32 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
+_cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
+
+
+def _after_fork() -> None:
+    if make_mesh.cache_info().currsize:  # its devices have started JAX
+        _cut_off[:] = [os.getppid()]
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
 
-    Where a program is traced around the call, the context stays, because JAX does not let it change there.
+    Where a program is traced around the call, the context stays, because JAX does not let it change there. In a process
+    that was forked from one with devices it is a `RuntimeError`: nothing would run there, for ever.
     """
 
     @functools.wraps(door)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if _cut_off:
+            raise RuntimeError(
+                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, in which JAX had "
+                f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
+                f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
+            )
         if jax.sharding.get_abstract_mesh().empty or not trace_state_clean():
             return door(*args, **kwargs)
         with jax.set_mesh(_NO_MESH):

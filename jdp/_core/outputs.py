@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from .._jax import row_traces
 from .devices import spans_processes
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
@@ -84,6 +85,39 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
         reduce: Reduce = "same" if value is mark.old else mark.reduce  # what did not change is equal as it is
         rules.append(dataclasses.replace(mark, value=None, axis=axis, reduce=reduce, old=old, over=over, alone=None))
     return Outputs([mark.value for mark in marks], treedef, tuple(rules), layout)
+
+
+def refuse_other_axes(
+    out: Tree, run: Callable[..., Tree], operands: Sequence[Any], cut: Sequence[int | None], rows: int, dim: int
+) -> None:
+    """Raises a `ValueError` for an output whose rows are along another axis than `dim`, along which all are joined.
+
+    `run(*operands)` has made the outputs of so many rows. Where their shapes leave it open which axis is that of the
+    rows, it is traced for any number of rows.
+    """
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)
+    open_ones = [i for i, x in enumerate(leaves) if is_array(x) and _may_be_elsewhere(x.shape, rows, dim)]
+    if not open_ones:
+        return
+    traced = row_traces.trace(run, operands, cut) or row_traces.trace(run, operands, cut, row_traces.PRIMES[0])
+    if traced is None or len(traced.avals) != len(leaves):
+        return  # the function takes no other number of rows
+    for i in open_ones:
+        axis, at = traced.axis(i), dim % leaves[i].ndim
+        if isinstance(axis, int) and axis != at:
+            raise ValueError(
+                f"jdp.parallel_apply: {output_path(treedef, i)} is {list(leaves[i].shape)} for {rows} rows, which are "
+                f"along axis {axis}; the replicas' outputs are joined along axis {at}. Pass out_axes={axis} to "
+                f"jdp.DataParallel (a tree of axes where outputs differ), or return jnp.moveaxis(y, {axis}, {at})."
+            )
+
+
+def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
+    """Whether another axis than `dim` may be that of the rows."""
+    if not -len(shape) <= dim < len(shape):
+        return False
+    others = [size for i, size in enumerate(shape) if i != dim % len(shape)]
+    return rows in others or shape[dim] != rows and any(size and size % rows == 0 for size in others)
 
 
 def output_path(treedef: Any, index: int) -> str:

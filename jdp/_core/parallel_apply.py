@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
 
 from .devices import outside_of_mesh
-from .layout import Static, Tree
-from .outputs import Outputs, returned
+from .layout import Cut, Static, Tree
+from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
 from .scatter import Cutting, split
@@ -72,7 +72,7 @@ def parallel_apply(
         raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
     inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
-    return dispatch(kept(fn, "program", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
+    return dispatch(kept(fn, "parallel_apply", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
 def _as_one(batch: Tree) -> Tree:
@@ -86,13 +86,17 @@ def _as_one(batch: Tree) -> Tree:
 
 Gather = Literal["as used", "at once", "in the call"]
 """When the parameters that are cut over the replicas are gathered."""
+OutputsOf = Callable[[Tree, Mapping[str, Any]], Tree]
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
 """What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
 
 
-def spmd(fn: Callable[..., Tree], name: str | None = None) -> Compiled:
-    """The program that runs `fn` on every replica; compiled once per layout and shapes."""
-    return Compiled(on_replicas(_plain(fn), name or getattr(fn, "__name__", type(fn).__name__)))
+def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf | None = None) -> Compiled:
+    """The program that runs `fn` on every replica; compiled once per layout and shapes.
+
+    `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
+    """
+    return Compiled(on_replicas(_plain(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(
@@ -138,11 +142,20 @@ def on_replicas(
     return run
 
 
-def _plain(fn: Callable[..., Tree]) -> CallOf:
+def _plain(fn: Callable[..., Tree], gathered: OutputsOf | None = None) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
+        def of(operands: Sequence[Any]) -> tuple[Tree, dict[str, Any]]:
+            replicas, args, kwargs = signature.fill(operands)
+            return fn(replicas, *args, **kwargs), kwargs
+
         def call(*operands: Any) -> Tree:
-            replicas, args, kwargs = signature.fill(signature.of_replica(operands, replica))
-            return fn(replicas, *args, **kwargs)
+            mine = signature.of_replica(operands, replica)
+            out, kwargs = of(mine)
+            if gathered is not None and signature.layout.is_cut and len(signature.layout.used) > 1:
+                axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
+                rows, dim = signature.layout.rows[replica], signature.layout.dim
+                refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)
+            return out
 
         return call
 

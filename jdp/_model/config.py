@@ -32,7 +32,7 @@ from .._core.programs import Compiled, Recent, capturing, kept
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
-from .linen import linen_function, mark_outputs
+from .linen import is_stateful, linen_function, mark_outputs
 from .nnx import Held, filters_of, put_nodes, take_nodes, with_nodes
 
 Kind = Literal["linen", "nnx", "function"]
@@ -132,7 +132,12 @@ class Config:
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not beside:
-            return kept(module, "program", spmd)  # shared with parallel_apply
+            return kept(module, "program", _of_function)  # one for all wrappers of it
+
+        def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
+            """The outputs, without what is beside them."""
+            out = out[0] if beside else out
+            return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
         def program(call: Callable[..., Any]) -> Compiled:
             if kind == "linen":
@@ -140,7 +145,8 @@ class Config:
             elif out_axes is not None:
                 call = _marking(call, out_axes)
             filters = filters_of(state_axes) if kind == "nnx" else []
-            return spmd(with_nodes(call, reduce_state, axis_name, filters) if beside else call, name)
+            call = with_nodes(call, reduce_state, axis_name, filters) if beside else call
+            return spmd(call, name, gathered if out_axes is None else None)
 
         # An NNX module is one of the objects, and its graph an argument.
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
@@ -200,6 +206,10 @@ def _checked(replicas: Any, n: int) -> int | None:
 def _unpickled(kind: Kind, portable: list[Any], *rest: Any) -> Config:
     *devices, output_device = _here(portable)
     return Config(kind, devices, output_device, *rest)
+
+
+def _of_function(function: Callable[..., Tree]) -> Compiled:
+    return spmd(function, gathered=lambda out, _: out)
 
 
 def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tree]:

@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 from unittest import mock
 
 import jax
@@ -240,3 +242,36 @@ def test_other_meshes_are_refused(refused):
         np.testing.assert_array_equal(jdp.DataParallel(lambda w, x: w * x, devices)(2.0, x), 2 * x)
     with refused(ValueError, "DataParallel", match="axis_name is 'rows', and the mesh has the axis 'data'"):
         jdp.DataParallel(lambda w, x: x, Mesh(np.array(jax.devices()[:2]), ("data",)), axis_name="rows")
+
+
+@pytest.mark.full
+def test_a_forked_process_is_refused():
+    """It has none of JAX's threads: a call would wait for ever. A fork from before the first device is one's own."""
+    script = """
+import os, warnings, jdp, numpy as np
+warnings.simplefilter("ignore")
+jdp.virtual_cpu_devices(2)
+
+def forked(what):
+    if not os.fork():
+        try:
+            print(what(), flush=True)
+        except RuntimeError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+
+def call():
+    return jdp.DataParallel(lambda w, x: x * w)(2.0, np.ones(4)).sum()
+
+forked(call)
+dp = jdp.DataParallel(lambda w, x: x * w)
+print(dp(2.0, np.ones(4)).sum(), flush=True)
+forked(lambda: dp(2.0, np.ones(4)))
+forked(lambda: jdp.replicate(np.ones(4)))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    before, parent, *refused = run.stdout.splitlines()
+    assert before == parent == "8.0" and len(refused) == 2
+    assert all("was forked from" in line and "get_context('spawn')" in line for line in refused)

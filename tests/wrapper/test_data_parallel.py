@@ -1175,3 +1175,59 @@ def test_a_dict_whose_keys_do_not_compare_is_refused_at_every_door(refused):
         dp(1.0, batch)
     with refused(ValueError, "train_step", "keys of several types .*Pass keys of one type"):
         step(step.init({"params": np.ones(2, np.float32)}), batch)
+
+
+class Turned(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(3, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x).T
+
+
+TURNED = {
+    "turned": lambda w, x: (x @ w).T,
+    "as many columns as rows": lambda w, x: (x @ w)[:, :4].T[:, :, None],
+    "time first": lambda w, x: jax.lax.scan(lambda c, y: (c, y * w[0, 0]), 0.0, x.T)[1],
+    "one of two": lambda w, x: {"y": x @ w, "turned": (x @ w).T},
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("rows", [16, 14])
+def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
+    """torch puts them out of order; jdp names out_axes."""
+    w, x = np.ones((3, 5), np.float32), np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    dp = jdp.DataParallel(TURNED[name], range(4))
+    with pytest.raises(
+        ValueError, match=r"which are along axis 1; the replicas' outputs are joined along axis 0\. Pass"
+    ):
+        dp(w, x)
+    axes = {"y": 0, "turned": 1} if name == "one of two" else 1
+    found = jdp.DataParallel(TURNED[name], range(4), out_axes=axes)(w, x)
+    if name != "as many columns as rows":
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, TURNED[name](w, x))
+
+
+def test_rows_of_modules_along_another_axis():
+    x = np.ones((16, 3), np.float32)
+    with pytest.raises(ValueError, match="which are along axis 1"):
+        jdp.DataParallel(Turned(nnx.Rngs(0)), range(4))(x)
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("intermediates", "h", x.T)  # of which nothing is refused: no out_axes would name it
+            return nn.Dense(5)(x)
+
+    sown = Linen()
+    variables = sown.init(jax.random.key(0), x)
+    y, state = jdp.DataParallel(sown, range(4)).apply({"params": variables["params"]}, x, mutable=["intermediates"])
+    assert y.shape == (16, 5) and state["intermediates"]["h"][0].shape == (12, 4)
+
+
+def test_what_only_looks_like_rows_is_joined():
+    """A weight for each replica, twice as many rows, products of rows with each other: torch's rule."""
+    w, x = np.ones((4, 4), np.float32), np.ones((16, 4), np.float32)
+    dp = jdp.DataParallel(lambda w, x: (w, jnp.repeat(x, 2, 0), x @ x.T), range(4))
+    assert [y.shape for y in dp(w, x)] == [(16, 4), (32, 4), (16, 4)]
