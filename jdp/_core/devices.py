@@ -328,7 +328,7 @@ def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if _cut_off:
             raise RuntimeError(
-                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, in which JAX had "
+                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, where JAX had "
                 f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
                 f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
             )

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .devices import outside_of_mesh
-from .layout import Cut, Static, Tree
+from .layout import Cut, Layout, Leaf, Static, Tree
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replicate import broadcast
@@ -194,20 +194,30 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
 def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
     layouts = [node for node in signature.nodes if node]
-    statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
+    named = [(path, leaf) for x in layouts for path, leaf in _named_leaves(x) if isinstance(leaf, Static)]
+    statics = tuple(leaf for _, leaf in named)
     if not statics:
         return
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:
+        changed = [one for i, one in enumerate(named) if len({others[i] for others in values}) > 1]
+        (path, leaf), more = changed[0], f" and {len(changed) - 1} more" * (len(changed) > 1)
         warnings.warn(
-            f"jdp.parallel_apply: {name} was compiled {_MANY_VALUES} times for inputs that differ only in Python "
-            f"values, the last {[s.value for s in statics]}; each value is part of the program. Pass what changes "
-            f"between calls as a 0-d array, jnp.asarray(value).",
+            f"jdp.parallel_apply: {name} is compiled for the {_MANY_VALUES}th time for inputs that differ only in "
+            f"Python values: {path} is {repr(leaf.value)[:80]} now{more}. Each value is part of the program. Pass a "
+            f"number that changes between calls as an array, jnp.asarray(value), and leave strings out of the batch.",
             UserWarning,
             stacklevel=2,
         )
 
 
-_MANY_VALUES = 16
+_MANY_VALUES = 4
+
+
+def _named_leaves(layout: Layout) -> Sequence[tuple[str, Leaf]]:
+    """The leaves of scattered arguments, each with its path."""
+    numbered = jax.tree.unflatten(layout.treedef, range(layout.treedef.num_leaves))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    return [*zip(paths, layout.leaves, strict=True)]

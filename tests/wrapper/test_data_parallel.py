@@ -276,13 +276,23 @@ def test_static_values_reach_the_model_as_they_are():
 def test_many_distinct_static_values_warn_once():
     dp = jdp.DataParallel(lambda w, x, k: w * x + k, devices=[0])
     x = np.ones(2, np.float32)
-    for k in range(15):
+    for k in (0, 1, 2, 0, 1):
         dp(WEIGHT, x, k)
-    with pytest.warns(UserWarning, match="16") as record:
-        dp(WEIGHT, x, 15)
+    with pytest.warns(UserWarning, match=r"for the 4th time .* Python values: \[1\] is 3 now\. Each") as record:
+        dp(WEIGHT, x, 3)
     assert len(record) == 1
-    for k in (3, 16, 17):
+    for k in (3, 4, 5):
         np.testing.assert_array_equal(dp(WEIGHT, x, k), 3 + np.full(2, k))  # no second warning, which is an error
+
+
+def test_names_of_files_in_a_batch_warn():
+    """torch's collate puts strings into a batch; each batch has others, and is a program of its own."""
+    dp = jdp.DataParallel(lambda w, batch: w * batch["x"], devices=[0])
+    batches = [{"x": np.ones(2, np.float32), "names": [f"{i}.png", f"{i + 1}.png"], "kind": "train"} for i in range(4)]
+    for batch in batches[:3]:
+        dp(WEIGHT, batch)
+    with pytest.warns(UserWarning, match=r"\[0\]\['names'\]\[0\] is '3\.png' now and 1 more\."):
+        dp(WEIGHT, batches[3])
 
 
 def test_python_and_zero_d_scalars_are_the_same_to_the_model():
