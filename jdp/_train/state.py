@@ -289,6 +289,12 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
     Whether one does is not to be seen: `optax.chain` takes any argument, and passes it on to all that take more.
     """
     run = optax.with_extra_args_support(tx).update
+    if _clips_each_row(opt_state):
+        raise TypeError(
+            f"jdp.{VERB}: tx has optax.contrib.differentially_private_aggregate in it (so has dpsgd), which clips the "
+            f"gradient of each row; a step has that of all rows. Make a wrapper that returns jax.vmap(jax.grad(f)) of "
+            f"its rows, and give what it returns to tx.update (docs/training.md, DP-SGD)."
+        )
     try:
         try:
             return run(grads, opt_state, params, value=loss)
@@ -311,6 +317,15 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
                 f"(optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
             ) from error
         raise
+
+
+def _clips_each_row(opt_state: Tree) -> bool:
+    """Whether there is the state of DP-SGD in it. optax.contrib is not imported, because that takes a while."""
+
+    def is_one(x: Any) -> bool:
+        return type(x).__name__ == "DifferentiallyPrivateAggregateState"
+
+    return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
 def whole(tree: Tree, mesh: Mesh) -> Tree:
