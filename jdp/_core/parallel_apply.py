@@ -91,7 +91,11 @@ CallOf = Callable[[Signature, int], Callable[..., Tree]]
 """What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
 
 
-def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf | None = None) -> Compiled:
+def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
+    return ()
+
+
+def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> Compiled:
     """The program that runs `fn` on every replica; compiled once per layout and shapes.
 
     `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
@@ -142,7 +146,7 @@ def on_replicas(
     return run
 
 
-def _plain(fn: Callable[..., Tree], gathered: OutputsOf | None = None) -> CallOf:
+def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def of(operands: Sequence[Any]) -> tuple[Tree, dict[str, Any]]:
             replicas, args, kwargs = signature.fill(operands)
@@ -151,7 +155,7 @@ def _plain(fn: Callable[..., Tree], gathered: OutputsOf | None = None) -> CallOf
         def call(*operands: Any) -> Tree:
             mine = signature.of_replica(operands, replica)
             out, kwargs = of(mine)
-            if gathered is not None and signature.layout.is_cut and len(signature.layout.used) > 1:
+            if signature.layout.is_cut and len(signature.layout.used) > 1:
                 axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
                 rows, dim = signature.layout.rows[replica], signature.layout.dim
                 refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)

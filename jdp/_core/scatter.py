@@ -349,13 +349,15 @@ def _sizes(
 
 def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
     """The arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
-    own = layout.here
+    own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_padded(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if spans_processes(layout.mesh):
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
     as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
+    if as_it_is and not came <= {np.ndarray}:  # padded on the host; the way back is not the user's own
+        as_it_is = jax.config.jax_transfer_guard_host_to_device in (None, "allow")  # type: ignore[attr-defined]
     s = Scattered(arrays, layout)
     return s if as_it_is else placed(s)
 

@@ -198,7 +198,7 @@ def in_host_memory(x: Any) -> Any:
         return x
     (device, *more) = x.sharding.device_set
     as_it_is = more or device.platform != "cpu" or x.dtype != jax.dtypes.canonicalize_dtype(x.dtype)
-    return x if as_it_is else np.asarray(x)
+    return x if as_it_is else jax.device_get(x)  # np.asarray is what jax_transfer_guard disallows
 
 
 def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:

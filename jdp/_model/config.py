@@ -135,7 +135,9 @@ class Config:
             return kept(module, "program", _of_function)  # one for all wrappers of it
 
         def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
-            """The outputs, without what is beside them."""
+            """The outputs, without what is beside them, where they are joined along `dim`."""
+            if out_axes is not None:
+                return ()
             out = out[0] if beside else out
             return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
@@ -146,7 +148,7 @@ class Config:
                 call = _marking(call, out_axes)
             filters = filters_of(state_axes) if kind == "nnx" else []
             call = with_nodes(call, reduce_state, axis_name, filters) if beside else call
-            return spmd(call, name, gathered if out_axes is None else None)
+            return spmd(call, name, gathered)
 
         # An NNX module is one of the objects, and its graph an argument.
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module

@@ -1241,3 +1241,23 @@ def test_what_only_looks_like_rows_is_joined():
     w, x = np.ones((4, 4), np.float32), np.ones((16, 4), np.float32)
     dp = jdp.DataParallel(lambda w, x: (w, jnp.repeat(x, 2, 0), x @ x.T), range(4))
     assert [y.shape for y in dp(w, x)] == [(16, 4), (32, 4), (16, 4)]
+
+
+@pytest.mark.budget(10)
+@pytest.mark.parametrize("rows", [8, 10, 3])
+def test_a_batch_on_a_device_is_never_moved_without_a_word(rows):
+    """Under `jax.transfer_guard("disallow")`: also one that is padded. numpy arrays JAX itself refuses there."""
+    x, w = jnp.ones((rows, 3)), jnp.ones(3)
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(4))
+    step = dp.train_step(lambda v, x: (x @ v["params"]).mean(), optax.sgd(0.1))
+    whole = dp.train_step(lambda v, x: x @ v["params"], optax.sgd(0.1), criterion=lambda out, x: (out**2).mean())
+    states = step.init({"params": w}), whole.init({"params": w})
+    jax.block_until_ready(states)
+    with jax.transfer_guard("disallow"):
+        close(dp(w, x), np.full(rows, 3))
+        dp.value_and_grad(lambda w, x: (x @ w).mean())(w, x)
+        for run, state in zip((step, whole), states, strict=True):
+            run(run(state, x)[0], x)
+        jdp.gather(jdp.parallel_apply(lambda w, x: x @ w, w, jdp.scatter((x,), range(4))))
+        assert len([*dp.prefetch([x, x])]) == 2
+
