@@ -127,6 +127,25 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
         )
 
 
+def refuse_cut_graphs(leaves: Sequence[Any], is_cut: Sequence[bool], treedef: Any, verb: str, root: Any) -> None:
+    """Raises a `TypeError` for a `jraph.GraphsTuple` that would be cut, and is not a stack of several."""
+    jraph = sys.modules.get("jraph")  # who has one has imported it
+    if jraph is None:
+        return
+    numbered = treedef.unflatten(range(len(leaves)))
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, jraph.GraphsTuple)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(numbered, is_leaf=is_one):
+        if is_one(x) and any(is_cut[i] for i in jax.tree.leaves(x)) and leaves[x.n_node].ndim < 2:
+            raise TypeError(
+                f"jdp.{verb}: {_called(root, path)} is one jraph.GraphsTuple, whose edges name nodes of all graphs by "
+                f"their number; it cannot be cut like rows. Pass a stack of padded graphs, one for each row or device "
+                f"(jax.tree.map(lambda *x: np.stack(x), *graphs)), and jax.vmap the model over it."
+            )
+
+
 def _holds_arrays(x: Any) -> bool:
     """Whether `x` is a container with arrays that are not 0-d: a deque, a UserDict, a plain dataclass."""
     if isinstance(x, str | bytes | range):

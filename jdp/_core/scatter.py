@@ -25,6 +25,7 @@ from .inputs import (
     name_of,
     no_further,
     normal_axis,
+    refuse_cut_graphs,
     refuse_deep,
     refuse_rows_of_numbers,
 )
@@ -147,7 +148,9 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     arrays = [x for x, spec in zip(values, specs, strict=True) if not isinstance(spec, Static)]
     # All processes know the rows of what came scattered: its own, or that nothing is cut.
     came = [x._layout for x in leaves if type(x) is Scattered]
-    is_cut = any(isinstance(spec, Cut | Stack) for spec in specs)
+    are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
+    is_cut = any(are_cut)
+    refuse_cut_graphs(values, are_cut, treedef, how.verb, how.root)
     several = spans_processes(how.mesh)
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
     mesh, outline = how.mesh, None

@@ -3,7 +3,9 @@
 import collections
 import dataclasses
 import gc
+import sys
 import threading
+import types
 import weakref
 from typing import Any, NamedTuple
 
@@ -1261,3 +1263,38 @@ def test_a_batch_on_a_device_is_never_moved_without_a_word(rows):
         jdp.gather(jdp.parallel_apply(lambda w, x: x @ w, w, jdp.scatter((x,), range(4))))
         assert len([*dp.prefetch([x, x])]) == 2
 
+
+class GraphsTuple(NamedTuple):
+    """As jraph's."""
+
+    nodes: Any
+    edges: Any
+    receivers: Any
+    senders: Any
+    globals: Any
+    n_node: Any
+    n_edge: Any
+
+
+def test_one_graph_is_not_cut_like_rows(monkeypatch):
+    """Edges name nodes by number. A stack of graphs is cut, and one that goes whole to each replica is not."""
+    monkeypatch.setitem(sys.modules, "jraph", types.SimpleNamespace(GraphsTuple=GraphsTuple))
+
+    def model(w, graph):
+        return jax.ops.segment_sum(graph.nodes[graph.senders] * w, graph.receivers, len(graph.nodes))
+
+    numbers = np.array([1, 2, 3, 0, 0, 1, 2, 3])
+    one = GraphsTuple(np.ones((8, 2), np.float32), None, numbers, numbers[::-1], None, np.full(8, 1), np.full(8, 1))
+    dp = jdp.DataParallel(model, range(4))
+    with pytest.raises(TypeError, match=r"args\[0\] is one jraph\.GraphsTuple, .*jax\.vmap the model over it"):
+        dp(np.float32(2), one)
+    with pytest.raises(TypeError, match=r"batch\['graph'\] is one jraph\.GraphsTuple"):
+        next(iter(dp.prefetch([{"graph": one}])))
+    graphs = jax.tree.map(lambda x: np.stack([x * (i + 1) % 7 for i in range(6)]), one)
+    close(
+        jdp.DataParallel(jax.vmap(model, (None, 0)), range(4))(np.float32(2), graphs),
+        jax.vmap(model, (None, 0))(2, graphs),
+    )
+    x = np.ones((8, 2), np.float32)
+    beside = jdp.DataParallel(lambda w, x, graph: x + model(w, graph).sum(0), range(4), in_axes=(0, None))
+    close(beside(np.float32(2), x, one), x + model(2, one).sum(0))
