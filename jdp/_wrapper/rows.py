@@ -180,7 +180,7 @@ def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
         raise TypeError(
             f"jdp.{VERB}: {name()} is a {what}; a row holds numbers, arrays and tensors. Convert it, or leave it out."
         )
-    return np.asarray(x)
+    return np.array(x)  # a copy, because data may give each row in the same buffer
 
 
 def _text(kind: tuple[np.dtype, tuple[int, ...]]) -> str:

@@ -221,6 +221,25 @@ def test_anything_with_len_and_an_index_is_rows():
     equal(DP.batches(collections.deque([1, 2, 3]), 2), [[1, 2], [3]])
 
 
+def test_rows_that_come_in_one_buffer():
+    """As a reader that decodes each row into the same array gives them."""
+
+    class Reader:
+        buffer = np.zeros(3, np.float32)
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            self.buffer[:] = i
+            return {"x": self.buffer, "of": [self.buffer[:1]]}
+
+    batches = [jdp.gather(batch) for batch in DP.batches(Reader(), 4)]
+    for first, batch in zip((0, 4), batches, strict=True):
+        np.testing.assert_array_equal(batch["x"], np.repeat(np.arange(first, first + 4), 3).reshape(4, 3))
+        np.testing.assert_array_equal(batch["of"][0][:, 0], np.arange(first, first + 4))
+
+
 def test_torch_datasets_and_tensors():
     torch = pytest.importorskip("torch")
     from torch.utils.data import Subset, TensorDataset
