@@ -38,7 +38,7 @@ class Pending(NamedTuple):
 
     call: Call
     outline: Outline | None
-    failure: Exception | None
+    failure: BaseException | None
     group: _Group
     gathered: Any  # a jax.Array, on all devices
     seconds: float  # that the others may take
@@ -57,7 +57,7 @@ def begin(
     verb: str,
     sizes: Sequence[int],
     outline: Outline | None,
-    failure: Exception | None = None,
+    failure: BaseException | None = None,
     never: bool = False,
 ) -> Pending:
     """Tells the other processes of a batch, in a collective that it does not wait for.
@@ -136,7 +136,7 @@ def _agreed(pending: Pending) -> Agreed:
     return Agreed(sizes, not having, outline)
 
 
-def _text_of(failure: Exception) -> str:
+def _text_of(failure: BaseException) -> str:
     """What the others are told of a failure, with jdp's own notes: which row it was."""
     notes = [note for note in getattr(failure, "__notes__", ()) if note.startswith("jdp.")]
     return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])

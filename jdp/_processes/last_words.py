@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import functools
 import json
@@ -96,17 +97,24 @@ class _Exit:
 
 
 def _note_exits() -> None:
-    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there."""
-    exit_ = sys.exit
+    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there.
 
-    @functools.wraps(exit_)
-    def noted(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            _Exit.code = status if isinstance(status, int) else int(status is not None)
-            _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
-        exit_(status)
+    So it does that of `exit` and `quit`, which `site` adds; `raise SystemExit(3)` calls nothing that could note it.
+    """
 
-    sys.exit = noted
+    def noted(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @functools.wraps(exit_)
+        def call(status: Any = None, /) -> NoReturn:
+            if threading.current_thread() is threading.main_thread():
+                _Exit.code = status if isinstance(status, int) else int(status is not None)
+                _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
+            exit_(status)
+
+        return call
+
+    for where, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        if hasattr(where, name):
+            setattr(where, name, noted(getattr(where, name)))
 
 
 def _tell(what: str) -> None:

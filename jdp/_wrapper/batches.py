@@ -164,6 +164,7 @@ class Batches:
         threads = Threads(self._workers)
         # A thread that runs on while Python ends may crash it, and one that Python waits for may never end.
         atexit.register(threads.stop, 1.0)
+        unregister = atexit.unregister  # a loop that is still open when Python ends has no modules any more
         try:
             read = self._read(threads)
             if spans_processes(config.mesh):
@@ -173,7 +174,7 @@ class Batches:
                 scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
         finally:
-            atexit.unregister(threads.stop)
+            unregister(threads.stop)
             threads.stop()
 
     def _took(self, number: int, batch: Tree) -> Tree:
@@ -285,6 +286,8 @@ class Threads:
 
     def stop(self, seconds: float = 0.0) -> None:
         """Lets them end after what each is doing now, and waits for that so long."""
+        if self._stopped:
+            return
         self._stopped = True
         for _ in self._all:
             self._tasks.put(None)

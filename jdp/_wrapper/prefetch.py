@@ -183,12 +183,12 @@ def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -
     # takes, and there is nothing to leak or to join when the consumer stops early.
     source = iter(batches)  # the caller's own, if it is an iterator: left open, to go on with
     waiting: collections.deque[Tree] = collections.deque()
-    failed: Exception | None = None
+    failed: BaseException | None = None
     while True:
         try:
             if failed is None:
                 waiting.extend(scatter(b) for b in itertools.islice(source, size + 1 - len(waiting)))
-        except Exception as error:  # it comes after the batches before it
+        except (Exception, SystemExit, GeneratorExit) as error:  # it comes after the batches before it
             failed = error
         if not waiting:
             break
@@ -207,15 +207,15 @@ def together(
     """
     last: Prepared | None = None
     mesh, verb = how.mesh, how.verb
-    told: collections.deque[tuple[Prepared | None, list[Any], Pending, Exception | None]] = collections.deque()
-    failed: Exception | None = None
+    told: collections.deque[tuple[Prepared | None, list[Any], Pending, BaseException | None]] = collections.deque()
+    failed: BaseException | None = None
     while True:
         while len(told) <= size:  # also after a failure, for the others still do
             batch = None  # this process has run out
             try:
                 batch = None if failed is not None else next(batches, None)
-            except Exception as error:  # it comes after the batches before it, and in all processes then
-                failed = error
+            except (Exception, SystemExit, GeneratorExit) as error:
+                failed = error  # it comes after the batches before it, and in all processes then
             rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.by_device
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
             pending = begin(mesh, verb, rows, outline, failed, never)

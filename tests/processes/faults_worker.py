@@ -259,6 +259,14 @@ def case_exits():
     train(after=at_the_step(leave))
 
 
+def case_exits_by_the_builtin():
+    def leave():
+        note("fault")
+        exit(3)  # noqa: PLR1722
+
+    train(after=at_the_step(leave))
+
+
 def case_leaves():
     """A plain loop over the batches of this process, of which one has fewer."""
     train(AT if culprit() else None)

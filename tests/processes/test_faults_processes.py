@@ -503,10 +503,11 @@ def test_leaves_the_loop_early(start, row):
     row("rank 2 leaves a plain loop early", job, seconds)
 
 
-def test_sys_exit_on_one_rank(start, row):
-    job = start("exits")
+@pytest.mark.parametrize("case", ["exits", "exits_by_the_builtin"])
+def test_sys_exit_on_one_rank(start, row, case):
+    job = start(case)
     seconds = job.ended(RAISED)
-    row("sys.exit(3) on rank 2", job, seconds)
+    row(f"{'exit' if 'builtin' in case else 'sys.exit'}(3) on rank 2", job, seconds)
     assert_named(job, 2)
     assert job.code() == 3, str(job)
 

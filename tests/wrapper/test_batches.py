@@ -221,6 +221,13 @@ def test_anything_with_len_and_an_index_is_rows():
     equal(DP.batches(collections.deque([1, 2, 3]), 2), [[1, 2], [3]])
 
 
+@pytest.mark.full
+def test_a_loop_that_is_open_when_python_ends_says_nothing():
+    script = "import jdp; it = iter(jdp.DataParallel(lambda w, x: x).batches(list(range(20)), 4)); next(it)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_rows_that_come_in_one_buffer():
     """As a reader that decodes each row into the same array gives them."""
 

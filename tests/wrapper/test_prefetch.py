@@ -117,16 +117,18 @@ def test_it_runs_ahead_but_no_further_than_size():
     ahead.close()
 
 
-def test_an_exception_comes_after_the_batches_before_it():
-    class Broken(Exception):
-        pass
+class Broken(Exception):
+    pass
 
+
+@pytest.mark.parametrize("kind", [Broken, SystemExit, GeneratorExit])
+def test_an_exception_comes_after_the_batches_before_it(kind):
     def source():
         yield from batches(3)
-        raise Broken("the disk is gone")
+        raise kind("the disk is gone")
 
     got = []
-    with pytest.raises(Broken, match="the disk is gone"):
+    with pytest.raises(kind, match="the disk is gone"):
         for scattered in DP.prefetch(source(), size=2):
             got.append(float(scattered[0][0, 0]))
     assert got == [0, 1, 2]
