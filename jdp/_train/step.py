@@ -63,7 +63,7 @@ from .state import (
     shapes_of,
     view_of,
 )
-from .value_and_grad import check_differentiable, check_steps, hashable, wire_type
+from .value_and_grad import check_differentiable, check_steps, hashable, refuse_overwritten, wire_type
 
 Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
 """What a step begins with: the state, the batch, the state's leaves, and the NNX objects of the batch."""
@@ -381,6 +381,7 @@ class TrainStep(_Step[TrainState]):
             )
         variables = flax.core.unfreeze(dict(variables))
         check_differentiable(VERB, variables["params"])
+        refuse_overwritten(VERB, variables)
         self._follow(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
@@ -506,6 +507,7 @@ class TrainStep(_Step[TrainState]):
         if self._shapes is None:
             check_signature(self._loss_fn, "variables", state.key is not None)
             check_differentiable(VERB, state.params, "state.params")
+            refuse_overwritten(VERB, state.state)
             expected = shapes.replace(opt_state=opt_shapes(self._program.tx, shapes.params))
         else:
             expected = self._shapes

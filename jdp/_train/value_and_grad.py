@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
@@ -279,6 +279,7 @@ def wire_type(verb: str, dtype: Any) -> Any:
 def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
     """A `TypeError` where a leaf has no gradient."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        refuse_overwritten(verb, [getattr(key, "key", None) for key in path])
         number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if number else f"{type(x).__name__} (no array)")
         if not number or not jnp.issubdtype(dtype, jnp.inexact):
@@ -287,3 +288,16 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
                 f"parameters are real or complex. Keep it out of what is differentiated (in the state, or as an "
                 f"argument)."
             )
+
+
+def refuse_overwritten(verb: str, names: Iterable[Any]) -> None:
+    """Raises a `ValueError` for the collection in which Flax keeps the scales of fp8: its "gradient" is its next value.
+
+    Source: `OVERWRITE_WITH_GRADIENT` in flax/linen/fp8_ops.py and flax/training/train_state.py.
+    """
+    if "_overwrite_with_gradient" in names:
+        raise ValueError(
+            f"jdp.{verb}: the variables have the collection '_overwrite_with_gradient' (Flax's fp8 operations); what "
+            f"jax.grad gives for it is its next value, a maximum over the rows, which replicas would average. Train "
+            f"with a dot_general that keeps no such state (nn.Dense(..., dtype=jnp.bfloat16))."
+        )

@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from laws import INPUTS, TARGETS
 
 import jdp
@@ -412,3 +413,21 @@ def test_filters_may_be_lists_and_must_find_something(refused):
     assert set(grads) == {"kernel", "bias"}
     with refused(ValueError, "train_step", "the model has no variables of"):
         dp.train_step(squared, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam))
+
+
+def test_scales_of_fp8_are_refused(refused):
+    """Their "gradient" is their next value, a maximum over the rows; averaged, or left out, it would be wrong."""
+    model = nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp)
+    x = np.ones((8, 3), np.float32)
+    variables = model.init(jax.random.key(0), x)
+    assert "_overwrite_with_gradient" in variables
+    dp = jdp.DataParallel(model, range(2))
+
+    def loss_fn(v, x):
+        return model.apply(v, x).mean()
+
+    with refused(ValueError, "train_step", "'_overwrite_with_gradient' .*nn.Dense"):
+        dp.train_step(loss_fn, SGD).init(variables)
+    with refused(ValueError, "value_and_grad", "'_overwrite_with_gradient'"):
+        dp.value_and_grad(loss_fn)(variables, x)
+
