@@ -16,7 +16,7 @@ from .._jax.private import keep_programs
 
 LIMIT = 4 << 30  # bytes that a folder holds; then those go that were used longest ago
 _SUFFIX = ".jdp-program"
-_DIGEST = hashlib.sha256().digest_size
+_DIGEST = hashlib.sha256().digest_size  # bytes
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
@@ -70,9 +70,10 @@ def _say(path: str, error: OSError) -> None:
 class Programs:
     """What `put` was told `get` gives back, to the last bit, to any process of any run, or None.
 
-    A file for each program, written beside and renamed, so that no reader sees half of one, with its SHA-256 in front:
-    what is damaged is deleted, and compiled and written anew. The folder holds `limit` bytes, and what the processes
-    have written since each looked last, a thirty-second of that at most.
+    A file for each program, written beside and renamed, so that no reader sees half of one, with the SHA-256 of its
+    name and of the program in front: what is damaged, or has another's name, is deleted, compiled and written anew. The
+    folder holds `limit` bytes, and what the processes have written since each looked last, a thirty-second of that at
+    most.
     """
 
     def __init__(self, folder: int, path: str, limit: int = LIMIT) -> None:
@@ -85,7 +86,7 @@ class Programs:
         with contextlib.suppress(OSError):
             with open(os.open(name, os.O_RDONLY, dir_fd=self._folder), "rb") as file:
                 digest, data = file.read(_DIGEST), file.read()
-            if hashlib.sha256(data).digest() == digest:
+            if _digest(name, data) == digest:
                 with contextlib.suppress(OSError):  # of a file system that is read-only
                     os.utime(name, dir_fd=self._folder)
                 return data
@@ -99,7 +100,7 @@ class Programs:
         try:
             try:
                 with open(os.open(beside, flags, 0o600, dir_fd=self._folder), "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
+                    file.write(_digest(name, data) + data)
                 os.replace(beside, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -130,6 +131,12 @@ class Programs:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._folder)
             over -= size
+
+
+def _digest(name: str, data: bytes) -> bytes:
+    digest = hashlib.sha256(name.encode())
+    digest.update(data)
+    return digest.digest()
 
 
 def _name(key: str) -> str:

@@ -61,6 +61,16 @@ def test_what_is_damaged_is_as_if_never_put(programs, tmp_path, kind):
         assert one.get("key") is None and files(tmp_path) == []  # so that it is compiled and put there anew
 
 
+def test_a_program_under_another_s_name_is_not_run(programs, tmp_path):
+    one = programs()
+    one.put("key", DATA)
+    (file,) = files(tmp_path)
+    one.put("other", b"another program")
+    (other,) = {*files(tmp_path)} - {file}
+    file.write_bytes(other.read_bytes())
+    assert one.get("key") is None and one.get("other") == b"another program" and files(tmp_path) == [other]
+
+
 def test_of_many_who_put_and_get_at_once_none_sees_half_of_one(programs, tmp_path):
     versions = {bytes([i]) * 300_000 for i in range(4)}
     seen, failed = set(), []
