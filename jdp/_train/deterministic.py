@@ -184,6 +184,11 @@ class Deterministic:
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """For each device the state's leaves, whole, and its part of the batch."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise ValueError(
+                "jdp.train_step: deterministic is True under jax_disable_jit; the bits are those of compiled programs, "
+                "one for each device, and without them nothing is placed. Leave jax_disable_jit or deterministic out."
+            )
         leaves = jax.tree.leaves(state)
         if not all(x.is_fully_replicated for x in leaves):  # the optimizer's state is cut over the devices
             leaves = self._gather(leaves)
