@@ -113,11 +113,10 @@ def refuse_other_axes(
 
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
-    """Whether another axis than `dim` may be that of the rows."""
-    if not -len(shape) <= dim < len(shape):
+    """Whether another axis than `dim` may be that of the rows; not where `dim` has as many entries, as nearly always."""
+    if not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
-    others = [size for i, size in enumerate(shape) if i != dim % len(shape)]
-    return rows in others or shape[dim] != rows and any(size and size % rows == 0 for size in others)
+    return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
 
 
 def output_path(treedef: Any, index: int) -> str:

@@ -202,7 +202,8 @@ def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signa
     statics = tuple(leaf for _, leaf in named)
     if not statics:
         return
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
+    kinds = *operands, *(leaf.value for leaf in statics)
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in kinds)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:

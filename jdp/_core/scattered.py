@@ -174,8 +174,8 @@ def placed(s: Scattered) -> Scattered:
         value = concrete(x) if isinstance(x, Tracer) else x
         if value is None or (found := getattr(value, "sharding", None)) == to:
             continue
-        if mesh.size == 1 and getattr(found, "mesh", None) == mesh:
-            continue  # what a program gives on one device JAX calls replicated, and it is where it belongs
+        if mesh.size == 1 and found is not None and _is_there(found, to):
+            continue  # a device of its own, which JAX has several names for
         if value is not x:
             arrays[i] = reshard(jax.device_put(x, replicated(mesh)), to)
         elif isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -187,6 +187,11 @@ def placed(s: Scattered) -> Scattered:
         for i, x in zip(away, moved, strict=True):
             arrays[i] = x
     return s if all(map(operator.is_, arrays, s._arrays)) else Scattered(arrays, s._layout)
+
+
+def _is_there(found: Any, to: NamedSharding) -> bool:
+    """Whether what lies so on one device lies there: what JAX calls replicated over it, or its alone."""
+    return found.device_set == to.device_set and found.memory_kind == to.memory_kind
 
 
 def in_host_memory(x: Any) -> Any:
