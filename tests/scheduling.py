@@ -27,7 +27,7 @@ class Files(LoadFileScheduling):
         return left[0] if left else None
 
     def _reschedule(self, node):
-        if node.shutting_down:
+        if node.shutting_down or node not in self.registered_collections:  # one that starts gets its own later
             return
         while self.workqueue and self._pending_of(self.assigned_work[node]) < 3:
             self._assign_work_unit(node)
