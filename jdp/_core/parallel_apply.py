@@ -155,7 +155,7 @@ def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
         def call(*operands: Any) -> Tree:
             mine = signature.of_replica(operands, replica)
             out, kwargs = of(mine)
-            if signature.layout.is_cut and len(signature.layout.used) > 1:
+            if signature.layout.is_cut and len(signature.layout.used) > 1 and not is_uneven(signature):
                 axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
                 rows, dim = signature.layout.rows[replica], signature.layout.dim
                 refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)
@@ -202,8 +202,8 @@ def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signa
     statics = tuple(leaf for _, leaf in named)
     if not statics:
         return
-    kinds = *operands, *(leaf.value for leaf in statics)
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in kinds)
+    shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
+    shapes = shapes, tuple(type(leaf.value) for leaf in statics)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:
