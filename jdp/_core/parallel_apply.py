@@ -155,9 +155,10 @@ def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
         def call(*operands: Any) -> Tree:
             mine = signature.of_replica(operands, replica)
             out, kwargs = of(mine)
-            if signature.layout.is_cut and len(signature.layout.used) > 1 and not is_uneven(signature):
+            layout = signature.layout
+            if layout.is_cut and len(layout.rows) > 1 and len({*layout.rows}) == 1:
                 axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
-                rows, dim = signature.layout.rows[replica], signature.layout.dim
+                rows, dim = layout.rows[replica], layout.dim
                 refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)
             return out
 
