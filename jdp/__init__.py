@@ -38,6 +38,8 @@ __all__ = [
     "virtual_cpu_devices",
 ]
 
+_METHODS = ("apply", "batches", "evaluate", "grad", "init", "parallel", "prefetch", "train_step", "value_and_grad")
+
 
 def __dir__() -> list[str]:
     return __all__
@@ -49,7 +51,7 @@ if not typing.TYPE_CHECKING:  # to which every name would be known then
         """Imports all of jdp when the first public name is asked for: `jdp --help` need not wait for JAX."""
         if name not in __all__:
             text = f"module {__name__!r} has no attribute {name!r}"
-            if name in ("apply", "batches", "grad", "init", "parallel", "prefetch", "train_step", "value_and_grad"):
+            if name in _METHODS:
                 text += f"; it is a method of the wrapper. Call jdp.DataParallel(model).{name}(...)"
             raise AttributeError(text, name=name, obj=sys.modules[__name__])
         public = importlib.import_module("._public", __name__)

@@ -202,6 +202,14 @@ def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
     return mark_updates(after.variables, [before.variables], reduce)
 
 
+def in_evaluation(model: Any) -> Any:
+    """A copy of the model in evaluation mode, with the same arrays; the model itself stays as it is."""
+    copy = nnx.merge(*nnx.split(model))
+    if hasattr(copy, "eval"):
+        copy.eval()
+    return copy
+
+
 def own_values(updates: Tree) -> Tree:
     """Updates of objects that each process has for itself: of what is whole on all processes, its own copy."""
     return jax.tree.map(lambda x: x if x.is_fully_addressable else x.addressable_data(0), updates)
@@ -232,7 +240,10 @@ def take_nodes(
         taken.append(x)
         return StandIn(first + len(taken) - 1)
 
-    leaves, treedef = flat(arguments, verb, root, lambda x: is_node(x) or isinstance(x, Scattered | Iterator))
+    def is_one(x: Any) -> bool:
+        return type(x) not in USUAL and (is_node(x) or isinstance(x, Scattered | Iterator))
+
+    leaves, treedef = flat(arguments, verb, root, is_one)
     return treedef.unflatten([take(x) for x in leaves]), taken
 
 
@@ -258,7 +269,7 @@ def _is_stand_in(x: Any) -> bool:
 
 def is_node(x: Any) -> bool:
     """Whether `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
-    return isinstance(x, nnx.Pytree | nnx.Variable)
+    return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # which takes longer to say no
 
 
 def _fold(variable: Any, index: Any) -> Any:

@@ -24,11 +24,11 @@ _WHAT = {
     "nonlinear": "not linear in sums over the rows",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }
-_WAY = {
-    "sum": f"Return jdp.Sum(total), or divide by x.shape[0], or pass the loss as {ON_BATCH}",
-    "ratio": f"Return jdp.Mean(total, count), whose totals and counts are added first, or pass the loss as {ON_BATCH}",
-    "nonlinear": f"Pass the loss as {ON_BATCH}, and such metrics from there",
-    "pairs": f"Pass the loss as {ON_BATCH}, and such metrics from there",
+IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
+IN_EVALUATION = "return an entry for each row, and compute it from those of all rows, which come back as one array"
+_FIRST = {
+    "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
+    "ratio": "Return jdp.Mean(total, count), whose totals and counts are added first, or ",
 }
 
 
@@ -36,9 +36,9 @@ class Followed:
     """Tells for each array of `run(*operands)`, a tree, how it follows the rows of the operands.
 
     `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None where nothing is cut; not
-    `is_judged` is what jdp itself returns, of which nothing is refused. The
-    function is traced once with a symbolic number of rows. Where that cannot be, because it asks for their number, its
-    shapes are those of a few other numbers, and its values are those that two of them show.
+    `is_judged` is what jdp itself returns, of which nothing is refused; `way` is where all rows are seen, for the
+    errors. The function is traced once with a symbolic number of rows. Where that cannot be, because it asks for their
+    number, its shapes are those of a few other numbers, and its values are those that two of them show.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Followed:
         operands: tuple[Tree, ...],
         cut: Sequence[int | None],
         is_judged: bool = True,
+        way: str = IN_TRAINING,
     ) -> None:
-        self.rows, self._total = rows, total
+        self.rows, self._total, self._way = rows, total, way
         self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
         self._run, self._operands, self._cut, self._is_judged = run, operands, cut, is_judged
         self._counted = functools.cache(functools.partial(row_traces.trace, run, operands, cut))
@@ -121,9 +122,10 @@ class Followed:
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is no mean over the rows; one that cannot be followed is accepted."""
         for found in filter(None, self._offences("mean", [index])):
+            way = _sentence(_FIRST.get(found.kind, "") + self._way)
             raise TypeError(
                 f"{name} is a scalar, and it is {_what(found)}; a scalar is taken for the mean over the rows of the "
-                f"chunk. {_WAY[found.kind]} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
+                f"chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
             )
 
     def refuse_pairs(self, index: int, name: str) -> None:
@@ -131,7 +133,7 @@ class Followed:
         for found in filter(None, self._offences("rows", [index])):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
-                f"made of its own row. Pass the loss as {ON_BATCH}, and such metrics from there."
+                f"made of its own row. {_sentence(self._way)}."
             )
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
@@ -146,8 +148,12 @@ class Followed:
                 way = "Return jdp.Mean(total, count) of plain sums over the rows (count + 1e-6 where it may be 0)"
             raise TypeError(
                 f"{name} is a jdp.{'Mean' if kind == 'count' else 'Sum'} whose {part} is {what}; totals and counts are "
-                f"added up over replicas and microbatches. {way}, or pass the loss as {ON_BATCH}."
+                f"added up over replicas and microbatches. {way}, or {self._way}."
             )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _what(found: row_traces.Offence) -> str:

@@ -45,7 +45,7 @@ class Form(NamedTuple):
         total = next(sums)
         if self.kind == "sum":
             return total
-        return total / (next(sums) if self.kind == "ratio" else jnp.asarray(weight, total.dtype))
+        return total / (next(sums) if self.kind == "ratio" else total.dtype.type(weight))
 
     def marked(self, sums: Iterator[Any], rows: Iterator[Any], weight: float, counts: list[Marked]) -> Any:
         """Returns the value with the rule by which it is reduced; adds to the counts."""
@@ -140,24 +140,30 @@ def terms(
 
     They are their forms, what is added up, and what has entries per row. What follows the rows is told by tracing with
     other numbers of them, never by sizes that happen to be equal. A `TypeError` names the path where nothing tells.
+    An evaluation has no loss: it is None.
     """
+    if loss is not None:
+        _check_loss(loss, rows, followed, verb)
+    paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
+    found: list[tuple[Form, list[Any]]] = []
+    at = 0  # the number of a leaf among all arrays: a marker has several
+    for i, (path, x) in enumerate(paths):
+        name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
+        if i or loss is None:
+            found.append(_form(x, name, followed, at, weight))
+        else:
+            found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
+        at += len(jax.tree.leaves(x))
+    return _gathered(treedef, found)
+
+
+def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> None:
     loss_value(loss, rows, verb)  # or an error
     if is_number(loss) and jnp.ndim(loss) and followed.is_known and followed.axis(0) != 0:
         raise TypeError(
             f"jdp.{verb}: the loss is {described(loss)} for {rows} rows and for other numbers of them; a vector has "
             f"one entry per row. Return its mean, a scalar."
         )
-    paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
-    found: list[tuple[Form, list[Any]]] = []
-    at = 0  # the number of a leaf among all arrays: a marker has several
-    for i, (path, x) in enumerate(paths):
-        name = f"jdp.{verb}: {'metrics' if verb == 'train_step' else 'aux'}{jax.tree_util.keystr(path[1:])}"
-        if i:
-            found.append(_form(x, name, followed, at, weight))
-        else:
-            found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
-        at += len(jax.tree.leaves(x))
-    return _gathered(treedef, found)
 
 
 def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
@@ -283,11 +289,13 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)
         return _mean(x, weight)
-    way = "Return one of these"
+    way, where = "Return one of these", "beside the loss stand"
+    if name.startswith("jdp.evaluate"):
+        where = "metrics are"
     if is_number(x) and jnp.ndim(x):  # whose mean may be meant, as that of BatchNorm's statistics
         way = "No axis of it follows the rows: return jdp.Sum(x), or jdp.Mean(x * n, n) of n rows for the mean"
     raise TypeError(
-        f"{name} is {described(x)}; beside the loss stand 0-d floats (the mean over the rows), arrays with entries per "
+        f"{name} is {described(x)}; {where} 0-d floats (the mean over the rows), arrays with entries per "
         f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
         f"{way}."
     )

@@ -18,7 +18,7 @@ from .._jax.convolutions import canonical
 from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
-from .followed import ON_BATCH, Followed
+from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
 from .forms import Forms, SeveralTerms, loss_value, outputs, terms
 from .shards import Shards, axes_of_shards
 from .state import first_difference
@@ -154,7 +154,7 @@ def forward(loss: Loss, steps: int) -> CallOf:
             def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
                 def value(*operands: Any) -> tuple[Forms, list[Any], list[Any], Tree]:
                     out, aux, after, _ = run(loss, signature, operands[0], {}, *operands[1:])
-                    return *_formed(loss, signature, (out, aux), operands, size, weight), after
+                    return *formed(loss, signature, (out, aux), operands, size, weight), after
 
                 if loss.sync:
                     function = jax.jit(apart(value))
@@ -260,7 +260,7 @@ def differentiate(
         out, aux, after, cotangents = run(loss, signature, diff, chosen, part, state)
         if loss.pulls and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
-        forms, sums, stacked = _formed(loss, signature, (out, aux), (whole, part, state), size, weight)
+        forms, sums, stacked = formed(loss, signature, (out, aux), (whole, part, state), size, weight)
         if loss.pulls and not loss.criterion:
             number = _product(sums[: forms.each[0].summands], cotangents)
         elif forms.each[0].kind == "combination":
@@ -309,10 +309,10 @@ def run(
         return *loss.compute(diff, state, mine, kwargs), cotangents
 
 
-def _formed(
+def formed(
     loss: Loss, signature: Signature, out: tuple[Any, Tree], operands: tuple[Tree, ...], size: int, weight: float
 ) -> tuple[Forms, list[Any], list[Any]]:
-    """The terms of one microbatch, or the outputs of a forward pass; the operands are of that microbatch."""
+    """Returns the terms of one microbatch, or the outputs of a forward pass; the operands are of that microbatch."""
     rows = size if signature.layout.is_cut else None
     is_forward = loss.criterion is not None and not loss.pulls
 
@@ -324,7 +324,8 @@ def _formed(
     of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
     cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
     total, is_judged = sum(signature.layout.sizes), not loss.pulls  # what is pulled back was looked at before
-    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, is_judged)
+    way = IN_EVALUATION if loss.verb == "evaluate" else IN_TRAINING
+    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, is_judged, way)
     if is_forward:
         return outputs(out[0], rows or 1, followed, loss.verb)
     return terms(*out, rows, weight, followed, loss.verb)

@@ -32,6 +32,7 @@ from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
 from .batches import batches
 from .calls import remember, run_known
+from .evaluate import evaluate
 from .prefetch import prefetch
 from .torch_names import INSTEAD
 
@@ -339,6 +340,7 @@ class DataParallel(nnx.Module, Generic[M]):
     value_and_grad = value_and_grad
     grad = grad
     train_step = train_step
+    evaluate = evaluate
     parallel = parallel
     prefetch = prefetch
     batches = batches

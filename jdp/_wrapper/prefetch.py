@@ -6,7 +6,7 @@ import collections
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,12 @@ from .._core.layout import Cut, Tree
 from .._core.programs import Recent
 from .._core.scatter import Cutting, Prepared, filled, flat, prepare, put_early, sizes_of_all
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
-from .._model.config import BatchAxes, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
+from .._model.config import BatchAxes, Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
 from .._processes.coordination import DesyncError
 
 
-def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Iterator[Tree]:
+def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Prefetched:
     """Scatters the next batches ahead: yields each batch, in order, with a `jdp.Scattered` for each of its arrays.
 
     What it yields has the containers of the batch, and goes in its place, as a whole or in parts: every call takes
@@ -49,6 +49,9 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
             list or dict of them. Default: that of the wrapper, with which a tuple is the arguments of a call, and
             anything else the first one; without, `dim` for all.
 
+    Returns:
+        An iterator, whose `len()` is that of `batches` where these have one, in a job of one process.
+
     Raises:
         TypeError: `batches` is one array or one batch.
         ValueError: `size` is negative; in its turn, a batch that cannot be cut.
@@ -63,8 +66,39 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
-    _refuse_one_batch(batches)
-    config, own = dp._config, None if in_axes is None else BatchAxes(in_axes, Recent())
+    refuse_one_batch(batches, "prefetch")
+    return Prefetched(_scattered(dp._config, batches, size, in_axes), batches, spans_processes(dp._config.mesh))
+
+
+class Prefetched(Iterator[Tree]):
+    """What `dp.prefetch` gives: an iterator that knows how many batches there are, if the loader does."""
+
+    def __init__(self, batches: Generator[Tree], loader: Iterable[Tree], several: bool) -> None:
+        self._batches, self._loader, self._several = batches, loader, several
+
+    def __next__(self) -> Tree:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """The number of all batches, those included that were taken."""
+        if self._several:
+            raise TypeError(
+                "jdp.prefetch: each process has as many batches as its loader gives, and goes on until all have run "
+                "out; one process does not know how many that are. Count them, or use dp.batches, which has a length."
+            )
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Frees the batches that wait, as a generator's `close` does."""
+        self._batches.close()
+
+
+def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree) -> Generator[Tree]:
+    """Returns the batches, scattered `size` ahead."""
+    own = None if in_axes is None else BatchAxes(in_axes, Recent())
     convert = _on_host(batches)
 
     def host(batch: Tree) -> Tree:
@@ -86,7 +120,7 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     return together(map(begin, source), begin, how, size)
 
 
-def _refuse_one_batch(batches: Any) -> None:
+def refuse_one_batch(batches: Any, verb: str) -> None:
     """A `TypeError` for what is one batch, or nothing to iterate over."""
     what, spelling = None, "batch"
     if is_scattered(batches):
@@ -100,12 +134,12 @@ def _refuse_one_batch(batches: Any) -> None:
         what = f"a {type(batches).__name__} of {len(batches)}, and each of its keys"
     if what is not None:
         raise TypeError(
-            f"jdp.prefetch: batches is {what} would be taken for a batch; it is a list of batches or a loader. Pass "
-            f"dp.prefetch([{spelling}])."
+            f"jdp.{verb}: batches is {what} would be taken for a batch; it is a list of batches or a loader. Pass "
+            f"{f'dp.prefetch([{spelling}])' if verb == 'prefetch' else f'[{spelling}]'}."
         )
     if isinstance(batches, str | bytes) or not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(
-            f"jdp.prefetch: batches is a {type(batches).__name__}, in which there are no batches; it is a list of "
+            f"jdp.{verb}: batches is a {type(batches).__name__}, in which there are no batches; it is a list of "
             f"batches or a loader. Pass one of these."
         )
 
@@ -177,7 +211,7 @@ def numpy_of(tensor: Any, verb: str) -> np.ndarray:
     return tensor.numpy()
 
 
-def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Iterator[Tree]:
+def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -> Generator[Tree]:
     """Yields `scatter(batch)` for each batch, in order, with `size` batches on the devices ahead."""
     # No thread: JAX's transfers are asynchronous already, so that a queue of started ones is all it
     # takes, and there is nothing to leak or to join when the consumer stops early.
@@ -199,7 +233,7 @@ def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -
 
 def together(
     batches: Iterator[Prepared | None], prepare: Callable[[Tree], Prepared], how: Cutting, size: int
-) -> Iterator[Tree]:
+) -> Generator[Tree]:
     """Scatters the batches of all processes until all have run out, with no rows of those that have.
 
     None is a batch of which this process has no rows. They tell each other of a batch, and put it on their devices,

@@ -372,6 +372,28 @@ def case_prefetch():
     return {**found, "outputs": outputs, "names": names}
 
 
+def case_evaluate():
+    """Each process has another number of batches, of other sizes; process 0 has none."""
+    dp = jdp.DataParallel(MLP)
+
+    def metrics(v, batch):
+        y = MLP.apply(v, batch["x"])
+        positive = y > 0
+        hits = jdp.Mean(positive.sum(), positive.size)
+        return {"mse": jnp.mean((y - batch["y"]) ** 2), "hits": hits, "sum": jdp.Sum(positive.sum(0)), "y": y}
+
+    some = dp.evaluate(metrics, variables(), batches(2 * P))
+    all_rows = dp.evaluate(metrics, variables(), dp.batches({"x": X, "y": Y}, 6))
+    model = nnx.Sequential(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    held = jdp.DataParallel(model)
+    of_nnx = held.evaluate(lambda model, x: {"mean": model(x).mean(), "y": model(x)}, [X[MINE]])
+    try:
+        dp.evaluate(metrics, variables(), [])
+    except ValueError as error:
+        nothing = str(error)
+    return {"some": some, "all": all_rows, "nnx": of_nnx, "nothing": nothing}
+
+
 class Noisy(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -473,6 +473,30 @@ def test_prefetch(found):
         assert result["names"] == ["fold [1]"]
 
 
+def test_evaluate(found):
+    """Means and sums are those of all rows, in all processes; entries are those of a process's own rows."""
+
+    def expected(batches):
+        x, y = (np.concatenate([b[k] for b in batches]) for k in "xy")
+        out = np.asarray(MLP.apply(variables(), x))
+        return {"mse": ((out - y) ** 2).mean(), "hits": (out > 0).mean(), "sum": (out > 0).sum(0), "y": out}
+
+    batches = [{"x": X[k : k + 3], "y": Y[k : k + 3]} for k in range(2)]
+    some, everything = expected(batches), expected([{"x": X, "y": Y}])
+    model = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+    for process, result in enumerate(found):
+        own = some["y"] if process else some["y"][:0]
+        close(result["some"], {**some, "y": own}, rtol=1e-5, atol=1e-6)
+        close({**result["all"], "y": 0}, {**everything, "y": 0}, rtol=1e-5, atol=1e-6)
+        assert "jdp.evaluate: the batches have no rows" in result["nothing"]
+        np.testing.assert_allclose(result["nnx"]["mean"], np.asarray(model(X)).mean(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result["nnx"]["y"], model(X[PARTS[process]]), rtol=1e-5, atol=1e-6)
+    # Batches of 6, 6 and 2 rows over four replicas, two in each process: chunks of 2, 2, 2, 0 and of 1, 1, 0, 0.
+    own = [[0, 1, 2, 3, 6, 7, 8, 9, 12, 13], [4, 5, 10, 11]]
+    for mine, result in zip(own, found, strict=True):
+        np.testing.assert_allclose(result["all"]["y"], everything["y"][mine], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.full
 def test_objects_in_the_batch(found):
     """Each replica draws with its own key, on its own rows; the objects' state is one over all processes."""

@@ -40,7 +40,7 @@ NAMES = [
     "virtual_cpu_devices",
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
-METHODS += ["value_and_grad", "grad", "train_step", "parallel", "check_replicas", "batches"]
+METHODS += ["value_and_grad", "grad", "train_step", "evaluate", "parallel", "check_replicas", "batches"]
 PUBLIC_MODULES = {"distributed.py": ["DesyncError", "ProcessesChanged", "initialize", "sync"], "__main__.py": ["main"]}
 
 

@@ -1,0 +1,272 @@
+"""evaluate: the metrics of a whole data set, on any number of devices those of one pass over all rows."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._core.devices import outside_of_mesh
+from .._core.gather import join
+from .._core.layout import Tree
+from .._core.outputs import Marked
+from .._core.parallel_apply import CallOf, on_replicas
+from .._core.programs import Compiled, dispatch, kept
+from .._core.replicate import broadcast
+from .._core.scatter import Cutting, split
+from .._core.scattered import Scattered, Signature, children
+from .._jax.private import trace_state_clean
+from .._model.config import Config, Wrapper, axes_of_batch
+from .._model.nnx import enter, in_evaluation, put_nodes, take_nodes
+from .._train.forms import Form, Forms
+from .._train.gradients import Loss, formed, run
+from .._train.loss import Division, divide, loss_of
+from .batches import Batches
+from .prefetch import Prefetched, prefetch, refuse_one_batch
+
+VERB = "evaluate"
+_IN_FLIGHT = 2  # batches whose results the host has not read yet
+
+
+@outside_of_mesh
+def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *arguments: Any) -> dict[str, Any]:
+    """Runs a whole data set and returns its metrics: `dp.evaluate(metrics_fn, variables, batches)`.
+
+    Each is the metric of all rows, whatever the batches, the devices and the processes are: totals and counts are
+    added up over all of them and divided once, at the end. The last batch may have any number of rows, and so may
+    each process.
+
+    Args:
+        metrics_fn: `metrics_fn(variables, batch)` (functions: `params`; NNX: `metrics_fn(model, batch)`) sees one
+            replica's rows of a batch, and returns a dict of `jdp.Mean(total, count)`, `jdp.Sum(total)`, 0-d floats
+            (the mean over the rows it sees) and arrays with an entry for each row. Values may be trees of these.
+        *arguments: the variables or parameters, and then the batches: a list of batches or a loader, anything that
+            `dp.prefetch` takes (and what it gives, or `dp.batches`). An NNX module is held by the wrapper, and the
+            batches are all: it runs in evaluation mode, and its state stays as it was.
+
+    Returns:
+        The dict, with values of the host. A mean is a float, or for a total that is an array a numpy array. A sum is
+        an int or a float, or a numpy array: integers are added in 64 bits, floats in float64. An entry for each row
+        comes back as one numpy array, with its dtype, in the order of the data; over several processes each has those
+        of its own rows, and the rest is the same everywhere.
+
+    Raises:
+        TypeError: metrics that are no dict; a metric that is neither of these forms, or a scalar that is no mean over
+            the rows; it is named.
+        ValueError: there are no rows at all; a metric that has another form or shape in a later batch.
+
+    Example:
+        >>> import jax.numpy as jnp, jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: w * x, devices=[0])
+        >>> def metrics_fn(w, batch):
+        ...     y = dp(w, batch["x"])
+        ...     return {"mean": y.mean(), "positive": jdp.Sum((y > 0).sum()), "y": y}
+        >>> batches = [{"x": np.array([-1.0, 2.0])}, {"x": np.array([8.0])}]
+        >>> found = dp.evaluate(metrics_fn, 2.0, batches)
+        >>> found["mean"], found["positive"], found["y"].tolist()
+        (6.0, 2, [-2.0, 4.0, 16.0])
+
+    Source: `Trainer.validate` of PyTorch Lightning, in which torch's `DistributedSampler` counts rows twice.
+    """
+    config: Config = dp._config
+    variables, batches = _arguments(dp, metrics_fn, arguments)
+    variables, nodes = take_nodes(variables, verb=VERB, root="variables")
+    variables = put_nodes(broadcast(variables, config.mesh, VERB, "variables"), nodes)
+    total = _Total()
+    waiting: collections.deque[tuple[Scattered, float]] = collections.deque()
+    for batch in batches if isinstance(batches, Batches | Prefetched) else prefetch(dp, batches):
+        found = _run(config, metrics_fn, variables, batch)
+        if found is not None:
+            waiting.append(found)
+        if len(waiting) > _IN_FLIGHT:
+            total.add(*waiting.popleft())
+    while waiting:
+        total.add(*waiting.popleft())
+    return total.value()
+
+
+def _arguments(dp: Wrapper, metrics_fn: Any, arguments: Sequence[Any]) -> tuple[Tree, Iterable[Tree]]:
+    """The model's part, the first argument of `metrics_fn`, and the batches."""
+    kind = dp._config.kind
+    if not callable(metrics_fn):
+        raise TypeError(f"jdp.{VERB}: metrics_fn is a {type(metrics_fn).__name__}; it is called. Pass a function.")
+    given = {"linen": ("variables", "batches"), "nnx": ("batches",)}.get(kind, ("params", "batches"))
+    if len(arguments) != len(given):
+        raise TypeError(
+            f"jdp.{VERB}: {len(arguments)} arguments after metrics_fn; for {_KINDS[kind]} there are {len(given)}. Call "
+            f"dp.{VERB}(metrics_fn, {', '.join(given)})."
+        )
+    if not trace_state_clean():
+        raise TypeError(
+            f"jdp.{VERB}: called inside of jax.jit, jax.grad or the like; it reads the metrics of each batch on the "
+            f"host, and there are no values while a program is traced. Call it outside of them."
+        )
+    dp._config.refuse_other_mesh()
+    if not isinstance(arguments[-1], Batches | Prefetched):
+        refuse_one_batch(arguments[-1], VERB)
+    return (in_evaluation(dp.module), arguments[0]) if kind == "nnx" else arguments  # type: ignore[return-value]
+
+
+_KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its state,", "function": "a function"}
+
+
+class Totals(NamedTuple):
+    """What a batch gives, over all replicas."""
+
+    sums: list[Any]
+    rows: list[Any]
+    forms: Forms
+
+
+def _run(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
+    """Dispatches one batch; returns its `Totals` and the number of its rows, or None where it has none."""
+    axes = axes_of_batch(config, batch, None)
+    one = divide((variables, batch), {}, [], True, [None, 0], VERB)
+    where = None if axes is None else ((axes,), config.dim)
+    how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
+    inputs = split((one.inputs, one.kwargs), how)
+    layout = inputs._layout
+    rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))
+    if not rows:
+        return None
+    none, held = one.replicas  # of nothing is a gradient taken
+    held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
+    program = _program(config, metrics_fn, one.division)
+    return dispatch(program, config.mesh, (none, held), *children(inputs)), rows
+
+
+def _program(config: Config, metrics_fn: Any, division: Division) -> Compiled:
+    def make(metrics_fn: Any) -> Compiled:
+        label = getattr(metrics_fn, "__name__", "metrics")
+
+        def none_and_metrics(*args: Any) -> tuple[None, dict[str, Any]]:
+            metrics = metrics_fn(*args)
+            if not isinstance(metrics, Mapping):
+                raise TypeError(
+                    f"jdp.{VERB}: {label} returns a {type(metrics).__name__}; each metric has a name. Return a dict, "
+                    f"{{'accuracy': jdp.Mean(hits, count)}}."
+                )
+            return None, dict(metrics)
+
+        loss = loss_of(none_and_metrics, division, VERB, config.axis_name, config.reduce_state, None, False)
+        return Compiled(on_replicas(_totals(loss), label, verb=VERB))
+
+    return kept(metrics_fn, (VERB, weakref.ref(config), division), make)
+
+
+def _totals(loss: Loss) -> CallOf:
+    """What a replica runs: `((diff, held), *args)` to its `Totals`, of which sums are added over the replicas."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., Totals]:
+        def call(*operands: Any) -> Totals:
+            values = signature.of_replica(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+            state = enter(before, signature.axis_name)
+            none, metrics, _, _ = run(loss, signature, diff, {}, values, state)
+            size = signature.layout.sizes[replica] if signature.layout.is_cut else 1
+            forms, sums, rows = formed(loss, signature, (none, metrics), (diff, values, state), size, float(size))
+            entries = [Marked(x, axis) for x, axis in zip(rows, forms.axes, strict=True)]
+            return Totals([Marked(x, None, "sum") for x in sums], entries, forms)
+
+        return call
+
+    return call_of
+
+
+class _Total:
+    """Adds up on the host what the batches give."""
+
+    def __init__(self) -> None:
+        self._forms: Forms | None = None
+        self._shapes: list[list[Any]] = []  # by metric: the shapes of its sums, or of an entry
+        self._sums: list[Any] = []
+        self._rows: list[list[np.ndarray]] = []
+        self._count = 0.0
+
+    def add(self, found: Scattered, count: float) -> None:
+        """Adds one batch of `count` rows, and waits for it."""
+        totals: Totals = join(found, None)
+        sums, rows = ([np.asarray(x) for x in part] for part in (totals.sums, totals.rows))
+        shapes = list(_shapes(totals.forms, iter(sums), iter(rows)))
+        if self._forms is None:
+            self._forms, self._shapes = totals.forms, shapes
+            self._sums, self._rows = [0] * len(sums), [[] for _ in rows]
+        self._refuse_others(totals.forms, shapes)
+        self._count += count
+        self._sums = [a + b.astype(_wide(b.dtype)) for a, b in zip(self._sums, sums, strict=True)]
+        for entries, x in zip(self._rows, rows, strict=True):
+            entries.append(x)
+
+    def value(self) -> dict[str, Any]:
+        """Returns the metrics of all rows."""
+        if self._forms is None:
+            raise ValueError(
+                f"jdp.{VERB}: the batches have no rows; metrics of none are no numbers. Pass 1 row or more."
+            )
+        sums, rows = iter(self._sums), iter(self._rows)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a mean over nothing is nan, as on a device
+            values = [
+                _host(form.value(sums, self._count)) if form.axis is None else np.concatenate(next(rows), form.axis)
+                for form in self._forms.each
+            ]
+        _, metrics = jax.tree.unflatten(self._forms.treedef, values)
+        return metrics
+
+    def _refuse_others(self, forms: Forms, shapes: list[list[Any]]) -> None:
+        """Raises a `ValueError` for metrics that are not those of the batches before."""
+        first = self._forms
+        if first is None or (forms, shapes) == (first, self._shapes):
+            return
+        before, now = ({*_names(x)} for x in (first, forms))
+        if before != now:
+            name = min(before ^ now)
+            raise ValueError(
+                f"jdp.{VERB}: metrics{name} is {'only' if name in now else 'not'} in a later batch; each batch has the "
+                f"same metrics, which are added up. Return all of them for each batch."
+            )
+        for name, old, new, a, b in zip(_names(first), first.each, forms.each, self._shapes, shapes, strict=True):
+            if (old, a) != (new, b):
+                raise ValueError(
+                    f"jdp.{VERB}: metrics{name} is {_described(old, a)}, and in a later batch {_described(new, b)}; "
+                    f"metrics of several batches are added up, or joined along their rows. Return one form and shape."
+                )
+
+
+def _shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:
+    """The shapes that a metric has in every batch; of entries for each row, all but their number."""
+    for form in forms.each:
+        if form.axis is None:
+            yield [next(sums).shape for _ in range(form.summands)]
+        else:
+            x = next(rows)
+            yield [x.shape[: form.axis] + x.shape[form.axis + 1 :]]
+
+
+def _names(forms: Forms) -> list[str]:
+    numbered = jax.tree.unflatten(forms.treedef, range(forms.treedef.num_leaves))
+    return [jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+
+
+_FORMS = {"mean": "a mean", "ratio": "a jdp.Mean", "sum": "a jdp.Sum", "combination": "a sum of terms"}
+
+
+def _described(form: Form, shapes: list[Any]) -> str:
+    if form.axis is None:
+        return f"{_FORMS[form.kind]} of shape {shapes[0]}"
+    return f"an array of {form.dtype} with an entry of shape {shapes[0]} for each row, along axis {form.axis}"
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which the host adds."""
+    if dtype.kind in "fiub":
+        return np.float64 if dtype.kind == "f" else np.uint64 if dtype == np.uint64 else np.int64
+    return np.complex128 if dtype.kind == "c" else np.float64
+
+
+def _host(x: Any) -> Any:
+    """A Python number for what has no shape, else the array."""
+    return x.item() if np.ndim(x) == 0 else np.asarray(x)
