@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from .options import Job, described, environments, gpus_to_divide, parse
-from .output import Printer, Reader
+from .output import Printer, Reader, open_the_closed
 from .protocol import FOR_ANOTHER, WAITED
 from .workers import Crew, Events, Guard, Worker
 
 
 def main(argv: list[str]) -> int:
     """Runs the job that the command line asks for, and returns the code to exit with."""
+    open_the_closed()
     job = parse(argv)
     try:
         gpus = gpus_to_divide(job, os.environ)

@@ -31,19 +31,20 @@ class Lines:
     def __init__(self, prefix: bytes) -> None:
         self.prefix = prefix
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL)
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        data = self._rest + data
+        searched = max(0, len(self._rest) - 1)  # a \r at the end may be half of an end
+        self._rest += data
         pieces, start = [], 0
-        for found in _END.finditer(data):
-            pieces += self._piece(data[start : found.start()], found[0])
+        for found in _END.finditer(self._rest, searched):
+            pieces += self._piece(bytes(self._rest[start : found.start()]), found[0])
             start = found.end()
-        self._rest = data[start:]
+        del self._rest[:start]
         return pieces + (self.end() if len(self._rest) > _LONGEST else [])
 
     def end(self) -> list[bytes]:
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        rest, self._rest = bytes(self._rest.rstrip(b"\r")), bytearray()
         return self._piece(rest, b"\n") if rest else []
 
     def _piece(self, text: bytes, end: bytes) -> list[bytes]:
@@ -107,13 +108,23 @@ class Printer:
             if fd not in self._broken:
                 try:
                     _write(fd, self._over_bars(pieces) if os.isatty(fd) else b"".join(pieces))
-                except OSError:  # nobody reads any more (`| head`), or the disk is full
+                except BrokenPipeError:  # nobody reads any more (`| head`)
                     self._broken.add(fd)  # the processes must not block on their pipes meanwhile
                     self._on_broken(signal.SIGPIPE)
+                except OSError as error:  # the disk is full
+                    self._go_on_without(fd, error)
             with self._changed:
                 self._left.popleft()
                 self._size -= sum(map(len, pieces))
                 self._changed.notify_all()
+
+    def _go_on_without(self, fd: int, error: OSError) -> None:
+        """Drops what would go there from now on, and says so: a training that runs for days is worth more."""
+        self._broken.add(fd)
+        if fd != _STDERR:
+            with self._changed:
+                text = f"jdp launch: stdout cannot be written ({error}); the processes go on without it\n"
+                self._add(_STDERR, [text.encode(errors="replace")])
 
     def _over_bars(self, pieces: list[bytes]) -> bytes:
         # a line that is shorter than the bar before it would leave the bar's end behind
@@ -122,6 +133,15 @@ class Printer:
             text += (_ERASE if self._bar else b"") + piece
             self._bar = piece.endswith(b"\r")
         return text
+
+
+def open_the_closed() -> None:
+    """Opens the null device for each of stdin, stdout and stderr that is closed: a pipe would get its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest number that is free
 
 
 def _write(fd: int, data: bytes) -> None:

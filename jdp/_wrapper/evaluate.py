@@ -15,7 +15,7 @@ from .._core.gather import join
 from .._core.layout import Tree
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
-from .._core.programs import Compiled, dispatch, kept
+from .._core.programs import Compiled, capturing, dispatch, kept
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, Signature, children
@@ -99,6 +99,11 @@ def _arguments(dp: Wrapper, metrics_fn: Any, arguments: Sequence[Any]) -> tuple[
         raise TypeError(
             f"jdp.{VERB}: {len(arguments)} arguments after metrics_fn; for {_KINDS[kind]} there are {len(given)}. Call "
             f"dp.{VERB}(metrics_fn, {', '.join(given)})."
+        )
+    if capturing():
+        raise TypeError(
+            f"jdp.explain: dp.{VERB} runs a program for each batch and reads what it gives; explain shows one program. "
+            f"Explain dp.apply, with a batch."
         )
     if not trace_state_clean():
         raise TypeError(

@@ -367,6 +367,43 @@ def test_when_nobody_reads_the_output_the_job_ends():
         assert b"the output cannot be written any more" in launcher.stderr.read()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_on_a_full_disk_the_job_goes_on(place):
+    script = """
+    for i in range(100): print("again")
+    open(f"done-{rank}", "w")
+    """
+    with open("/dev/full", "wb") as full:
+        launcher = start("-n", "2", script=script, stdout=full)
+        with launcher.stderr:
+            text = launcher.stderr.read().decode()
+    assert launcher.wait(timeout=20) == 0 and os.path.exists("done-0") and os.path.exists("done-1")
+    assert text.count("stdout cannot be written ([Errno 28] No space left on device)") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_reason_to_end(closed, place):
+    lines = "import os, sys", 'print("out")', 'print("err", file=sys.stderr)', 'open(os.environ["JDP_PROCESS_ID"], "w")'
+    Path("script.py").write_text("\n".join(lines))
+    words = [sys.executable, "-c", RUNNER, str(ROOT / "jdp"), "-n", "2", "script.py"]
+    run = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and os.path.exists("0") and os.path.exists("1"), run.stderr
+    assert sorted(run.stdout.split("\n")) == ([""] if ">&-" in closed.split() else ["", "[0] out", "[1] out"])
+
+
+def test_a_long_line_is_searched_once():
+    """A line of 4 MB takes about as long as as many short ones; searched anew with each piece it took 70 times that."""
+
+    def seconds(text):
+        lines, began = output.Lines(b""), time.thread_time()
+        for i in range(0, len(text), 1 << 12):
+            lines.feed(text[i : i + (1 << 12)])
+        return time.thread_time() - began
+
+    short, long = (b"x" * (size - 1) + b"\n" for size in (100, 1_000_000))
+    assert min(seconds(long * 4) for _ in range(3)) < 20 * min(seconds(short * 40_000) for _ in range(3))
+
+
 # How a job ends
 
 

@@ -292,6 +292,8 @@ def test_arguments(refused):
         dp.evaluate(VARIABLES, linen_metrics, cut_at())
     with refused(TypeError, "evaluate", "called inside of jax.jit"):
         jax.jit(lambda v: dp.evaluate(linen_metrics, v, cut_at()))(VARIABLES)
+    with refused(TypeError, "explain", "explain shows one program. Explain dp.apply"):
+        jdp.explain(dp.evaluate, linen_metrics, VARIABLES, cut_at())
 
 
 def test_lengths(refused):
