@@ -1,12 +1,8 @@
 """More than one process: `initialize` before anything else, and the rest of jdp is as it is with one."""
 
 from ._core.programs import wait_for_all as _wait_for_all
-from ._core.sync import sync as sync
 from ._processes.coordination import DesyncError as DesyncError
 from ._processes.initialize import initialize as initialize
 from ._processes.last_words import before_leaving as _before_leaving
-from ._processes.recovery import ProcessesChanged as ProcessesChanged
-from ._processes.recovery import stay as _stay
 
 _before_leaving(_wait_for_all)  # processes know of no programs
-_before_leaving(_stay)

@@ -50,7 +50,7 @@ from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
-LONGEST = ("test_loss_law.py", "test_walk.py", "test_deterministic_processes.py", "test_recovery.py")
+LONGEST = ("test_loss_law.py", "test_walk.py", "test_deterministic_processes.py")
 # laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
 # CI: that may take longer than a case may, because each try compiles.
 IN_CI = os.environ.get("JDP_TESTS_RUN") == "ci"

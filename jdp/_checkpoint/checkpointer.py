@@ -18,8 +18,6 @@ import jax
 
 from .._core.layout import Tree
 from .._processes.exchange import by_value
-from .._processes.members import members
-from .._processes.watch import limits
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
@@ -151,17 +149,14 @@ class Checkpointer:
             return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
-        ending = not members.generation and self._preemption.reached()  # which asks all that the job began with
+        ending = self._preemption.reached()
         if not ending and step % self._every:
             return False
         if step != self._steps.newest:
             self.wait()  # which may find that an earlier save of this step, one that was interrupted, is complete
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
-            if limits.recovers and jax.process_index():  # process 0 saves alone
-                self._steps.newest = step
-            else:
-                self._writer.write(step, *agree(self._writer.prepare, state, data))
+            self._writer.write(step, *agree(self._writer.prepare, state, data))
         if ending:
             self.wait()
             self._preemption.act()
@@ -199,13 +194,6 @@ class Checkpointer:
                 replicas, and `replicas=` was passed to `jdp.DataParallel` then or now.
         """
         step = None if step is None else _number(step)
-        if members.waits:
-            return state, None
-        if members.generation:
-            raise RuntimeError(
-                f"jdp.{VERB}: restore is called after a jdp.distributed.ProcessesChanged; all processes that the job "
-                f"began with restore together, before the first step. Go on with the state that is there."
-            )
         self.wait()
         leaves = leaves_of(state)
         found = self._steps.find(leaves, step)
@@ -357,16 +345,6 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _check_whole(leaves: dict[str, Any]) -> None:
-    """Refuses what one process alone cannot save."""
-    for path, x in leaves.items():
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            raise ValueError(
-                f"jdp.{VERB}: {path} is cut over the processes, and with initialize(recover=True) process 0 saves "
-                f"alone; it has to have all of each leaf. Put it whole on all devices (jdp.replicate)."
-            )
-
-
 def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """The leaves to save and the data, and whether that is a list with each process's own, for they differ.
 
@@ -380,7 +358,6 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         leaves = leaves_of(state)
         prepare()
         if not together():
-            _check_whole(leaves)
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
         local = fingerprints(encode(own))

@@ -16,7 +16,6 @@ from .._core.devices import replicas_on
 from .._core.fingerprint import fingerprint
 from .._core.inputs import is_array
 from .._core.layout import Tree, is_key
-from .._processes.watch import limits
 from .._version import __version__
 
 VERB = "Checkpointer"
@@ -52,8 +51,6 @@ def encode(leaves: Mapping[str, Any]) -> dict[str, Any]:
         x = _data(x) if isinstance(x, jax.Array) else np.asarray(x)
         if isinstance(x, jax.Array) and local and x.is_fully_addressable:
             x = np.asarray(x)
-        elif isinstance(x, jax.Array) and limits.recovers and x.is_fully_replicated:  # process 0 saves alone
-            x = np.asarray(x.addressable_data(0))
         if x.size:
             out[path] = x
     return out or {"nothing": np.zeros(1, np.uint8)}  # nor does Orbax write nothing at all

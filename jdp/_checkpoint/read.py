@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._processes.watch import limits
 from .directory import is_local, kind, open_file
 from .items import (
     FORMAT,
@@ -101,8 +100,8 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
 
 
 def together() -> bool:
-    """Whether several processes save one checkpoint together; with `initialize(recover=True)` process 0 does alone."""
-    return jax.process_count() > 1 and not limits.recovers
+    """Whether several processes save one checkpoint together."""
+    return jax.process_count() > 1
 
 
 def tell_all(text: str) -> list[str]:

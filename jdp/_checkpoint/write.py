@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from .._processes.coordination import client
-from .._processes.watch import limits
 from .at_exit import tell_loss, wait_at_exit
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
@@ -210,9 +209,7 @@ def _checkpointer() -> Any:
     )
     # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. By a
     # number, for a directory may have another name on another machine.
-    apart = ocp.options.MultiprocessingOptions(
-        active_processes={0} if limits.recovers else None, barrier_sync_key_prefix=f"jdp{next(_writers)}"
-    )
+    apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{next(_writers)}")
     tree = ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, multiprocessing_options=apart)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, tree)

@@ -19,8 +19,6 @@ from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
-from .._processes.members import members
-from .._processes.recovery import raise_if_changed
 from .._processes.watch import limits
 from .devices import own_places, places_of, processes_of
 from .inputs import name_of
@@ -73,14 +71,10 @@ def begin(
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
     rows = sizes or [0] * len(own_places(mesh))
-    try:
-        if group.last is None:
-            group.start(verb)
-        call = group.exchange.next_call(verb)
-        gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
-    except Exception as error:
-        raise_if_changed(group.exchange, verb, error)
-        raise
+    if group.last is None:
+        group.start(verb)
+    call = group.exchange.next_call(verb)
+    gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     seconds = limits.step if verb in group.calls else limits.start
@@ -94,14 +88,6 @@ def finish(pending: Pending) -> Agreed:
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
     """
-    try:
-        return _agreed(pending)
-    except Exception as error:
-        raise_if_changed(pending.group.exchange, pending.call.what, error)
-        raise
-
-
-def _agreed(pending: Pending) -> Agreed:
     call, seconds, here = pending.call, pending.seconds, pending.call.exchange.here
     words = _read(pending)
     sizes = tuple(words[:, -2].tolist())
@@ -164,8 +150,6 @@ def _read(pending: Pending) -> np.ndarray:
     try:
         return np.asarray(pending.gathered)[pending.group.places]
     except jax.errors.JaxRuntimeError as error:  # the connection to one that has died, or does not come
-        if limits.recovers:
-            raise
         call.leave()
         call.wait(all_are_here, 0)
         raise DesyncError(
@@ -193,7 +177,6 @@ class _Group:
     def __init__(self, mesh: Mesh) -> None:
         devices = [*mesh.devices.flat]
         self.mesh, self.exchange = mesh, exchange_of(processes_of(mesh))
-        members.uses(devices)
         self.last: Any = None  # what was gathered last
         self.calls: set[str] = set()  # those that were made before
         # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited

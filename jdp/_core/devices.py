@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from .._jax.private import is_described, trace_state_clean
 from .._processes.launchers import astray
-from .._processes.members import members
 
 if TYPE_CHECKING:
 
@@ -102,7 +101,7 @@ def named_once(verb: str, devices: Devices, device_ids: Devices) -> Devices:
 def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     """The devices, checked: at least one, all known, no duplicates, one platform."""
     if devices is None:
-        return tuple(jax.local_devices() if members.waits else jax.devices())
+        return tuple(jax.devices())
     if isinstance(devices, int) and not isinstance(devices, bool):
         raise TypeError(
             f"jdp.{verb}: devices={devices} is an int; devices are a sequence, and there are {len(jax.devices())}. "

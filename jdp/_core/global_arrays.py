@@ -11,7 +11,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from .._processes.members import members
 from .devices import are_described, own_mesh, spans_processes
 from .layout import Layout, cut_along, is_key, replicated
 
@@ -80,17 +79,16 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
     """An array that is whole on all processes, as one of devices of this process; anything else as it is.
 
-    On these devices, if they are some of its own; else on one, if they are other devices of its processes. Where
-    processes have left and come back, so does any array that is whole here: they have it by `sync`.
+    On these devices, if they are some of its own; else on one, if they are other devices of its processes.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.is_fully_replicated:
         return x
-    if x.is_fully_addressable and not members.generation:
+    if x.is_fully_addressable:
         return x
     here, had, mesh = sharding.device_set, x.sharding.device_set, cast(Mesh, sharding.mesh)
     if sharding.is_fully_addressable and here <= had:
         return _of_shards(x, x.shape, sharding)
-    if x.sharding != sharding if members.generation else here != had and _processes(here) <= _processes(had):
+    if here != had and _processes(here) <= _processes(had):
         return jax.device_put(x.addressable_data(0), own_mesh(mesh).devices.flat[0])
     return x
 

@@ -24,8 +24,6 @@ from jax.sharding import Mesh
 from .._jax.private import trace_state_clean
 from .._processes.agree import same_program
 from .._processes.exchange import Exchange, exchange_of
-from .._processes.recovery import in_all
-from .._processes.watch import limits
 from .devices import processes_of, spans_processes
 from .layout import Layout, Tree
 from .scattered import Scattered, concrete
@@ -240,8 +238,7 @@ def dispatch_step(
     few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
-    run = in_all(exchange, program) if exchange is not None or limits.recovers else program
-    found = run_and_keep(run, args, keep)
+    found = run_and_keep(program, args, keep)
     if exchange is not None:
         exchange.dispatched(concrete(found[1]["loss"]))
     if few:

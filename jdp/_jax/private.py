@@ -10,8 +10,7 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 4. `runtime_type` of a device's client: `is_described`
 5. `jax._src.distributed.global_state`, and the coordination service's client there: `job`
 6. `jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params`: `found_by_cluster`
-7. `jax._src.lib._jax`, where two functions of jaxlib get an argument more: `absent_are_named`, `gloo_goes_by`; and the
-   keys of Gloo: `GLOO_KEYS`
+7. `jax._src.lib._jax`, where two functions of jaxlib get an argument more: `absent_are_named`, `gloo_goes_by`
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
@@ -196,14 +195,6 @@ def gloo_goes_by(interface: str) -> None:
     Tried: no option of JAX and no environment variable leads there.
     """
     _give("make_gloo_tcp_collectives", interface=interface)
-
-
-GLOO_KEYS = "cpu:gloo/"
-"""Before each key by which the processes' CPUs find each other: then come the ids of the devices, with commas. Without
-it a process with several CPU devices that was started again, alone, fails in its first collective over these.
-
-Tried: nothing public deletes them; Gloo refuses to set one that is there, and a process that has died leaves its own.
-"""
 
 
 def _give(name: str, **more: Any) -> Callable[[], None]:

@@ -127,7 +127,7 @@ def _attempt(
 
 def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Printer) -> int | None:
     """Waits until every worker has ended; gives the signal that asked the launcher to end, if one did."""
-    asked, deadline, alone = None, math.inf, 0
+    asked, deadline = None, math.inf
     while crew.running():
         try:
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
@@ -139,18 +139,9 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
             deadline = math.inf
             continue
         if isinstance(event, Worker):
-            if job.recover and event.rank and (event.code or 0) < 0 and asked is None and crew.killed == math.inf:
-                event.left_out, then = True, ""
-                if alone < job.max_restarts and all(worker.code is None for worker in crew.workers if worker.rank == 0):
-                    alone += 1
-                    then = f", and it starts again, alone ({alone} of {job.max_restarts})"
-                    reader.add(crew.pipes(crew.start_again(job.command, event)))
-                printer.say(f"{event.end()}; the others go on without it{then}")
-            elif event.code and deadline == math.inf and crew.killed == math.inf:
+            if event.code and deadline == math.inf and crew.killed == math.inf:
                 crew.signal(signal.SIGTERM)
                 deadline = time.monotonic() + job.grace
-            elif event.code == 0 and event.rank == 0 and job.recover:  # it ends last, but for one that is stopped
-                deadline = min(deadline, time.monotonic() + job.grace)
         elif event == signal.SIGINT and asked is not None:
             crew.kill()
         else:

@@ -53,15 +53,6 @@ a process that cannot be started again
   Where each process had given Checkpointer.save other data than the others,
   restore gives the list of them all.
 
-a process that the others go on without, an experiment
-  With --recover one that a signal has ended (SIGKILL, where memory runs out)
-  is left out, and no other gets SIGTERM. The script has
-  initialize(recover=True) then, and a loop that heeds it. With --max-restarts K
-  it starts again, alone, and the others let it in: on each machine K times. If
-  rank 0 dies, all end, and start again, K times. Rank 0 ends last: a process
-  that still runs after it has been stopped by somebody, and is killed after
-  --grace.
-
 Ctrl-C and SIGTERM
   are handed on, and the processes have --preemption-grace to save and end.
   No restart follows. After SIGTERM the code is 0 if all ended with 0, else
@@ -99,7 +90,6 @@ class Job:
     max_restarts: int = 0
     min_processes: int | None = None
     replicas: int | None = None
-    recover: bool = False
     compilation_cache: str | None = None
     grace: float = 3.0
     preemption_grace: float = 30.0
@@ -150,8 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-processes", type=int, metavar="M", help=text)
     text = "leave out so many that the devices of the others divide R, as jdp.DataParallel(..., replicas=R) wants"
     add("--replicas", type=int, metavar="R", help=text)
-    text = "an experiment: one that is killed ends no other; for initialize(recover=True)"
-    add("--recover", action="store_true", help=text)
     text = "where compiled programs are kept (~/.cache/jdp); none for nowhere"
     add("--compilation-cache", type=_folder, default=argparse.SUPPRESS, metavar="DIR", help=text)
     text = "run on the CPU, as K devices in each process"

@@ -158,22 +158,17 @@ class Reader(threading.Thread):
 
     def __init__(self, pipes: list[tuple[IO[bytes], int, int]], printer: Printer) -> None:
         super().__init__(name="jdp launch: output", daemon=True)
-        self._new = collections.deque(pipes)
+        self._pipes = pipes
         self._printer = printer
         self._lines = {(rank, fd): Lines(b"[%d] " % rank) for _, rank, fd in pipes}
         self._until: float | None = None
 
-    def add(self, pipes: list[tuple[IO[bytes], int, int]]) -> None:
-        """Prints these as well: of processes that were started later, with the ranks of some from before."""
-        self._new.extend(pipes)
-
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
-            while (self._new or selector.get_map()) and (self._until is None or time.monotonic() < self._until):
-                while self._new:
-                    pipe, rank, fd = self._new.popleft()
-                    selector.register(stack.enter_context(pipe), selectors.EVENT_READ, (rank, fd))
+            for pipe, rank, fd in self._pipes:
+                selector.register(stack.enter_context(pipe), selectors.EVENT_READ, (rank, fd))
+            while selector.get_map() and (self._until is None or time.monotonic() < self._until):
                 ready = selector.select(timeout=0.5)
                 for key, _ in ready:
                     if not self._read(key.fd, *key.data):

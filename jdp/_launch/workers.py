@@ -28,8 +28,6 @@ class Worker:
     started: float
     ended: float = 0.0
     code: int | None = None
-    left_out: bool = False  # the others go on without it
-    env: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -101,7 +99,7 @@ class Crew:
                 start_new_session=True,  # so that a Ctrl-C in the terminal comes once, from the launcher
             )
             self._guard.tell(b"+%d\n" % process.pid)
-            self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic(), env=env))
+            self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
         new = self.workers[first:]
 
         def note_end(i: int, code: int) -> None:
@@ -110,11 +108,6 @@ class Crew:
 
         self._watchers += watch([worker.process for worker in new], note_end)
         return new
-
-    def start_again(self, command: Sequence[str], worker: Worker) -> list[Worker]:
-        """Starts one that has ended once more, alone, after what it has left behind is killed."""
-        _launch_guard.kill_group(worker.process.pid)
-        return self.start(command, [worker.env])
 
     @staticmethod
     def pipes(workers: Sequence[Worker]) -> list[tuple[IO[bytes], int, int]]:
@@ -144,9 +137,6 @@ class Crew:
     def culprit(self) -> Worker | None:
         """The worker whose failure brought the others down, or `None` if none failed by itself."""
         failed = [worker for worker in self.workers if worker.code and worker.ended < self.killed]
-        others = [worker for worker in failed if not worker.left_out]
-        if others or any(worker.code == 0 for worker in self.workers):  # else all were left out, and nobody went on
-            failed = others
 
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.

@@ -3,11 +3,9 @@
 In reading order:
 
     coordination.py       JAX's coordination service, as a few functions; `DesyncError`
-    members.py            who is there, where processes leave and come back; the orders of devices that are left
     watch.py              where each process is; who waits too long for the others learns where these are
     exchange.py           each process leaves a text for a call, and reads everybody's; who waits learns for whom
     agree.py              all processes are about to run the same program
-    recovery.py           an experiment: where a process dies, or comes back, all learn it at one batch
     launchers.py          what torchrun, MPI, SkyPilot and Ray say to the processes that they start
     initialize.py         `jdp.distributed.initialize`: how a process joins the job
     compilation_cache.py  what JAX compiles is kept, and a restarted process reads it

@@ -16,7 +16,6 @@ import jax
 
 from .coordination import DesyncError
 from .exchange import Exchange, by_value, exchange_of
-from .members import members
 from .watch import limits, watch
 
 CONTAINERS = "containers"
@@ -38,7 +37,6 @@ def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -
         key = (treedef, *[getattr(x, "aval", type(x)) for x in leaves])
         if key not in seen:
             exchange = exchange_of(processes)
-            members.uses(devices)
             lowered = program.lower(*args)
             _compare(lowered.as_text(), _operands(args, roots, names), devices, exchange, label)
             watch.compiling(True)

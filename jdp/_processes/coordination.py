@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,11 +70,6 @@ def under(folder: str) -> list[tuple[str, str]]:
     return _value("NOT_FOUND", client().key_value_dir_get, folder) or []
 
 
-def keys(folder: str) -> list[str]:
-    """The keys that begin so, also where their values are no texts."""
-    return [key for key, _ in _value("NOT_FOUND", client().key_value_dir_get_bytes, folder) or []]
-
-
 def put(key: str, text: str) -> None:
     """Sets the value of a key, also where it has one."""
     _value(None, client().key_value_set, key, text, True)
@@ -83,14 +77,6 @@ def put(key: str, text: str) -> None:
 
 def delete(key: str) -> None:
     _value("NOT_FOUND", client().key_value_delete, key)
-
-
-def alive(processes: Sequence[int]) -> dict[int, int]:
-    """Waits for those of these processes that live; gives them, the same to all, with a number for each life of one.
-
-    Like `jax.experimental.multihost_utils.live_devices`, which keeps these numbers to itself.
-    """
-    return _value(None, client().get_live_nodes, [*processes])
 
 
 def _value(absent: str | None, call: Any, *args: Any) -> Any:

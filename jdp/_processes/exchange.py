@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-from .coordination import AbsentError, DesyncError, delete, ended, get, now, put, under
-from .members import members
+from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
 from .watch import limits, named, watch
 
 _SLICE = 1.0  # seconds after which a process that waits says so, and looks who has not come, or has ended
@@ -32,7 +31,7 @@ class Exchange:
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes, self.here = processes, jax.process_index()
         group = "-".join(map(str, processes)) if len(processes) < jax.process_count() else "all"
-        self._group = f"jdp/{group}/{members.generation}"
+        self._group = f"jdp/{group}"
         self._number, self._thread = 0, threading.get_ident()
         self._left: collections.deque[str] = collections.deque()
 
@@ -61,14 +60,6 @@ class Exchange:
         """That program runs; this is one of its outputs. None where it is being traced."""
         if output is not None:
             watch.dispatched(self._group, self.processes, output)
-
-    def failed(self) -> None:
-        """This process has left the order of the calls, with an error, and waits where all meet."""
-        put(f"{self._group}/failed", "")
-
-    def has_failed(self) -> bool:
-        """Whether one has."""
-        return now(f"{self._group}/failed") is not None
 
     def leave(self, key: str, text: str) -> None:
         put(key, text)
@@ -151,11 +142,7 @@ class Call:
                 if left := [p for p in absent if p in gone]:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
-                if again := watch.reborn(absent):
-                    raise AbsentError(self._text(again, "died, and was started again"))
-                if limits.recovers and self.exchange.has_failed():
-                    raise AbsentError(f"jdp.{self.what}: another process has failed; all end. Its output says why.")
-                if is_over() or (limits.recovers and watch.silent(absent)):
+                if is_over():
                     self._give_up(absent, gone)
 
     def _give_up(self, absent: list[int], gone: set[int]) -> None:
@@ -184,12 +171,8 @@ class Call:
         )
 
 
-def exchange_of(processes: tuple[int, ...]) -> Exchange:
-    return _exchange(processes, members.generation)
-
-
 @functools.cache
-def _exchange(processes: tuple[int, ...], generation: int) -> Exchange:
+def exchange_of(processes: tuple[int, ...]) -> Exchange:
     return Exchange(processes)
 
 

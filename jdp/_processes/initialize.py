@@ -17,7 +17,6 @@ from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count
 from .last_words import install
 from .launchers import Alone, incomplete, launched, number, ray_worker, several
-from .recovery import begin, set_up
 from .watch import limits
 
 
@@ -33,7 +32,6 @@ def initialize(
     thread_guard: bool = True,
     quiet: bool = False,
     compilation_cache: str | os.PathLike[str] | None = None,
-    recover: bool = False,
     **options: Any,
 ) -> None:
     """Makes this process one of a job of many: `jax.distributed.initialize`, by which no fault hangs the others.
@@ -89,17 +87,12 @@ def initialize(
             kept, at most about 4 GiB: who starts again reads them. It may be shared by processes, jobs and machines.
             Default: the one that `jdp launch` names, else none. "none" is none. A setting of JAX's own
             (`JAX_COMPILATION_CACHE_DIR`) goes before.
-        recover: an experiment. Where a process dies, the others get a `jdp.distributed.ProcessesChanged` at one and
-            the same batch, and can go on without it, and with it when it was started again; `docs/processes.md` has
-            the loop. Steps then keep the state that goes in, and each is waited for. A process is dead after `timeout`
-            seconds without a heartbeat, and one that is that late for a sum on CPUs ends the job, as do the death of
-            process 0, and one outside of the loop.
         **options: further arguments of `jax.distributed.initialize` (`local_device_ids`, ...).
 
     Raises:
         RuntimeError: JAX has started already; or process 0 finds the port taken.
         ValueError: there are several processes, and not all of the three first arguments are known; or JAX's own
-            `initialize` has been told others; or `recover` without a `timeout`.
+            `initialize` has been told others.
 
     Example:
         >>> import jdp
@@ -124,34 +117,16 @@ def initialize(
             return
     limits.step = math.inf if timeout is None else float(timeout)
     limits.start = float(start_timeout)
-    if recover:
-        heartbeat_timeout = min(heartbeat_timeout, _recovery(timeout, job is not None))
     if job is not None:
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
-    begin()
     install()
     if thread_guard:
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()
     if job is not None and own_process() == 0 and not quiet:
         print(_found(job["coordinator_address"]), file=sys.stderr, flush=True)
-
-
-def _recovery(timeout: float | None, starts: bool) -> int:
-    """Has this job go on without a process that dies; the seconds after which one is dead."""
-    if timeout is None:
-        raise ValueError(
-            "jdp.distributed.initialize: recover is True and timeout is None; a sum with a process that has died ends "
-            "when its time is over. Pass timeout=20."
-        )
-    if not starts:
-        raise RuntimeError(
-            "jdp.distributed.initialize: recover is True, and JAX is initialized already; it has to know before that a "
-            "process may die. Call this instead of jax.distributed.initialize."
-        )
-    return set_up(timeout)
 
 
 def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shutdown_timeout: int) -> None:

@@ -20,7 +20,6 @@ import jax
 from .._launch.protocol import FOR_ANOTHER, WAITED
 from .coordination import AbsentError, DesyncError, client, forget_in_child, left_key, now, own_process, process_count
 from .exchange import Exchange
-from .recovery import leave_if_over
 from .watch import watch
 
 _FAILED = "jdp/failed"
@@ -182,7 +181,6 @@ def _listen(leaving: threading.Event) -> None:
             return  # jax.distributed.shutdown, which the program has called
         try:
             word, why = now(_FAILED), watch.look()
-            leave_if_over()
         except DesyncError:
             continue  # the coordination service is gone, and JAX ends the process for it; or is out of reach
         if word is not None:

@@ -9,14 +9,13 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from .coordination import delete, ended, own_process, process_count, put, under
-from .members import members
+from .coordination import ended, own_process, process_count, put, under
 
 
 class Limits:
@@ -24,7 +23,6 @@ class Limits:
 
     def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
         self.step, self.start, self.compile = step, start, compile
-        self.recovers = False  # who dies is left out, and ends nobody
 
 
 limits = Limits()
@@ -46,7 +44,6 @@ class Place(NamedTuple):
     idle: float  # seconds since
     compiles: bool
     positions: dict[str, int]  # in each group's calls and programs, to which all of the group come in one order
-    life: int  # of its process, as members.lives has it
 
 
 class Pending(NamedTuple):
@@ -83,21 +80,6 @@ class Watch:
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
-
-    def forget(self, processes: Set[int]) -> None:
-        """These have died, and are left out."""
-        for process in processes:
-            self._places.pop(process, None)
-            delete(f"{_FOLDER}{process}")
-
-    def reborn(self, processes: Sequence[int]) -> list[int]:
-        """Those of these that have died, and are there again: it is not known yet that they had died."""
-        lives = {p: place.life for p, (place, _) in self._places.items()}
-        return [p for p in processes if p in members.lives and lives.get(p, members.lives[p]) != members.lives[p]]
-
-    def running(self) -> set[int]:
-        """The others of which there has been a sign of life of late."""
-        return {*self._places} - {own_process(), *self.silent([*self._places])}
 
     def moved(self, group: str, what: str) -> None:
         """This process has come to the next call or program of a group."""
@@ -171,7 +153,7 @@ class Watch:
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         self._learn()
-        if (dead := self._dead()) and not limits.recovers:
+        if dead := self._dead():
             return (
                 f"jdp: {named(dead)} ended without a word: killed by the kernel, where memory runs out, or by a "
                 f"person; process {own_process()} ends."
@@ -183,8 +165,7 @@ class Watch:
             return None
         waited = now - pending.since
         silent = [p for p in self.silent(pending.processes) if p not in left]
-        jax_will_say = silent and limits.recovers and not self.silent(silent, 3 * limits.step)  # that they are dead
-        if jax_will_say or waited < (limits.step / 2 if self._stopped(silent) else limits.step):
+        if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
             return None
         late = [] if silent else self._late(pending)
         if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then
@@ -248,7 +229,7 @@ class Watch:
         self._beat, self._told = self._beat + 1, now
         compiles = self._compiles_since is not None and now - self._compiles_since < limits.compile
         idle, positions = round(now - self._since, 1), dict(self._positions)
-        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions, members.life)
+        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions)
         put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -278,7 +259,7 @@ class Watch:
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
 
 
-_NOWHERE = Place(0, "", 0, "", 0.0, False, {}, 0)
+_NOWHERE = Place(0, "", 0, "", 0.0, False, {})
 watch = Watch()
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from .._core.devices import processes_of, spans_processes
+from .._core.devices import spans_processes
 from .._core.fingerprint import Check, start
 from .._core.gather import join
 from .._core.global_arrays import put
@@ -27,9 +27,6 @@ from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
 from .._processes.agree import same_program
-from .._processes.coordination import DesyncError
-from .._processes.exchange import exchange_of
-from .._processes.recovery import raise_if_changed
 from .criterion import gradients_on_replicas, pulled
 from .deterministic import Deterministic, OnDevices
 from .forms import SeveralTerms
@@ -185,11 +182,7 @@ class Program:
         else:
             program = None
         if program is not None:
-            try:
-                program.make_ready(*named)  # which takes long, and here it can be interrupted
-            except DesyncError as error:
-                raise_if_changed(exchange_of(processes_of(mesh)), program.__name__, error)
-                raise
+            program.make_ready(*named)  # which takes long, and here it can be interrupted
             run = getattr(program, "__wrapped__", program)
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         args = *leaves, *batch._arrays

@@ -27,7 +27,6 @@ from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, Config, NNXWrapper, OtherWrapper, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
-from .._processes.watch import limits
 from .check import LossCheck, checked
 from .gradients import Loss
 from .loss import (
@@ -183,7 +182,7 @@ def train_step(
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
             no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
             where replicas meet in a branch or a `while` loop; `gather_once` without `shard_params`; `shard_params` with
-            `shard_optimizer=False`, or against the wrapper or the variables; either with `initialize(recover=True)`.
+            `shard_optimizer=False`, or against the wrapper or the variables.
         RuntimeError: a state that was donated already.
 
     Example:
@@ -207,7 +206,7 @@ def train_step(
         check_steps("train_step", accumulate_steps),
         shard_optimizer,
         wire_type("train_step", reduce_dtype),
-        bool(donate) and not limits.recovers,  # or a step that fails would have nothing to go on with
+        bool(donate),
         bool(skip_nonfinite),
         bool(sync_batch_norm),
         check_steps("train_step", check_replicas, "check_replicas", 0),
@@ -245,18 +244,8 @@ def _resolved(options: StepOptions, config: Config, are_cut: bool = False) -> St
         )
     shard_optimizer = bool(options.shard_optimizer or shard_params)
     options = options._replace(shard_params=shard_params, shard_optimizer=shard_optimizer)
-    _check_recovery(options)
     _check_deterministic(options, config.replicas or len(config.devices))
     return options
-
-
-def _check_recovery(options: StepOptions) -> None:
-    if limits.recovers and options.shard_optimizer:
-        raise ValueError(
-            f"jdp.{VERB}: shard_{'params' if options.shard_params else 'optimizer'} is True, and the job was started "
-            f"with initialize(recover=True); a process that dies takes its part of the state with it. Leave one of the "
-            f"two out."
-        )
 
 
 def _check_deterministic(options: StepOptions, replicas: int) -> None:

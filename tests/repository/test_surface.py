@@ -41,7 +41,7 @@ NAMES = [
 ]
 METHODS = ["apply", "gather", "init", "parallel_apply", "prefetch", "replicate", "scatter"]
 METHODS += ["value_and_grad", "grad", "train_step", "evaluate", "parallel", "check_replicas", "batches"]
-PUBLIC_MODULES = {"distributed.py": ["DesyncError", "ProcessesChanged", "initialize", "sync"], "__main__.py": ["main"]}
+PUBLIC_MODULES = {"distributed.py": ["DesyncError", "initialize"], "__main__.py": ["main"]}
 
 
 def module_name(path):
