@@ -63,7 +63,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
     """
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
-    if all_lie(jax.tree.leaves(tree), target) or capturing() or are_described(mesh):
+    if all_lie(jax.tree.leaves(tree), target) or are_described(mesh):
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     away = [
@@ -81,6 +81,9 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
             if cut != "whole":
                 leaves[i] = shard(leaves[i], axis, mesh) if cut == "scattered" else leaves[i]
                 away.remove(i)
+            continue
+        if capturing():  # nothing is moved for a program that is only looked at
+            away.remove(i)
             continue
         leaves[i] = own_copies(leaves[i], target)
         _check(leaves[i], mesh, verb, tree, i, root)

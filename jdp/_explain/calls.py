@@ -16,6 +16,7 @@ from .._core.devices import are_described, make_mesh, own_mesh
 from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
 from .._core.programs import Compiled, Flat, intercept
 from .._core.scattered import Scattered, is_scattered
+from .._core.shards import cut_axis_of, shard
 from .._jax.private import compilations
 from .._train.program import Program, jit_of_state
 from .._train.state import TrainState
@@ -34,6 +35,7 @@ class Call:
     trace: Callable[[], Any]  # `jax.jit(...).trace` of the program
     alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    of: Any = None  # the function that was called: its program does not keep it alive
 
     def compile(self, lowered: Any, kernels: str | None = None) -> Any:
         """The lowered program, compiled as for a call.
@@ -74,7 +76,12 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
+    # A tracer does not tell where its array lies: parameters that are cut, the first argument, say it themselves.
+    first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
+    cut = {i: (x.sharding.mesh, axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
+
     def run(arrays: dict[int, Any]) -> None:
+        arrays |= {i: shard(arrays[i], axis, mesh) for i, (mesh, axis) in cut.items()}
         args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
         fn(*args, **kwargs)
 
@@ -88,6 +95,12 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     except Captured as found:
         return found.args[0]
     return None
+
+
+def own_axis(x: Any) -> int | None:
+    """The axis that an array is cut along over all devices of its own mesh, which has one axis; None for all else."""
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    return cut_axis_of(x, mesh) if mesh is not None and len(mesh.axis_names) == 1 else None
 
 
 def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:

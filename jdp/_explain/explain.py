@@ -16,6 +16,7 @@ from .._core.devices import memory_bytes
 from .._core.layout import Whole
 from .._core.outline import bytes_on_each
 from .._core.outputs import path_name
+from .._core.scattered import is_scattered
 from .._jax.jaxprs import constants
 from .._topology.chips import chip_of
 from .calls import Call, capture, unused_donations
@@ -67,7 +68,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
                 f"jdp.explain: {name} comes to no program of jdp's; it explains what jdp compiles. Pass dp.apply, a "
                 f"step, or a function that calls one."
             )
-        return compiled_call(call).report()
+        return compiled_call(dataclasses.replace(call, of=fn)).report()
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise ValueError(
             f"jdp.explain: {name} needs the values of its arguments, and they are only shapes here "
@@ -163,7 +164,8 @@ def _report(of: CompiledCall) -> Report:
 
 def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
     """With the names of the parameters that each carries, less the number of the argument that these belong to."""
-    found = jax.tree_util.tree_leaves_with_path(call.differentiated)
+    found = jax.tree_util.tree_leaves_with_path(call.differentiated, is_leaf=is_scattered)
+    found = [(path, x._arrays[0] if is_scattered(x) else x) for path, x in found]  # one that is cut is scattered
     leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in found if hasattr(x, "dtype")}
     short = {name: re.sub(r"^(\d+\.)+", "", name).removesuffix(".value") for name in leaves}
     return tuple(

@@ -153,6 +153,29 @@ def test_value_and_grad_and_grad(dp):
         assert sorted(p for c in report.collectives for p in c.parameters) == sorted(f"params.{p}" for p in SIZES)
 
 
+def test_parameters_that_are_cut_are_gathered(dp):
+    """By a call as by a step: each parameter once, where it is used; and no device holds more than its part before."""
+    x, names = np.ones((ROWS, 16), np.float32), sorted(f"params.{p}" for p in SIZES)
+    variables = dp.init(jax.random.key(0), x, shard_params=True)
+    report = jdp.explain(dp.apply, variables, x)
+    assert {c.kind for c in report.collectives} == {"all-gather"} and report.collective_bytes == BYTES
+    assert sorted(p for c in report.collectives for p in c.parameters) == names
+    assert report.parameter_bytes == BYTES / 8
+    report = jdp.explain(dp.value_and_grad(loss_fn), variables, {"x": x, "y": np.ones((ROWS, 8), np.float32)})
+    assert report.collective_bytes in (2 * BYTES, 2 * BYTES + 4)  # and the gradients, by reduce-scatter
+    assert sorted(p for c in report.collectives for p in c.parameters) == sorted(2 * names)
+    model = jdp.DataParallel(nnx.Linear(16, WIDTH, rngs=nnx.Rngs(0)), dp.devices, shard_params=True)
+    assert jdp.explain(model, x).collective_bytes == 4 * 17 * WIDTH
+    whole = jdp.explain(dp.apply, jdp.replicate(variables, dp.devices), jax.device_put(x, dp.devices[0]))
+    assert whole.collective_bytes == 0
+
+
+def test_the_function_that_was_explained_may_be_gone(dp):
+    """What one device would do is worked out when it is asked for."""
+    report = jdp.explain(dp.value_and_grad(lambda v, x: jnp.mean(MODEL.apply(v, x) ** 2)), VARIABLES, X)
+    assert report.one_device.flops > report.flops > 0
+
+
 def test_a_collective_in_a_loop_is_seen(devices):
     def step(w, x):
         def one(w, row):
