@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +71,14 @@ def begin(
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
     rows = sizes or [0] * len(own_places(mesh))
-    if group.last is None:
-        group.start(verb)
-    call = group.exchange.next_call(verb)
-    gathered = group.gather(tuple((*_name(verb), *batch, size) for size in rows))
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     seconds = limits.step if verb in group.calls else limits.start
     group.calls.add(verb)
+    if group.last is None:
+        group.start(verb)
+    call = group.exchange.next_call(verb)
+    gathered = group.gather(call, tuple((*_name(verb), *batch, size) for size in rows), seconds)
     return Pending(call, outline, failure, group, gathered, seconds)
 
 
@@ -142,20 +142,25 @@ def _read(pending: Pending) -> np.ndarray:
             time.sleep(min(_NAP, waited / 4))
         return True
 
+    call.wait(is_there, pending.seconds)
+    try:
+        return np.asarray(pending.gathered)[pending.group.places]
+    except jax.errors.JaxRuntimeError as error:
+        _raise_absent(call, error)
+
+
+def _raise_absent(call: Call, error: Exception) -> NoReturn:
+    """Names who has died or does not come, after a gather has failed on the connection to it."""
     def all_are_here(seconds: float) -> bool:
         time.sleep(seconds / 4)
         return {*call.entries()} >= {*call.exchange.processes}
 
-    call.wait(is_there, pending.seconds)
-    try:
-        return np.asarray(pending.gathered)[pending.group.places]
-    except jax.errors.JaxRuntimeError as error:  # the connection to one that has died, or does not come
-        call.leave()
-        call.wait(all_are_here, 0)
-        raise DesyncError(
-            f"jdp.{call.what}: the processes cannot reach each other ({str(error).splitlines()[0]}), and all have come "
-            f"to this call. Look at the network between their machines."
-        ) from error
+    call.leave()
+    call.wait(all_are_here, 0)
+    raise DesyncError(
+        f"jdp.{call.what}: the processes cannot reach each other ({str(error).splitlines()[0]}), and all have come to "
+        f"this call. Look at the network between their machines."
+    ) from error
 
 
 _NAP = 1e-3  # seconds between two looks
@@ -200,9 +205,16 @@ class _Group:
             )
         self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
 
-    def gather(self, own: tuple[_Words, ...]) -> Any:
+    def gather(self, call: Call, own: tuple[_Words, ...], seconds: float) -> Any:
         """The words of all devices (`places` says where), and after each the number of this gather."""
-        self.last = self._program(self._placed(own), self.last)
+        placed = self._placed(own)
+        try:
+            with self.exchange.dispatching(seconds):
+                self.last = self._program(placed, self.last)
+        except ValueError as error:  # as which a device that computes in this thread raises it
+            if "Gloo" not in str(error):
+                raise
+            _raise_absent(call, error)
         return self.last
 
     def _place(self, own: tuple[_Words, ...]) -> jax.Array:

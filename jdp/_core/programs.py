@@ -216,12 +216,16 @@ WAITED_FOR_AT_ONCE = 4  # what one wait costs is mostly to come to it: the code 
 _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
 
+_ALONE = contextlib.nullcontext()
+
+
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
     """`program(*args)`; on several CPU devices, where too many are in flight, the oldest are waited for."""
     few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
-    out = program(*args)
+    with exchange.dispatching() if exchange is not None else _ALONE:
+        out = program(*args)
     if (few or exchange) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
         smallest = min(arrays, key=_SIZE)
         if exchange is not None:
@@ -238,7 +242,8 @@ def dispatch_step(
     few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
-    found = run_and_keep(program, args, keep)
+    with exchange.dispatching() if exchange is not None else _ALONE:
+        found = run_and_keep(program, args, keep)
     if exchange is not None:
         exchange.dispatched(concrete(found[1]["loss"]))
     if few:

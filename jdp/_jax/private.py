@@ -1,4 +1,4 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: ten names, each behind a function or
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
 constant.
 
 Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
@@ -14,6 +14,7 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
+11. `_wrapped_callback`, in which `jax._src.callback` calls back into Python: `callbacks`
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -252,3 +254,24 @@ def keep_programs(programs: Any, folder: str) -> bool:
         module._cache_write = every
     jax.config.update("jax_compilation_cache_dir", folder)  # else JAX does not ask
     return True
+
+
+def callbacks() -> list[types.FrameType]:
+    """The calls back into Python that programs on the devices make now: one for each thread at most.
+
+    Without the name none is seen: who waits for a callback that does not come back hears of it after half an hour.
+
+    Tried: nothing public says that a device waits for Python; the output of the program is merely not ready.
+    """
+    found = []
+    for top in list(sys._current_frames().values()):
+        frame: types.FrameType | None = top
+        while frame is not None and not _calls_back(frame):
+            frame = frame.f_back
+        if frame is not None:
+            found.append(frame)
+    return found
+
+
+def _calls_back(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == "_wrapped_callback" and frame.f_globals.get("__name__") == "jax._src.callback"

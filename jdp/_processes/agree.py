@@ -37,11 +37,12 @@ def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -
         key = (treedef, *[getattr(x, "aval", type(x)) for x in leaves])
         if key not in seen:
             exchange = exchange_of(processes)
-            lowered = program.lower(*args)
-            _compare(lowered.as_text(), _operands(args, roots, names), devices, exchange, label)
-            watch.compiling(True)
-            lowered.compile()
-            exchange.tell(f"{label} (compiled)", "", limits.compile)
+            with watch.preparing():
+                lowered = program.lower(*args)
+                _compare(lowered.as_text(), _operands(args, roots, names), devices, exchange, label)
+                watch.compiling(True)
+                lowered.compile()
+                exchange.tell(f"{label} (compiled)", "", limits.compile)
             seen.add(key)
 
     @functools.wraps(program)

@@ -8,12 +8,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
-from .watch import limits, named, watch
+from .watch import HINT, limits, named, watch
 
 _SLICE = 1.0  # seconds after which a process that waits says so, and looks who has not come, or has ended
 _KEPT = 64  # entries that a process leaves in the coordination service, before it deletes the oldest
@@ -56,6 +57,10 @@ class Exchange:
         """This process is about to run a program, as all are."""
         watch.moved(self._group, program)
 
+    def dispatching(self, seconds: float | None = None) -> AbstractContextManager[None]:
+        """In here it is dispatched, and may wait for the others, who may take so many seconds; None: a time-out."""
+        return watch.dispatching(self._group, self.processes, seconds)
+
     def dispatched(self, output: jax.Array | None) -> None:
         """That program runs; this is one of its outputs. None where it is being traced."""
         if output is not None:
@@ -79,7 +84,8 @@ class Call:
     def leave(self, entry: Any = None) -> None:
         """Leaves this process's entry; None says that it waits here."""
         text = json.dumps([self.what, entry], separators=(",", ":"))
-        self.exchange.leave(f"{self._key}/{self.exchange.here}", text)
+        with watch.waiting(self.what, limits.step):  # for process 0
+            self.exchange.leave(f"{self._key}/{self.exchange.here}", text)
 
     def entries(self) -> dict[int, Any]:
         """What those have left who have come.
@@ -97,8 +103,9 @@ class Call:
         calls = by_value({process: what for process, (what, _) in found.items()} | {self.exchange.here: self.what})
         raise DesyncError(
             f"jdp.{self.what}: the processes make different calls: {calls}; all make the same calls in the same "
-            f"order. Look for a branch on jax.process_index(), or a loop that is shorter on one: "
-            f"dp.prefetch(batches) goes on until all have run out."
+            f"order. Look for a branch on jax.process_index() (what stands under `if jax.process_index() == 0` is to "
+            f"be called in all processes), or a loop that is shorter on one: dp.prefetch(batches) goes on until all "
+            f"have run out."
         )
 
     def _found(self) -> dict[int, tuple[str, Any]]:
@@ -167,7 +174,7 @@ class Call:
         return (
             f"jdp.{self.what}: {named(absent)} {how}, and process {self.exchange.here} waits there; all processes make "
             f"the same calls in the same order. Iterate over dp.prefetch(batches), which goes on until all have run "
-            f"out of data; for work that takes one process longer, jdp.distributed.initialize(timeout=...)."
+            f"out of data. {HINT}"
         )
 
 

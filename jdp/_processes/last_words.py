@@ -23,6 +23,8 @@ from .exchange import Exchange
 from .watch import watch
 
 _FAILED = "jdp/failed"
+_CONNECTIONS = ("Gloo", "NCCL")  # by whose names an error says that a connection is broken
+_ending = threading.Event()  # this process is about to end, and has said why
 _GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
 
 
@@ -36,6 +38,7 @@ def install() -> None:
             before(kind, error, trace)
             _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
             return
+        _let_the_listener_speak(str(error))
         # What JAX does at exit waits for the others, and they may be waiting for this process.
         interrupted = issubclass(kind, KeyboardInterrupt)
         if interrupted:
@@ -124,7 +127,18 @@ def _tell(what: str) -> None:
         pass
 
 
+def _let_the_listener_speak(error: str) -> None:
+    """Waits a moment with an error that may come of the end of another process: the listener learns whose it was.
+
+    It ends this process then, and who reads the output finds that name last.
+    """
+    over = time.monotonic() + 3 * _GRACE
+    while _ending.is_set() or (time.monotonic() < over and any(name in error for name in _CONNECTIONS)):
+        time.sleep(_GRACE / 10)
+
+
 def _end(code: int) -> None:
+    _ending.set()
     sys.stdout.flush()
     sys.stderr.flush()
     if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
@@ -147,10 +161,12 @@ def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> No
         for wait in _before_leaving:
             wait()
     finally:  # a program that has failed on the device raises there; Python prints what, and the others go on
-        with contextlib.suppress(Exception):
-            client().key_value_set(left_key(own_process()), "")
         leaving.set()
         listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
+        with contextlib.suppress(Exception):
+            watch.end()
+        with contextlib.suppress(Exception):
+            client().key_value_set(left_key(own_process()), "")
 
 
 def _time(leaving: threading.Event) -> None:

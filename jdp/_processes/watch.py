@@ -1,4 +1,35 @@
-"""The watch: each process leaves word of where it is; who waits too long for the others learns where these are."""
+"""The watch: each process leaves word of where it is; who waits too long for the others learns where these are.
+
+The states of a process. The main thread changes them; two other threads (`last_words.py`) look, and end the process
+where it waits in vain.
+
+* At its own work (`moved` was called last). It waits for nobody, and blames nobody. Those who have waited for
+  `limits.step` blame it if it has not moved for as long: "did not come to it".
+* In a call (`waiting`). The main thread looks itself, and raises; `is_cut_off` ends it where process 0 is silent.
+* Saving and restoring. `Checkpointer` waits for the others in JAX's `process_allgather`, of which the watch knows
+  nothing: to the others the process is at its own work, and itself it names nobody. That is a gap: what one process
+  saves alone, while the others have ended, waits for JAX.
+* Entering a dispatch. `Exchange.come_to` moves, and `dispatching` notes what is about to be waited for, before the
+  program is called: one CPU device computes in the thread that dispatches, which comes back when the others have come.
+  In there it is
+  - tracing and comparing (`preparing`): it waits for nobody but in calls.
+  - compiling (`compiling`, by `same_program` and by JAX's own events): it does not wait, and until `limits.compile` it
+    is not late to the others either.
+  - in the dispatch: it waits, since the last of these. Who does not come, has ended or is silent is named.
+* A program runs (`dispatched`). It waits until an output is ready: the oldest that runs counts, and then the newest.
+* In a callback, also in a dispatch: a device waits for Python, which the frames of Python's threads show. All have come
+  to the program then. Those who are in no callback name the one that is, after `limits.step`.
+
+How a process ends, and how the others learn of it:
+
+* The end of the script, `sys.exit(0)`, `raise SystemExit(3)`: `_leave` tells the last position, and then that it has
+  ended. Who waits for it in a later call or program says so, without waiting any longer.
+* An exception, `sys.exit(3)`, `exit(3)`: a word of failure, for which all look each half second.
+* `os._exit`, SIGKILL, no memory: the others of its machine see that there is no such process. Elsewhere a connection
+  breaks. Whoever fails with that waits 3 s, in which its listener may learn who has ended.
+* SIGSTOP: no sign of life. It is named after half of `limits.step` where this machine says that it is stopped, else
+  after all of it. The coordination service is in process 0: of that one `is_cut_off` tells.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +42,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
 
+from .._jax.private import callbacks
 from .coordination import ended, own_process, process_count, put, under
 
 
@@ -31,6 +64,11 @@ _BEAT = 2.0  # seconds between two words of where this process is
 _SILENCE = 3 * _BEAT  # which those who are well and within reach do not keep
 _FEW = 64  # processes, which may all ask for all
 _DEAD = ("", "Z", "X")  # states of Linux: no such process, or nothing of it but its code
+HINT = (
+    "Call it in all processes, also what stands under `if jax.process_index() == 0`; for work that takes one process "
+    "longer, jdp.distributed.initialize(timeout=...)."
+)
+_SAME = f"; all processes make the same calls in the same order. {HINT}"
 _SMALL = 4096  # bytes of what may be held while it is computed, and a moment longer
 
 
@@ -44,6 +82,7 @@ class Place(NamedTuple):
     idle: float  # seconds since
     compiles: bool
     positions: dict[str, int]  # in each group's calls and programs, to which all of the group come in one order
+    called_back: float = 0.0  # seconds that what runs there has been in one call back into Python
 
 
 class Pending(NamedTuple):
@@ -55,6 +94,7 @@ class Pending(NamedTuple):
     what: str
     since: float
     output: Callable[[], Any]  # one of its outputs; None where nobody holds it any more
+    seconds: float | None = None  # that it may take the others to come to it; None: limits.step
 
     def is_done(self) -> bool:
         x = self.output()
@@ -74,6 +114,8 @@ class Watch:
         self._compiles_since: float | None = None
         self._pending: Pending | None = None  # what is watched: one at a time, and when it has ended, the newest
         self._newest: Pending | None = None
+        self._dispatch: Pending | None = None  # the one that the main thread is dispatching
+        self._callbacks: dict[FrameType, float] = {}  # that run, and when each was seen first
         self._waits: tuple[str, float, float] | None = None  # for a call's others: since when, and until when
         self._places: dict[int, tuple[Place, float]] = {}  # and since when it has been silent
         self._beat, self._told, self._learnt = 0, 0.0, 0.0
@@ -91,6 +133,33 @@ class Watch:
         held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
         self._newest = Pending(group, processes, self._positions[group], self._doing, time.monotonic(), held)
 
+    @contextlib.contextmanager
+    def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> Iterator[None]:
+        """In here the main thread dispatches the program that it came to last.
+
+        A CPU device that is the only one of its process computes in that thread, and a program may wait for the
+        others before there is an output to ask.
+        """
+        pending = Pending(group, processes, 0, "", time.monotonic(), lambda: None, seconds)
+        with self._in_dispatch(pending):
+            yield
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """In here it traces and compares the program first, and waits for nobody but in calls that say so."""
+        with self._in_dispatch(None):
+            yield
+        if self._dispatch is not None:
+            self._dispatch = self._dispatch._replace(since=time.monotonic())
+
+    @contextlib.contextmanager
+    def _in_dispatch(self, pending: Pending | None) -> Iterator[None]:
+        before, self._dispatch = self._dispatch, pending
+        try:
+            yield
+        finally:
+            self._dispatch = before
+
     def compiling(self, whether: bool) -> None:
         """This process begins, or ends, to compile a program: until then, and `limits.compile`, it is not late."""
         self._since, self._told = time.monotonic(), 0.0  # which the others are to hear at once
@@ -106,12 +175,12 @@ class Watch:
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[Callable[[], bool]]:
         """In here the main thread waits for the others; gives a function that tells whether the seconds are over."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self._waits
         self._waits = what, began, began + seconds
         try:
             yield lambda: time.monotonic() > began + seconds
         finally:
-            self._waits = None
+            self._waits = before
 
     def is_busy(self, process: int) -> bool:
         """Whether it compiles a program, or has come to something, or compiled, less than the time-out ago."""
@@ -143,50 +212,66 @@ class Watch:
     def look(self) -> str | None:
         """Tells where this process is, and looks for the others; gives, in words, why it is to wait no longer."""
         now = time.monotonic()
+        pending, waits = self._still_running(), self._waits
+        self._see_callbacks(pending)
         if now >= self._told + _BEAT:
             self._tell()
         self._rounds += 1
-        pending, waits = self._still_running(), self._waits
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
         # To process 0 it costs nothing to ask itself; where there are many, the others ask when they have to.
         many = own_process() != 0 and process_count() > _FEW
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
+        # Asked before where they are: who ends says that first, and where it has come to is known by then.
+        left = ended() if waited > _BEAT or self.silent([*self._places], _SILENCE) else set()
         self._learn()
         if dead := self._dead():
             return (
                 f"jdp: {named(dead)} ended without a word: killed by the kernel, where memory runs out, or by a "
-                f"person; process {own_process()} ends."
+                f"person, or ended by os._exit; process {own_process()} ends."
             )
-        left = ended() if self.silent([*self._places], _SILENCE) else set()
         quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in {*left, *dead} and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
-        if pending is None:
+        why = self._why_in_vain(pending, left) if pending else None
+        if pending is None or why is None:
             return None
-        waited = now - pending.since
+        return (
+            f"jdp.{pending.what}: process {own_process()} has waited {time.monotonic() - pending.since:.0f} s for it, "
+            f"and {why}"
+        )
+
+    def _why_in_vain(self, pending: Pending, left: set[int]) -> str | None:
+        """In words, why it is to wait for a program no longer; None where it is."""
+        waited = time.monotonic() - pending.since
+        gone = [p for p in pending.processes if p in left and self._position(p, pending) < pending.position]
+        if gone:
+            return f"{named(gone)} {'have ended their programs' if len(gone) > 1 else 'has ended its program'}{_SAME}"
         silent = [p for p in self.silent(pending.processes) if p not in left]
         if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
             return None
-        late = [] if silent else self._late(pending)
-        if not (silent or late or waited > limits.compile + _SILENCE):  # who compiles too long is late by then
-            return None
-        why = "all processes have come to it: the devices, or the network between them, stand still"
         if silent:
-            why = f"{named(silent)} {self.why_silent(silent)}"
-        elif late:
-            why = f"{named(late)} did not come to it{self._last_of(late[0])}"
-        return (
-            f"jdp.{pending.what}: process {own_process()} has waited {waited:.0f} s for it, and {why}; all processes "
-            f"make the same calls in the same order. For work that takes one process longer, "
-            f"jdp.distributed.initialize(timeout=...)."
-        )
+            return f"{named(silent)} {self.why_silent(silent)}{_SAME}"
+        may_take = limits.step if pending.seconds is None else pending.seconds
+        if waited > may_take and (late := self._late(pending)):
+            return f"{named(late)} did not come to it{self._last_of(late[0])}{_SAME}"
+        if held := self._called_back(pending):
+            seconds = self._places[held[0]][0].called_back
+            return (
+                f"{named(held[:1])} has been for {seconds:.0f} s in a Python function that the program calls ("
+                f"jax.pure_callback, io_callback, jax.debug.callback). Look at what that function waits for; for work "
+                f"that takes one process longer, jdp.distributed.initialize(timeout=...)."
+            )
+        if waited > limits.compile + _SILENCE:  # who compiles too long is late by then
+            return f"all processes have come to it: the devices, or the network between them, stand still{_SAME}"
+        return None
 
     def is_cut_off(self) -> str | None:
         """The same, where the coordination service does not answer; called every half second, from another thread."""
         # Looks are counted, not seconds: where something holds Python's lock, neither thread runs.
         self._looks = self._looks + 1 if self._rounds == self._seen else 0
         self._seen = self._rounds
-        now, pending, waits = time.monotonic(), self._pending, self._waits
+        # Not what `look` knew: it may stand still since before the newest program was dispatched.
+        now, pending, waits = time.monotonic(), self._still_running(), self._waits
         if self._looks < 2 * _SILENCE or own_process() == 0 or (pending is None and waits is None):
             return None
         stopped = self._stopped([p for p in self._places if p == 0])
@@ -204,7 +289,25 @@ class Watch:
         if self._pending is None or self._pending.is_done():
             newest = self._newest
             self._pending = None if newest is None or newest.is_done() else newest
-        return self._pending
+        return self._pending or self._dispatched_now()
+
+    def _dispatched_now(self) -> Pending | None:
+        """The program that the main thread is dispatching, where it neither compiles it nor waits in a call."""
+        dispatch = self._dispatch
+        if dispatch is None or self._waits is not None or self._compiles(time.monotonic()):
+            return None
+        position, since = self._positions.get(dispatch.group, 0), max(dispatch.since, self._since)
+        return dispatch._replace(position=position, what=self._doing, since=since)
+
+    def _compiles(self, now: float) -> bool:
+        since = self._compiles_since
+        return since is not None and now - since < limits.compile
+
+    def _see_callbacks(self, pending: Pending | None) -> None:
+        """Notes since when each call back into Python has been running, where a program runs for long."""
+        now, before = time.monotonic(), self._callbacks
+        frames = callbacks() if pending is not None and now - pending.since > _BEAT / 4 else []
+        self._callbacks = {f: before.get(f, now) for f in frames}  # kept, so that no other can be taken for one
 
     def _pause(self) -> float:
         """Seconds between two looks for the others: one process answers them all."""
@@ -227,9 +330,11 @@ class Watch:
     def _tell(self) -> None:
         now = time.monotonic()
         self._beat, self._told = self._beat + 1, now
-        compiles = self._compiles_since is not None and now - self._compiles_since < limits.compile
         idle, positions = round(now - self._since, 1), dict(self._positions)
-        place = Place(self._beat, _machine(), os.getpid(), self._doing, idle, compiles, positions)
+        called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
+        place = Place(
+            self._beat, _machine(), os.getpid(), self._doing, idle, self._compiles(now), positions, called_back
+        )
         put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -241,12 +346,27 @@ class Watch:
             if before is None or before[0].beat != place.beat:
                 self._places[process] = place, self._learnt
 
+    def end(self) -> None:
+        """This process ends in good order: where it has come to is known before that it has ended."""
+        self._tell()
+
+    def _position(self, process: int, pending: Pending) -> int:
+        place, _ = self._places.get(process, (_NOWHERE, 0.0))
+        return place.positions.get(pending.group, 0)
+
+    def _called_back(self, pending: Pending) -> list[int]:
+        """Those whose devices wait for Python: this process does not, else it is as late as they are."""
+        if self._callbacks:
+            return []
+        places = {p: self._places[p][0] for p in pending.processes if p != own_process() and p in self._places}
+        return [p for p, place in places.items() if place.called_back > limits.step]
+
     def _late(self, pending: Pending) -> list[int]:
         """Those who have come least far, of those who have not come to it, and have not moved either."""
         behind = {}
         for process in pending.processes:
             place, since = self._places.get(process, (_NOWHERE, 0.0))
-            position = place.positions.get(pending.group, 0)
+            position = self._position(process, pending)
             still = place.idle + self._learnt - since > limits.step and not place.compiles
             if process != own_process() and position < pending.position and still:
                 behind[process] = position

@@ -445,6 +445,29 @@ def test_canary_compilation_cache(kept, process):
     assert len(keys) == 1 and hits >= 1, lost(name, f"process {process} of a restarted job compiles everything again")
 
 
+def test_canary_callbacks():
+    """Whichever thread calls back: that which dispatches, where the program has one device, or one of XLA's."""
+    seen = []
+
+    def look(x):
+        seen.append(len(private.callbacks()))
+        return x
+
+    @jax.jit
+    def f(x):
+        y = jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), x)
+        y = jax.experimental.io_callback(look, jax.ShapeDtypeStruct((), jnp.float32), y, ordered=True)
+        jax.debug.callback(look, y)
+        return y
+
+    name = "jax._src.callback's _wrapped_callback"
+    assert not private.callbacks()
+    jax.block_until_ready(f(jnp.float32(1)))
+    jax.effects_barrier()
+    assert seen and min(seen) >= 1, lost(name, "a host callback that blocks is not named")
+    assert len(seen) == 3 and not private.callbacks()
+
+
 def test_without_compilation_cache(kept, without):
     without("_cache_write")
     assert len(kept(0)[0]) == 1 and kept(1) == ([], 0)

@@ -172,6 +172,40 @@ def case_asleep():
     train(after=at_the_step(sleep))
 
 
+def case_asleep_in_a_callback():
+    """All come to the program; what it calls back into Python does not come back on one of them."""
+    calls = itertools.count(1)
+
+    def look(loss):
+        if culprit() and next(calls) > 2 * jax.local_device_count():
+            note("fault")
+            sleep_for_ever()
+        return loss
+
+    def loss(v, batch):
+        found = jax.lax.stop_gradient(mse(v, batch))
+        seen = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), found, vmap_method="sequential")
+        return mse(v, batch) + 0 * seen
+
+    train(loss=loss)
+
+
+def case_one_call_more():
+    """What stands under `if jax.process_index() == ...`, at the end of the program."""
+    train(AT)
+    if culprit():
+        note("fault")
+        jdp.DataParallel(linear).apply(variables(), batch_of(HERE)["x"])
+
+
+def case_os_exit():
+    def leave():
+        note("fault")
+        os._exit(0)
+
+    train(after=at_the_step(leave))
+
+
 def ahead(do, count=AT + 3):
     """Trains on batches that are agreed on ahead, and does something between a batch and its step."""
     dp = jdp.DataParallel(linear)

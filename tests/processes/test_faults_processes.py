@@ -327,6 +327,58 @@ def test_stopped(both, row):
         row("rank 2 stopped (SIGSTOP)", job, seconds, lost[job.how])
 
 
+ONE = ["-n", "2", "--devices-per-process", "1"]  # where a program computes in the thread that dispatches it
+TWO = ["-n", "2", "--devices-per-process", "2"]
+OF_TWO = pytest.mark.parametrize("options", [ONE, TWO], ids=["one_device", "two_devices"])
+
+
+@OF_TWO
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("asleep", r"process 1 did not come to (it|this call)"),
+        ("asleep_in_a_callback", r"process 1 has been for \d+ s in a Python function that the program calls"),
+    ],
+    ids=["asleep", "callback"],
+)
+def test_asleep_beside_one_other(start, row, case, words, options):
+    job = start(case, 1, options=options)
+    seconds = job.ended(STUCK)
+    assert job.code() == WAITED
+    said = "\n".join(job.printed(0))
+    assert re.search(words, said), said
+    assert_named(job, 1)
+    row(f"rank 1 of 2, {options[-1]} device(s) each: {case}", job, seconds)
+
+
+@OF_TWO
+def test_process_0_is_stopped(start, row, options):
+    job = start("stopped", 0, options=options)
+    seconds = job.ended(STUCK)
+    assert job.code() == WAITED and "process 0 does not answer: it is stopped." in job.report(), str(job)
+    row(f"rank 0 of 2, {options[-1]} device(s) each: stopped", job, seconds)
+
+
+@OF_TWO
+def test_one_call_more(start, row, options):
+    """Who waits says for whom, and where to look."""
+    job = start("one_call_more", 1, options=options)
+    seconds = job.ended(RAISED)
+    assert re.search("process 0 has ended its program", job.report()), str(job)
+    assert "if jax.process_index() == 0" in job.report() and "rank 1" in job.report(), str(job)
+    row(f"rank 1 of 2, {options[-1]} device(s) each: one call more", job, seconds)
+
+
+@OF_TWO
+def test_os_exit(start, row, options):
+    """With code 0, which the launcher takes for a good end: the others say who has left them."""
+    job = start("os_exit", 1, options=options)
+    seconds = job.ended(RAISED)
+    assert job.code() == WAITED and "process 1 ended without a word" in job.report(), str(job)
+    assert "Traceback" not in job.report(), str(job)
+    row(f"rank 1 of 2, {options[-1]} device(s) each: os._exit(0)", job, seconds)
+
+
 def test_asleep_between_a_batch_and_its_step(both, row):
     """The others wait inside of a program that has been dispatched: no call of theirs is left to raise in."""
     for job in both("asleep_ahead"):

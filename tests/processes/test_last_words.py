@@ -42,6 +42,24 @@ def test_who_fails_as_it_ends_has_left_all_the_same(monkeypatch):
         leaving.set()
 
 
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        ("UNKNOWN: Gloo all-reduce failed: Connection closed by peer", 3),
+        ("INTERNAL: NCCL operation failed", 3),
+        ("row 17 is no good", 0),
+    ],
+)
+def test_an_error_that_another_process_may_have_caused_waits_for_its_name(monkeypatch, error, seconds):
+    """Meanwhile the listener ends this process, if it learns who has died: that name is what is read last."""
+    began = last_words.time.monotonic()
+    now = [began]
+    monkeypatch.setattr(last_words.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(last_words.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    last_words._let_the_listener_speak(error)
+    assert seconds <= now[0] - began < seconds + 0.2
+
+
 FORKS = """
 import jdp, os, sys, time
 jdp.distributed.initialize(quiet=True)

@@ -1,8 +1,10 @@
 """Who is named, and when, by those who wait for a program: by two and more watches with one clock and one service."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -34,13 +36,15 @@ class Job:
         self.now, self.here, self.keys, self.machines = 1000.0, 0, {}, {}
         self.state = "S"
         self.stopped, self.deaf, self.dead, self.left = set(), set(), set(), set()
+        self.called_back = {}  # the frames of the callbacks that run in a process
         monkeypatch.setattr(module, "limits", limits)
         monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
         monkeypatch.setattr(module.os, "getpid", lambda: 100 + self.here)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
             "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
-            "ended": lambda: self.left, "_state": lambda pid: "Z" if pid in self.dead else self.state,
+            "ended": lambda: self.left, "callbacks": lambda: self.called_back.get(self.here, []),
+            "_state": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():
             monkeypatch.setattr(module, name, value)
@@ -242,7 +246,7 @@ def test_what_a_process_tells(job):
     job.come((1,), "step.mse")
     job.go_on(4)
     place = json.loads(job.keys["jdp/at/1"])
-    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}]
+    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}, 0.0]
 
 
 def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
@@ -261,7 +265,97 @@ def test_who_has_ended_in_good_order_was_not_killed(job, capfd):
     for output in outputs:
         output.ready = True
     job.come((0, 1))  # which it does not come to
-    assert "process 2 did not come to it" in job.go_on(120)[0]
+    assert "process 2 has ended its program" in job.go_on(4)[0]
+
+
+def test_who_has_ended_after_the_same_calls_is_not_to_blame(job):
+    """What it came to last it says before it says that it has ended."""
+    job.come()
+    job.go_on(3)
+    job.come()
+    job.here = 2
+    job.watches[2].end()
+    job.stopped, job.left = {2}, {2}
+    assert not job.go_on(120)
+
+
+def enter(stack, job, process, what="step", **options):
+    """This process comes to a program, and is in its dispatch until the stack ends."""
+    job.here = process
+    job.watches[process].moved("all", what)
+    stack.enter_context(job.watches[process].dispatching("all", ALL, **options))
+
+
+def test_a_dispatch_that_does_not_come_back_is_watched(job):
+    """As that of a gather, where one CPU device is all of a process, and another process does not come to it."""
+    for output in job.come():
+        output.ready = True
+    with contextlib.ExitStack() as stack:
+        for process in (0, 1):
+            enter(stack, job, process)
+        assert not job.go_on(19)
+        found = job.go_on(3)
+        assert found.keys() == {0, 1} and "process 2 did not come to it (its last call: step" in found[0]
+        job.left = {2}
+        assert "process 2 has ended its program" in job.go_on(1)[0]
+    for watch in job.watches.values():
+        watch._pending = watch._newest = None
+    assert not job.go_on(100)
+
+
+def test_the_others_may_take_longer_to_come_to_the_first_call_of_a_kind(job):
+    with contextlib.ExitStack() as stack:
+        enter(stack, job, 0, seconds=60)
+        job.watches[1].moved("all", "before")
+        job.watches[1]._positions["all"] = 0
+        assert not job.go_on(59)
+        assert "did not come to it" in job.go_on(4)[0]
+
+
+def test_who_traces_or_compiles_in_a_dispatch_does_not_wait(job):
+    with contextlib.ExitStack() as stack:
+        enter(stack, job, 0)
+        with job.watches[0].preparing():
+            assert not job.go_on(100)
+        assert not job.go_on(18)
+        job.here = 0
+        job.watches[0].compiling(True)
+        assert not job.go_on(100)
+        job.watches[0].compiling(False)
+        assert not job.go_on(18)
+        assert "processes 1, 2 did not come to it" in job.go_on(5).get(0, "")
+
+
+def test_a_callback_that_does_not_come_back_is_named(job):
+    """All have come to the program; only the process whose device waits for Python can know it."""
+    job.come()
+    frame = object()
+    job.called_back = {2: [frame]}
+    assert not job.go_on(20)
+    found = job.go_on(8)
+    assert found.keys() == {0, 1}
+    for why in found.values():
+        assert re.search(r"process 2 has been for 2\d s in a Python function that the program calls", why), why
+
+
+def test_callbacks_that_come_back_are_no_fault(job):
+    """Each is another one, however fast; and where all are in one, nobody waits for another."""
+    job.come()
+    for _ in range(60):
+        job.called_back = {2: [object()]}
+        assert not job.go_on(1)
+    job.called_back = {process: [object()] for process in ALL}
+    assert not job.go_on(100)
+
+
+def test_process_0_is_stopped_before_this_one_has_looked_at_the_newest_program(job):
+    """The look at the service stands still since then, and does not tell what is pending."""
+    for output in job.come():
+        output.ready = True
+    job.go_on(3)
+    job.state, job.stopped, job.deaf = "T", {0}, {1, 2}
+    job.come((1, 2))
+    assert {*job.go_on(15)} == {1, 2}
 
 
 def test_the_state_of_a_process():
