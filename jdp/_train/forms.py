@@ -142,14 +142,15 @@ def terms(
     other numbers of them, never by sizes that happen to be equal. A `TypeError` names the path where nothing tells.
     An evaluation has no loss: it is None.
     """
-    if loss is not None:
+    has_loss = verb != "evaluate"
+    if has_loss:
         _check_loss(loss, rows, followed, verb)
     paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
     found: list[tuple[Form, list[Any]]] = []
     at = 0  # the number of a leaf among all arrays: a marker has several
     for i, (path, x) in enumerate(paths):
         name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
-        if i or loss is None:
+        if i or not has_loss:
             found.append(_form(x, name, followed, at, weight))
         else:
             found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
