@@ -329,7 +329,7 @@ def test_the_death_of_another_process_in_a_save_is_called_that(tmp_path, moment)
     if moment == "commit":
         assert "step 2 was not saved in" in text and "step 1 is the newest complete checkpoint." in text
         assert "Task 1 heartbeat timeout" in text
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 60  # JAX alone waits for 100
     with Workers(JOB, 2, tmp_path, "keep") as workers:  # the lock went with it
         codes, outs, errors = workers.end(60)
         assert codes == [0, 0], errors

@@ -334,16 +334,16 @@ OF_TWO = pytest.mark.parametrize("options", [ONE, TWO], ids=["one_device", "two_
 
 @OF_TWO
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "limit", "words"),
     [
-        ("asleep", r"process 1 did not come to (it|this call)"),
-        ("asleep_in_a_callback", r"process 1 has been for \d+ s in a Python function that the program calls"),
+        ("asleep", STUCK, r"process 1 did not come to (it|this call)"),
+        ("asleep_in_a_callback", 40, r"process 1 has been for \d+ s in a Python function that the program calls"),
     ],
     ids=["asleep", "callback"],
 )
-def test_asleep_beside_one_other(start, row, case, words, options):
+def test_asleep_beside_one_other(start, row, case, limit, words, options):
     job = start(case, 1, options=options)
-    seconds = job.ended(STUCK)
+    seconds = job.ended(limit)
     assert job.code() == WAITED
     said = "\n".join(job.printed(0))
     assert re.search(words, said), said
