@@ -48,6 +48,12 @@ def state_of(seed, where=None, cut=None):
     return state
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_wrappers_of_other_tests():
+    """A checkpoint says how many replicas the wrappers that are alive have; those of other files wait to be freed."""
+    gc.collect()
+
+
 @pytest.fixture
 def spread(devices):
     """`spread(n)`: (replicated, cut) over n devices."""
