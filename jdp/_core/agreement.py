@@ -150,7 +150,8 @@ def _read(pending: Pending) -> np.ndarray:
 
 
 def _raise_absent(call: Call, error: Exception) -> NoReturn:
-    """Names who has died or does not come, after a gather has failed on the connection to it."""
+    """Names the process that has died or does not come, after a gather has failed on the connection to it."""
+
     def all_are_here(seconds: float) -> bool:
         time.sleep(seconds / 4)
         return {*call.entries()} >= {*call.exchange.processes}

@@ -76,7 +76,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
-    # A tracer does not tell where its array lies: parameters that are cut, the first argument, say it themselves.
+    # A tracer does not tell where its array lies, so parameters that are cut (in the first argument) are marked here.
     first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
     cut = {i: (x.sharding.mesh, axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
 

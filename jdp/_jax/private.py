@@ -259,7 +259,7 @@ def keep_programs(programs: Any, folder: str) -> bool:
 def callbacks() -> list[types.FrameType]:
     """The calls back into Python that programs on the devices make now: one for each thread at most.
 
-    Without the name none is seen: who waits for a callback that does not come back hears of it after half an hour.
+    Without the name none is seen, and processes that wait for a callback which blocks say so after half an hour only.
 
     Tried: nothing public says that a device waits for Python; the output of the program is merely not ready.
     """

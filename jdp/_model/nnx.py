@@ -203,7 +203,7 @@ def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
 
 
 def in_evaluation(model: Any) -> Any:
-    """A copy of the model in evaluation mode, with the same arrays; the model itself stays as it is."""
+    """Returns a copy of the model in evaluation mode, with the same arrays; the model itself stays as it is."""
     copy = nnx.merge(*nnx.split(model))
     if hasattr(copy, "eval"):
         copy.eval()

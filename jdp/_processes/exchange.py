@@ -58,7 +58,7 @@ class Exchange:
         watch.moved(self._group, program)
 
     def dispatching(self, seconds: float | None = None) -> AbstractContextManager[None]:
-        """In here it is dispatched, and may wait for the others, who may take so many seconds; None: a time-out."""
+        """Marks the dispatch of that program; it may wait so many seconds for the others (None: `limits.step`)."""
         return watch.dispatching(self._group, self.processes, seconds)
 
     def dispatched(self, output: jax.Array | None) -> None:

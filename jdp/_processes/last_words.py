@@ -128,9 +128,10 @@ def _tell(what: str) -> None:
 
 
 def _let_the_listener_speak(error: str) -> None:
-    """Waits a moment with an error that may come of the end of another process: the listener learns whose it was.
+    """Waits up to three seconds with an error that the end of another process may have caused.
 
-    It ends this process then, and who reads the output finds that name last.
+    Meanwhile the listener may learn which process that was. It then says so and ends this process, so that the name
+    stands last in the output.
     """
     over = time.monotonic() + 3 * _GRACE
     while _ending.is_set() or (time.monotonic() < over and any(name in error for name in _CONNECTIONS)):

@@ -7,8 +7,8 @@ where it waits in vain.
   `limits.step` blame it if it has not moved for as long: "did not come to it".
 * In a call (`waiting`). The main thread looks itself, and raises; `is_cut_off` ends it where process 0 is silent.
 * Saving and restoring. `Checkpointer` waits for the others in JAX's `process_allgather`, of which the watch knows
-  nothing: to the others the process is at its own work, and itself it names nobody. That is a gap: what one process
-  saves alone, while the others have ended, waits for JAX.
+  nothing: to the others the process is at its own work, and itself it names nobody. That is a gap: a process that
+  saves alone, after the others have ended, waits until JAX gives up.
 * Entering a dispatch. `Exchange.come_to` moves, and `dispatching` notes what is about to be waited for, before the
   program is called: one CPU device computes in the thread that dispatches, which comes back when the others have come.
   In there it is
@@ -18,15 +18,15 @@ where it waits in vain.
   - in the dispatch: it waits, since the last of these. Who does not come, has ended or is silent is named.
 * A program runs (`dispatched`). It waits until an output is ready: the oldest that runs counts, and then the newest.
 * In a callback, also in a dispatch: a device waits for Python, which the frames of Python's threads show. All have come
-  to the program then. Those who are in no callback name the one that is, after `limits.step`.
+  to the program then. The processes that are in no callback name the one that is, after `limits.step`.
 
 How a process ends, and how the others learn of it:
 
 * The end of the script, `sys.exit(0)`, `raise SystemExit(3)`: `_leave` tells the last position, and then that it has
-  ended. Who waits for it in a later call or program says so, without waiting any longer.
+  ended. A process that waits for it in a later call or program says so at once.
 * An exception, `sys.exit(3)`, `exit(3)`: a word of failure, for which all look each half second.
 * `os._exit`, SIGKILL, no memory: the others of its machine see that there is no such process. Elsewhere a connection
-  breaks. Whoever fails with that waits 3 s, in which its listener may learn who has ended.
+  breaks. A process that fails with that error waits 3 s, in which its listener may learn which one has ended.
 * SIGSTOP: no sign of life. It is named after half of `limits.step` where this machine says that it is stopped, else
   after all of it. The coordination service is in process 0: of that one `is_cut_off` tells.
 """
@@ -241,7 +241,7 @@ class Watch:
         )
 
     def _why_in_vain(self, pending: Pending, left: set[int]) -> str | None:
-        """In words, why it is to wait for a program no longer; None where it is."""
+        """Says why this process should wait for a program no longer; None where it should."""
         waited = time.monotonic() - pending.since
         gone = [p for p in pending.processes if p in left and self._position(p, pending) < pending.position]
         if gone:
@@ -347,7 +347,7 @@ class Watch:
                 self._places[process] = place, self._learnt
 
     def end(self) -> None:
-        """This process ends in good order: where it has come to is known before that it has ended."""
+        """Tells where this process has come to, before it tells that it has ended."""
         self._tell()
 
     def _position(self, process: int, pending: Pending) -> int:
@@ -355,7 +355,7 @@ class Watch:
         return place.positions.get(pending.group, 0)
 
     def _called_back(self, pending: Pending) -> list[int]:
-        """Those whose devices wait for Python: this process does not, else it is as late as they are."""
+        """Returns the processes whose devices wait for Python; none where those of this process wait, too."""
         if self._callbacks:
             return []
         places = {p: self._places[p][0] for p in pending.processes if p != own_process() and p in self._places}

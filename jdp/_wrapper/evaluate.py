@@ -55,8 +55,8 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
         of its own rows, and the rest is the same everywhere.
 
     Raises:
-        TypeError: metrics that are no dict; a metric that is neither of these forms, or a scalar that is no mean over
-            the rows; it is named.
+        TypeError: metrics that are no dict; a metric of none of these forms, or a scalar that is no mean over the
+            rows; the error names it.
         ValueError: there are no rows at all; a metric that has another form or shape in a later batch.
 
     Example:
@@ -90,7 +90,7 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
 
 
 def _arguments(dp: Wrapper, metrics_fn: Any, arguments: Sequence[Any]) -> tuple[Tree, Iterable[Tree]]:
-    """The model's part, the first argument of `metrics_fn`, and the batches."""
+    """Returns the first argument of `metrics_fn`, the variables or the model, and the batches."""
     kind = dp._config.kind
     if not callable(metrics_fn):
         raise TypeError(f"jdp.{VERB}: metrics_fn is a {type(metrics_fn).__name__}; it is called. Pass a function.")
@@ -120,7 +120,7 @@ _KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its stat
 
 
 class Totals(NamedTuple):
-    """What a batch gives, over all replicas."""
+    """Holds what one batch adds, over all replicas."""
 
     sums: list[Any]
     rows: list[Any]
@@ -138,10 +138,10 @@ def _run(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple
     rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))
     if not rows:
         return None
-    none, held = one.replicas  # of nothing is a gradient taken
+    diff, held = one.replicas  # no gradient is taken, so that diff holds no arrays
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
     program = _program(config, metrics_fn, one.division)
-    return dispatch(program, config.mesh, (none, held), *children(inputs)), rows
+    return dispatch(program, config.mesh, (diff, held), *children(inputs)), rows
 
 
 def _program(config: Config, metrics_fn: Any, division: Division) -> Compiled:
