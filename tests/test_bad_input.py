@@ -623,3 +623,17 @@ def test_a_loss_of_one_column_is_told_to_be_a_vector():
     step = FN.train_step(lambda v, x: (x * v["params"])[:, :1], optax.sgd(0.1))
     with refused(TypeError, r"the loss is float32\[3, 1\] for 3 rows", r"these: loss\[:, 0\] is the vector\."):
         step(step.init({"params": WEIGHT}), ROWS)
+
+
+@pytest.mark.parametrize("door", ["apply", "scatter", "value_and_grad"])
+def test_a_symbolic_number_of_rows(door):
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=[0, 1])
+    doors = {
+        "apply": dp.apply,
+        "scatter": lambda w, x: jdp.gather(jdp.scatter(x, [0, 1])),
+        "value_and_grad": dp.value_and_grad(lambda w, x: ((x @ w) ** 2).mean(1)),
+    }
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8, 4), (b, 8))]
+    with refused(ValueError, "jdp", "symbolic number of rows, b.*Export the bare model"):
+        jax.export.export(jax.jit(doors[door]))(*shapes)

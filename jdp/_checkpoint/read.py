@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
+from .._processes.exchange import exchange_of
+from .._processes.watch import limits
 from .directory import is_local, kind, open_file
 from .items import (
     FORMAT,
@@ -105,23 +106,18 @@ def together() -> bool:
 
 
 def tell_all(text: str) -> list[str]:
-    """What each process says; all of them have to call this."""
+    """Returns the texts of all processes, in their order; all of them have to call this.
+
+    One process may come much later than another, because it has written a large checkpoint.
+
+    Raises:
+        DesyncError: a process has ended, is silent, or makes another call.
+    """
     if jax.process_count() == 1:
         return [text]
-    from jax.experimental import multihost_utils
-
-    raw = text.encode()
-    try:
-        longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
-        message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # of few lengths, for each is compiled
-        message[: len(raw)] = np.frombuffer(raw, np.uint8)
-        every = np.asarray(multihost_utils.process_allgather(message))
-    except jax.errors.JaxRuntimeError as e:
-        raise RuntimeError(
-            f"jdp.{VERB}: {absent(e)}; all processes of a job save and restore together. Start the job again: it goes "
-            f"on from the newest checkpoint."
-        ) from e
-    return [bytes(m).rstrip(b"\0").decode(errors="replace") for m in every]
+    processes = tuple(range(jax.process_count()))
+    told = exchange_of(processes).tell(VERB, text, limits.compile)
+    return [told[p] for p in processes]
 
 
 def absent(error: BaseException | None) -> str:

@@ -319,8 +319,10 @@ os.register_at_fork(after_in_child=_after_fork)
 def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
 
-    Where a program is traced around the call, the context stays, because JAX does not let it change there. In a process
-    that was forked from one with devices it is a `RuntimeError`: nothing would run there, for ever.
+    Where a program is traced around the call, JAX does not let the mesh of devices change, but lets go of its axes; of
+    Explicit ones the values that come in are still typed by it, so these stay. Inside of a `shard_map` the mesh is that
+    of the program around it. In a process that was forked from one with devices the call is a `RuntimeError`: nothing
+    would run there, for ever.
     """
 
     @functools.wraps(door)
@@ -331,10 +333,25 @@ def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result
                 f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
                 f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
             )
-        if jax.sharding.get_abstract_mesh().empty or not trace_state_clean():
+        around = jax.sharding.get_abstract_mesh()
+        if around.empty:
             return door(*args, **kwargs)
-        with jax.set_mesh(_NO_MESH):
+        if trace_state_clean():
+            with jax.set_mesh(_NO_MESH):
+                return door(*args, **kwargs)
+        if not around.are_all_axes_auto:
             return door(*args, **kwargs)
+        try:
+            with jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh):
+                return door(*args, **kwargs)
+        except ValueError as error:
+            if "jit's context mesh" not in str(error):
+                raise
+            raise ValueError(
+                f"jdp.{door.__name__.strip('_')}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
+                f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
+                f"of that context, or by dp.value_and_grad."
+            ) from error
 
     return call
 

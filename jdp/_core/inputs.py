@@ -194,6 +194,11 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
         _refuse_legacy_keys(cut, verb, name)
     first, axis, index = cut[0]
     rows = first.shape[axis]
+    if not isinstance(rows, int):
+        raise ValueError(
+            f"jdp.{verb}: {name(index)} has a symbolic number of rows, {rows}; a batch is cut by its number of rows, "
+            f"so each number has a program of its own. Export the bare model, or this call for one number of rows."
+        )
     for other in cut[1:]:
         found = other[0].shape[other[1]]
         if found != rows:

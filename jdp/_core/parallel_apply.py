@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from .devices import outside_of_mesh
 from .layout import Cut, Layout, Leaf, Static, Tree
@@ -175,13 +177,19 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
 
         def call(*operands: Any) -> Outputs:
             try:
-                out = run(*operands)
+                with replica_context():
+                    out = run(*operands)
             except Exception as error:
                 if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
                     error.add_note(
                         f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
                         f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
                         f"take float(...) of what the call gives."
+                    )
+                if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
+                    error.add_note(
+                        "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own "
+                        "has nothing to split. Call the function without shard_map, on the chunk."
                     )
                 device = signature.layout.devices[replica]
                 error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
@@ -194,6 +202,73 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
         return jax.jit(call)
 
     return body
+
+
+_NO_AXES = AbstractMesh((), ())
+
+
+class _Threads(threading.local):
+    depth = 0  # of replicas that this thread is tracing, one inside of another
+
+
+_this_thread = _Threads()
+_lock = threading.Lock()
+_threads_inside = 0
+
+
+@contextlib.contextmanager
+def replica_context() -> Iterator[None]:
+    """Traces its body as the code of a replica of one device: under no mesh, and without sharding constraints.
+
+    A model that was written for a mesh names its axes in `with_sharding_constraint`, in `with_logical_constraint` of
+    Flax, and in the boxes of its parameters. A replica is one device, which has no such axes and nothing to constrain.
+
+    JAX itself traces the inside of a `shard_map` under a mesh of Manual axes. The types of values that `jax.eval_shape`
+    gives there have that mesh in them or not, depending on the pass. Programs that compare types (the adjoints of
+    equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
+    Collectives over the replicas' axis need nothing but its name, and stay as they are.
+    """
+    with _left_out(), jax.sharding.use_abstract_mesh(_NO_AXES):
+        _this_thread.depth += 1
+        try:
+            yield
+        finally:
+            _this_thread.depth -= 1
+
+
+def in_replica() -> bool:
+    """Returns True while a replica is traced: one of jdp's, or one of a `shard_map` or a `pmap` of the user's."""
+    return _this_thread.depth > 0 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+@contextlib.contextmanager
+def _left_out() -> Iterator[None]:
+    """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
+
+    Nothing in JAX leaves constraints out: inside of a `shard_map` one that names an axis of another mesh is an error
+    before it becomes part of the program. Flax looks the function up at each call, and so do most models; one that was
+    imported by name stays as it is, and JAX's error with it.
+    """
+    global _threads_inside
+    with _lock:
+        if not _threads_inside:
+            jax.lax.with_sharding_constraint = _constraint
+        _threads_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _threads_inside -= 1
+            if not _threads_inside:
+                jax.lax.with_sharding_constraint = _of_jax
+
+
+_of_jax = jax.lax.with_sharding_constraint
+
+
+@functools.wraps(_of_jax)
+def _constraint(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return x if _this_thread.depth else _of_jax(x, *args, **kwargs)
 
 
 def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:

@@ -186,7 +186,8 @@ def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: l
     if not x.is_fully_replicated:
         return (
             f"{fact}, cut into pieces ({x.shape} as {spec}); every replica holds all of it. Gather all of them and put "
-            f"them on every device: jdp.replicate(jax.device_get(params), devices)."
+            f"them on every device: jdp.replicate(jax.device_get(params), devices). Make an NNX model, and its "
+            f"optimizer, under nnx.use_eager_sharding(False)."
         )
     return (
         f"{fact}; parameters live there, on the host, or on all of the replicas. Move them with jax.device_put(params, "

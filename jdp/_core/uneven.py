@@ -25,6 +25,7 @@ from .._jax.jaxprs import (
     env_of,
     equations,
     evaluate,
+    first,
     inlined,
     ordered,
     read,
@@ -65,8 +66,8 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
     if gather and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
-        if n > 1 and not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
-            _refuse_ordered(jax.make_jaxpr(body_of(0))(*operands), n)
+        if not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
+            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n)
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return dataclasses.replace(out, sizes=sizes)
@@ -129,8 +130,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
         mine = _at_size(operands, signature, replica)
         jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
-        if n > 1:
-            _refuse_ordered(jaxpr, n)
+        _refuse_what_needs_devices(jaxpr, n)
         if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, signature)
         bodies[sizes] = Body(replica, jaxpr, out)
@@ -292,9 +292,16 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
         )
 
 
-def _refuse_ordered(traced: Any, n: int) -> None:
-    """A `ValueError` for what is printed or called in order, which JAX does on one device only."""
-    eqn = ordered(traced.jaxpr) if traced.effects else None
+def _refuse_what_needs_devices(traced: Any, n: int) -> None:
+    """Raises a `ValueError` for a `shard_map` of the model's own, and for what is printed or called in order."""
+    own = first(traced, "shard_map")
+    if own is not None:
+        where = source_line(own)
+        raise ValueError(
+            f"jdp.parallel_apply: the model calls shard_map{where and f' ({where})'}; inside of it a replica is one "
+            f"device, which cannot be split further. Call the function without shard_map, on the chunk."
+        )
+    eqn = ordered(traced.jaxpr) if n > 1 and traced.effects else None
     if eqn is not None:
         where = source_line(eqn)
         raise ValueError(

@@ -33,6 +33,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def first(jaxpr: Any, primitive: str) -> Any:
+    """The first equation with the primitive of this name, nested ones too; None where there is none."""
+    return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
+
+
 def _opened(jaxpr: Any) -> Any:
     # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
     return getattr(jaxpr, "jaxpr", jaxpr)

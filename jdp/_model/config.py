@@ -123,8 +123,9 @@ class Config:
         around = jax.sharding.get_abstract_mesh()
         if not around.empty and around != self.mesh.abstract_mesh:
             raise ValueError(
-                f"jdp.DataParallel: called inside jax.set_mesh of {around}; the wrapper has a mesh of its own, and JAX "
-                f"takes one at a time. Call it outside of that context."
+                f"jdp.DataParallel: traced inside jax.set_mesh of {around}, whose axes are Explicit: values are typed "
+                f"by that mesh, and the wrapper has a mesh of its own. Trace it outside of that context, or make the "
+                f"axes Auto: jax.make_mesh(..., axis_types=(AxisType.Auto,) * {len(around.axis_names)})."
             )
 
     def program(self, module: Any, beside: bool = False) -> Compiled:

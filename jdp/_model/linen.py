@@ -16,6 +16,7 @@ from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
 from .._core.layout import Tree, cut_along, is_key, replicated
 from .._core.outputs import Marked, Reduce
+from .._core.parallel_apply import replica_context
 from .._core.scattered import concrete
 from .._core.shards import refuse_too_large, shard_axis
 
@@ -165,16 +166,17 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
-    """`module.init`, also for a module that runs collectives over the axis."""
+    """Returns `module.init(...)` as a replica makes it, also of a module that runs collectives over the axis."""
     _check_key(rngs)
-    try:
-        return module.init(rngs, *args, **kwargs)
-    except NameError as error:
-        if not is_unbound_axis(error):
-            raise
-        # One replica's axis, on which the values do not depend.
-        bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
-        return bound(jax.numpy.zeros(1))
+    with replica_context():
+        try:
+            return module.init(rngs, *args, **kwargs)
+        except NameError as error:
+            if not is_unbound_axis(error):
+                raise
+            # One replica's axis, on which the values do not depend.
+            bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
+            return bound(jax.numpy.zeros(1))
 
 
 def init_in_shards(

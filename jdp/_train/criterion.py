@@ -54,7 +54,13 @@ def gradients_on_replicas(
             except SeveralTerms:
                 pass
         if several.can_be_one(replicas, inputs):
-            return several.in_one(replicas, inputs, kwargs)
+            try:
+                return several.in_one(replicas, inputs, kwargs)
+            except ValueError as error:
+                # The adjoints of equinox and diffrax compare the types of values. JAX runs the backward pass of a
+                # program of all devices under its own mesh, which is part of a type. In two passes the replicas run it.
+                if "Closure-converted function" not in str(error):
+                    raise
         return several.in_two(replicas, inputs, kwargs)
 
     run.__name__ = run.__qualname__ = label

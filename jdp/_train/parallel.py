@@ -18,7 +18,7 @@ from .._core.gather import join
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
-from .._core.parallel_apply import CallOf, on_replicas
+from .._core.parallel_apply import CallOf, in_replica, on_replicas
 from .._core.programs import Compiled, dispatch, kept, may_deadlock
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -124,7 +124,7 @@ def parallel(
 
     @outside_of_mesh
     def step(*args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if in_replica():
             return step_fn(*args, **kwargs)
         config.refuse_other_mesh()
         (args, kwargs), nodes = take_nodes((_hold_static(args, static), kwargs))

@@ -316,7 +316,22 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
                 f"gradients, the parameters and value=loss, and no function to take others with. Choose one without "
                 f"(optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
             ) from error
+        _refuse_other_parameters(tx, opt_state, params, error)
         raise
+
+
+def _refuse_other_parameters(tx: Any, opt_state: Tree, params: Tree, error: Exception) -> None:
+    """Raises a `ValueError` where the optimizer's state is of other parameters, which is why its update has failed."""
+    try:
+        expected = jax.eval_shape(tx.init, params)
+    except Exception:
+        return
+    difference = first_difference(shapes_of(opt_state), expected)
+    if difference is not None:
+        raise ValueError(
+            f"jdp.{VERB}: the optimizer's opt_state{difference}; the model has other parameters than when the "
+            f"optimizer was made. Make a new optimizer and a new step after a change of the model."
+        ) from error
 
 
 def _clips_each_row(opt_state: Tree) -> bool:

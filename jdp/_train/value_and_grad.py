@@ -17,6 +17,7 @@ from .._core.devices import outside_of_mesh
 from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
+from .._core.parallel_apply import in_replica
 from .._core.programs import Compiled, dispatch, kept
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, split
@@ -108,7 +109,7 @@ def value_and_grad(
 
     @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if in_replica():
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
         config.refuse_other_mesh()
         one, inputs = _divided(config, options, in_axes, args, kwargs)

@@ -17,6 +17,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.outline import bytes_on_each, page_of
+from .._core.parallel_apply import in_replica
 from .._core.programs import dispatch
 from .._core.replicate import broadcast, lives_replicated, sharded
 from .._core.scatter import Cutting, refuse_other_replicas, split
@@ -553,8 +554,3 @@ def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> No
                 f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
                 f"state with a batch axis is cut like the batch. Pass state of that many rows."
             )
-
-
-def in_replica() -> bool:
-    """Whether this is traced inside a replica's program already."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)

@@ -94,7 +94,8 @@ def test_the_launchers_number_of_devices_counts_and_a_script_of_one_process_is_r
     """)
     done = launch("-n", "2", "--devices-per-process", "2", str(script))
     assert done.returncode == 1, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] 2 devices", "[1] 2 devices"]
+    lines = {*done.stdout.splitlines()}  # the launcher ends the others when the first is refused
+    assert lines and lines <= {"[0] 2 devices", "[1] 2 devices"}
     assert "RuntimeError: jdp.DataParallel: this is one of several processes by JDP_PROCESS_ID=" in done.stderr
     alone = launch("-n", "1", "--devices-per-process", "3", str(script))
     assert (alone.returncode, alone.stdout) == (0, "[0] 3 devices\n[0] works alone\n"), alone.stderr

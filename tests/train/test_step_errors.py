@@ -431,3 +431,17 @@ def test_scales_of_fp8_are_refused(refused):
     with refused(ValueError, "value_and_grad", "'_overwrite_with_gradient'"):
         dp.value_and_grad(loss_fn)(variables, x)
 
+
+
+@pytest.mark.parametrize("change", ["another head", "one more layer"])
+def test_a_model_that_has_changed_since_its_optimizer_was_made(change, refused):
+    model = nnx.Sequential(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 4, rngs=nnx.Rngs(0)))
+    dp = jdp.DataParallel(model, range(2))
+    step = dp.train_step(lambda m, b: (m(b) ** 2).mean(), nnx.Optimizer(dp, optax.adam(0.1), wrt=nnx.Param))
+    step(INPUTS)
+    if change == "another head":
+        model.layers[1] = nnx.Linear(5, 2, rngs=nnx.Rngs(1))
+    else:
+        model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
+    with refused(ValueError, "train_step", "opt_state.*other parameters than when the optimizer was made.*a new step"):
+        step(INPUTS)
