@@ -29,7 +29,9 @@ RULES = {
     ),
     "'for/in/by which': make two sentences": r"\b(?:for|in|by) which\b",
     "'Of several ...' in front: begin with the subject": r"(?:^|(?<=\. ))Of (?!course)",
-    "'is to be': must, will, or should": r"\b(?:is|are|was|were) to (?!the\b|a\b|an\b|all\b|it\b|them\b|each\b|this\b)[a-z]+",
+    "'is to be': must, will, or should": (
+        r"\b(?:is|are|was|were) to (?!the\b|a\b|an\b|all\b|it\b|them\b|each\b|this\b)[a-z]+"
+    ),
     "'anew': again": r"\banew\b",
     "'meanwhile': at the same time": r"\b[Mm]eanwhile\b",
     "'likewise': also, the same": r"\b[Ll]ikewise\b",
@@ -41,9 +43,22 @@ RULES = {
 }
 NO_VERBS = {
     *("As", "Its", "This", "Bytes", "Rows", "Devices", "Processes", "Sums", "Arrays", "Axes", "Leaves", "Paths"),
-    *("Names", "Shapes", "Values", "Words", "Lines", "Always", "Has", "Is", "Does", "Was", "Less", "Seconds", "Metrics"),
-    *("Gradients", "Replicas", "Chunks", "Keys", "Outputs", "Inputs", "Batches", "Texts", "Results", "Programs", "Us"),
-    *("Parameters", "Steps", "Threads", "Files", "Numbers", "Flags", "Types", "Places", "Parts", "Pieces", "Cells"),
+    *("Names", "Shapes", "Values", "Words", "Lines", "Always", "Has", "Is", "Does", "Was", "Less", "Seconds"),
+    *("Metrics", "Gradients", "Replicas", "Chunks", "Keys", "Outputs", "Inputs", "Batches", "Texts", "Results"),
+    *(
+        "Programs",
+        "Parameters",
+        "Steps",
+        "Threads",
+        "Files",
+        "Numbers",
+        "Flags",
+        "Types",
+        "Places",
+        "Parts",
+        "Pieces",
+        "Cells",
+    ),
 }
 EXCEPTIONS: set[tuple[str, str]] = set()  # (file, text of the sentence); at most ten
 
