@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help mnist test test-full test-faults test-ray install lint ruff pyright types draw docs lock wheel release bench clean
+.PHONY: help mnist test test-full test-faults coverage test-ray install lint ruff pyright types draw docs lock wheel release bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,7 +39,12 @@ test-full: install  ## run the other tests: every combination, and what takes lo
 	$(VENV)/bin/python -m pytest -m "(full or hypothesis) and not faults" -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-faults: install  ## kill, stop and damage processes and checkpoints, and see that nothing hangs or is lost
-	$(VENV)/bin/python -m pytest -m faults -n 3 $(ARGS)
+	$(VENV)/bin/python -m pytest -m faults -n 4 $(ARGS)
+
+coverage: install  ## run the fast tests, and write which lines of jdp/ they run into build/coverage
+	$(VENV)/bin/python -m pip install --quiet "pytest-cov>=6"
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --cov jdp --cov-report term:skip-covered \
+		--cov-report html:build/coverage $(ARGS)
 
 test-ray:  ## train by Ray Train, kill a worker, take a node away; in an environment of its own, of 1.3 GB
 	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-test,ray

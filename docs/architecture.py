@@ -1,7 +1,7 @@
 """Draws architecture.md and architecture.svg, beside this file, from the code of jdp: its packages and their imports.
 
-    python docs/architecture.py            # writes both
-    python docs/architecture.py --check    # writes nothing; exit status 1 where they are not what the code says
+python docs/architecture.py            # writes both
+python docs/architecture.py --check    # writes nothing; exit status 1 where they are not what the code says
 """
 
 import argparse

@@ -82,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of the four IDX files, gzipped or not (default: the embedded subset)",
     )
-    parser.add_argument(
-        "--download", action="store_true", help="fetch into --data-dir the files that are not there"
-    )
+    parser.add_argument("--download", action="store_true", help="fetch into --data-dir the files that are not there")
     parser.add_argument("--train-rows", type=positive, metavar="N", help="train on the first N rows only")
 
 
@@ -98,9 +96,7 @@ def from_arguments(args: argparse.Namespace) -> MNIST:
         data = load(args.data_dir or EMBEDDED)
         rows = len(data.train_labels[: args.train_rows])
         if args.batch_size > rows:
-            raise DataError(
-                f"a batch of {args.batch_size} is larger than the {rows} training rows; lower --batch-size"
-            )
+            raise DataError(f"a batch of {args.batch_size} is larger than the {rows} training rows; lower --batch-size")
     except DataError as error:
         sys.exit(f"mnist: {error}")
     return data._replace(train_images=data.train_images[:rows], train_labels=data.train_labels[:rows])
@@ -140,8 +136,7 @@ def download(folder: Path, mirrors: Sequence[str] = MIRRORS) -> None:
                 failures.append(str(error) if isinstance(error, DataError) else f"{url}: {error!r}")
         if packed is None:
             raise DataError(
-                f"{name}.gz could not be fetched ({'; '.join(failures)}); "
-                f"try again, or put it into {folder} by hand"
+                f"{name}.gz could not be fetched ({'; '.join(failures)}); try again, or put it into {folder} by hand"
             )
         _write(folder / f"{name}.gz", packed)
 
@@ -204,9 +199,7 @@ def _check(where: str, name: str, stored: bytes, digests: set[str]) -> bytes:
     promised = header + shape[0] * (784 if shape[1:] else 1)
     if len(raw) != promised:
         state = "truncated" if len(raw) < promised else "altered"
-        raise DataError(
-            f"{where} is {state}: it has {len(raw):,} bytes where its header promises {promised:,}"
-        )
+        raise DataError(f"{where} is {state}: it has {len(raw):,} bytes where its header promises {promised:,}")
     digest = hashlib.sha256(raw).hexdigest()
     if digest not in digests:
         raise DataError(f"{where} is altered: SHA-256 {digest} of its raw bytes is not that of MNIST's file")

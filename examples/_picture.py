@@ -47,9 +47,7 @@ def picture(
     return figure
 
 
-def learning_curve(
-    axes: Axes, losses: Sequence[float], accuracies: Sequence[float], steps: int | None = None
-) -> None:
+def learning_curve(axes: Axes, losses: Sequence[float], accuracies: Sequence[float], steps: int | None = None) -> None:
     """Each step's loss, thin, and the running mean, thick; on the right-hand axis the accuracy of each epoch.
 
     `steps` of an epoch, where the last one has not ended.

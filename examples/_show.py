@@ -72,9 +72,7 @@ class Show:
             disable=not self.console.is_terminal,
             transient=True,
         )
-        self.task = self.bar.add_task(
-            "", total=self.steps * args.epochs, epoch=self._epoch(), state="compiling"
-        )
+        self.task = self.bar.add_task("", total=self.steps * args.epochs, epoch=self._epoch(), state="compiling")
 
     def __enter__(self) -> Self:
         train, test = len(self.data.train_labels), len(self.data.test_labels)

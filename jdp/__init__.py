@@ -17,13 +17,17 @@ if typing.TYPE_CHECKING:
     from ._public import *
 
 __all__ = [
+    "Batches",
     "Checkpointer",
     "DataParallel",
     "LossCheck",
     "Mean",
+    "NNXTrainStep",
+    "Report",
     "Scattered",
     "Sum",
     "TrainState",
+    "TrainStep",
     "__version__",
     "chunk_sizes",
     "data_parallel",

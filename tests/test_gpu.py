@@ -61,8 +61,10 @@ def same(run, model, replicas, rtol=2e-4):
 def test_forward(rows, replicas):
     model = Network()
     variables = variables_of(model)
+
     def run(dp):
         return dp.apply(variables, ROWS[:rows], train=True, mutable=["batch_stats"])
+
     same(run, model, replicas)
     whole = on("gpu", model, replicas).apply(variables, ROWS[:rows])
     close(jax.device_get(whole), jax.device_get(model.apply(variables, ROWS[:rows])), rtol=2e-4, atol=2e-5)
@@ -98,16 +100,20 @@ def losses(variables, batch):
 def test_gradients(rows, replicas):
     model, batch = Network(statistics=False), {"x": ROWS[:rows], "y": LABELS[:rows]}
     variables = variables_of(model)
+
     def on_chunks(dp):
         return dp.value_and_grad(lambda v, b: losses(v, b))(variables, batch)
+
     found = same(on_chunks, model, replicas)
     close(found, jax.device_get(jax.value_and_grad(lambda v: losses(v, batch).mean())(variables)), rtol=2e-4, atol=2e-5)
 
     def root(dp):
         def forward(v, b):
             return model.apply(v, b["x"])
+
         def criterion(logits, b):
             return jnp.sqrt(((logits - jax.nn.one_hot(b["y"], 4)) ** 2).mean())
+
         return dp.value_and_grad(forward, criterion=criterion)(variables, batch)
 
     same(root, model, replicas)
@@ -171,8 +177,10 @@ def test_nnx(replicas):
         layers = [nnx.Linear(192, 16, precision="highest", rngs=rngs), nnx.relu]
         model = nnx.Sequential(*layers, nnx.Linear(16, 4, precision="highest", rngs=rngs))
         dp = dp_of(model)
+
         def loss_fn(m, b):
             return optax.softmax_cross_entropy_with_integer_labels(m(b["x"]), b["y"]).mean()
+
         optimizer = nnx.Optimizer(dp, optax.adam(1e-2), wrt=nnx.Param)
         step = dp.train_step(loss_fn, optimizer)
         metrics = [step({"x": ROWS.reshape(10, -1), "y": LABELS}) for _ in range(3)]
@@ -196,8 +204,10 @@ def test_evaluation_and_prefetch():
     model = Network(statistics=False)
     variables = variables_of(model)
     batches = [{"x": ROWS[:6], "y": LABELS[:6]}, {"x": ROWS[6:], "y": LABELS[6:]}]
+
     def metrics(v, b):
         return {"loss": losses(v, b).mean(), "rows": losses(v, b)}
+
     found = same(lambda dp: dp.evaluate(metrics, variables, batches), model, 3)
     np.testing.assert_allclose(found["rows"], losses(variables, {"x": ROWS, "y": LABELS}), rtol=2e-4, atol=2e-5)
     for batch, expected in zip(on("gpu", model, 2).prefetch(batches), batches, strict=True):

@@ -1,7 +1,7 @@
 """How many files of jdp a call goes through, and how often it changes from one to another; for `test_ways.py`.
 
-    python tests/ways.py            prints the ways of a first, an uneven and a known call
-    python tests/ways.py apply      those of one door, and the files in the order in which they are entered
+python tests/ways.py            prints the ways of a first, an uneven and a known call
+python tests/ways.py apply      those of one door, and the files in the order in which they are entered
 """
 
 import collections

@@ -31,11 +31,7 @@ def main(originals: Path) -> None:
     for split, rows in ROWS.items():
         for name in (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte"):
             plain = originals / name
-            raw = (
-                plain.read_bytes()
-                if plain.exists()
-                else gzip.decompress((originals / f"{name}.gz").read_bytes())
-            )
+            raw = plain.read_bytes() if plain.exists() else gzip.decompress((originals / f"{name}.gz").read_bytes())
             subset = cut(raw, rows)
             packed = gzip.compress(subset, compresslevel=9, mtime=0)
             (HERE / f"{name}.gz").write_bytes(packed)

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -28,6 +28,8 @@ from .write import Writer
 
 if TYPE_CHECKING:
     from etils import epath  # imported where it is needed: it takes long
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -169,7 +171,7 @@ class Checkpointer:
                 sys.exit(0)
         return saving
 
-    def restore(self, state: Tree, step: int | None = None) -> tuple[Tree, Any]:
+    def restore(self, state: T, step: int | None = None) -> tuple[T, Any]:
         """The newest intact checkpoint, in the shapes, dtypes and shardings of `state`, and its data cursor.
 
         So it comes onto any number of devices and processes, whatever the number was that saved it. NNX objects are

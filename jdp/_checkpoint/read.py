@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._processes.exchange import exchange_of
 from .._processes.watch import limits
@@ -111,13 +112,27 @@ def tell_all(text: str) -> list[str]:
     One process may come much later than another, because it has written a large checkpoint.
 
     Raises:
-        DesyncError: a process has ended, is silent, or makes another call.
+        RuntimeError: the connection to another process is broken.
     """
     if jax.process_count() == 1:
         return [text]
-    processes = tuple(range(jax.process_count()))
-    told = exchange_of(processes).tell(VERB, text, limits.compile)
-    return [told[p] for p in processes]
+    from jax.experimental import multihost_utils
+
+    raw = text.encode()
+    exchange = exchange_of(tuple(range(jax.process_count())))
+    exchange.come_to(VERB)
+    try:
+        with exchange.dispatching(limits.compile):
+            longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
+            message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # few lengths: each is compiled
+            message[: len(raw)] = np.frombuffer(raw, np.uint8)
+            every = np.asarray(multihost_utils.process_allgather(message))
+    except jax.errors.JaxRuntimeError as e:
+        raise RuntimeError(
+            f"jdp.{VERB}: {absent(e)}; all processes of a job save and restore together. Start the job again: it goes "
+            f"on from the newest checkpoint."
+        ) from e
+    return [bytes(m).rstrip(b"\0").decode(errors="replace") for m in every]
 
 
 def absent(error: BaseException | None) -> str:

@@ -149,7 +149,7 @@ class Call:
                 if left := [p for p in absent if p in gone]:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
-                if is_over() or time.monotonic() - self._began > limits.step and watch.silent(self.exchange.processes):
+                if is_over():
                     self._give_up(absent, gone)
 
     def _give_up(self, absent: list[int], gone: set[int]) -> None:

@@ -6,9 +6,9 @@ where it waits in vain.
 * At its own work (`moved` was called last). It waits for nobody, and blames nobody. Those who have waited for
   `limits.step` blame it if it has not moved for as long: "did not come to it".
 * In a call (`waiting`). The main thread looks itself, and raises; `is_cut_off` ends it where process 0 is silent.
-* Saving and restoring. `Checkpointer` tells the others in calls, and waits for them there. One that writes for long is
-  late after `limits.compile` only; one that has ended or is silent is named at once, as in each call. Orbax's own
-  barriers, while it writes, are not watched: JAX gives them up.
+* Saving and restoring. `Checkpointer` waits for the others in a collective of JAX's, which is watched as a dispatch. A
+  process that writes for long is late after `limits.compile` only. Orbax's own barriers, while it writes, are not
+  watched: JAX gives them up.
 * Entering a dispatch. `Exchange.come_to` moves, and `dispatching` notes what is about to be waited for, before the
   program is called: one CPU device computes in the thread that dispatches, which comes back when the others have come.
   In there it is

@@ -617,9 +617,7 @@ def test_gpus_that_jax_does_not_use_are_a_problem_and_the_exit_code_tells(doctor
 
 
 def test_the_password_of_a_proxy_is_not_shown():
-    facts = machine.facts(
-        {"https_proxy": "http://me:secret@proxy:3128", "HOME": "/home/me", "NCCL_DEBUG": "INFO"}
-    )
+    facts = machine.facts({"https_proxy": "http://me:secret@proxy:3128", "HOME": "/home/me", "NCCL_DEBUG": "INFO"})
     assert facts["settings"] == {"https_proxy": "http://***@proxy:3128", "NCCL_DEBUG": "INFO"}
 
 

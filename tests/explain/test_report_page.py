@@ -52,6 +52,7 @@ def report(request, on_cpus):
     memory = CHIPS["h100"].available_bytes
     return dataclasses.replace(on_cpus, platform="gpu", memory_bytes=memory, _network=Network(CHIPS["h100"], (1, 8)))
 
+
 LANES = ("computes", "waits", "sends")
 
 

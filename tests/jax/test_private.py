@@ -231,7 +231,11 @@ def test_canary_cluster_detection():
     feature = lost(name, "jdp.distributed.initialize must be told the three arguments")
     assert find is not None, feature
     assert [*inspect.signature(find).parameters] == [
-        "coordinator_address", "num_processes", "process_id", "local_device_ids", "cluster_detection_method",
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "local_device_ids",
+        "cluster_detection_method",
         "initialization_timeout",
     ], feature
     assert private.found_by_cluster("host:1", 3, 2, [0], None, 1) == ("host:1", 3, 2), feature
@@ -515,8 +519,9 @@ def test_canary_axis_index_groups():
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
     eqns = inside_replicas(lambda x: jax.lax.psum(x, "data", axis_index_groups=groups), jnp.ones(8))
     found = [eqn.params.get("axis_index_groups") for eqn in eqns if eqn.primitive.name == "psum"]
-    assert [[[*g] for g in gs] for gs in found] == [groups], lost("axis_index_groups", "dp.parallel takes what groups "
-                                                                 "have reduced for what all have")
+    assert [[[*g] for g in gs] for gs in found] == [groups], lost(
+        "axis_index_groups", "dp.parallel takes what groups have reduced for what all have"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(jaxprs._COLLECTIVES))
@@ -582,8 +587,10 @@ def test_canary_literals_constants_and_operands():
     closed = jnp.asarray(X)
     jaxpr = jax.make_jaxpr(lambda x: (x + 2.0) @ closed)(X.T)
     (add, *_) = jaxpr.eqns
-    feature = lost("Literal.val or ClosedJaxpr.consts", "uneven chunks with sync_batch_norm fail; jdp.explain misses "
-                                                        "what a function closes over")
+    feature = lost(
+        "Literal.val or ClosedJaxpr.consts",
+        "uneven chunks with sync_batch_norm fail; jdp.explain misses what a function closes over",
+    )
     assert [jaxprs.is_literal(v) for v in add.invars] == [False, True] and add.invars[1].val == 2, feature
     for traced in (jaxpr, jax.make_jaxpr(jax.jit(lambda x: jax.lax.map(lambda row: row @ closed, x)))(X.T)):
         assert any(getattr(x, "shape", None) == X.shape for x in jaxprs.constants(traced)), feature

@@ -423,9 +423,11 @@ def in_a_scan(t):
 
 
 def in_a_jit(e):
-    return jax.jit(lambda e: jnp.log(  # <-
-        e.mean()
-    ))(e)
+    return jax.jit(
+        lambda e: jnp.log(  # <-
+            e.mean()
+        )
+    )(e)
 
 
 def f1(o, y):

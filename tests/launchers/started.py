@@ -28,7 +28,6 @@ MARK = "JDP_LAUNCHED"
 KEPT = re.compile(rf"PATH|HOME|LANG|TMPDIR|{guard.MARK}|JAX_(COMPILATION|PERSISTENT|DISABLE)_.*")
 
 
-
 def environment(mark, **more):
     """Nothing of the launcher that has perhaps started these tests; and the mark by which all is found again."""
     return {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)} | {

@@ -208,5 +208,3 @@ def test_nnx_metadata():
         cut = Annotated(nnx.Rngs(0))
     with pytest.raises(RuntimeError, match=r"cut into pieces .* under nnx.use_eager_sharding\(False\)"):
         jdp.DataParallel(cut, range(4))
-
-

@@ -198,6 +198,14 @@ def case_one_call_more():
         jdp.DataParallel(linear).apply(variables(), batch_of(HERE)["x"])
 
 
+def case_one_save_more():
+    train(AT)
+    if culprit():
+        note("fault")
+        with jdp.Checkpointer(folder() / "run") as checkpointer:
+            checkpointer.save(1, variables())
+
+
 def case_os_exit():
     def leave():
         note("fault")

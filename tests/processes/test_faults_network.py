@@ -53,8 +53,12 @@ class Machines:
                 self.launchers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, cwd=ROOT))
 
     def notes(self, what):
-        found = [json.loads(line) for path in self.folder.glob("notes-*") for line in path.read_text().splitlines(True)
-                 if line.endswith("\n")]
+        found = [
+            json.loads(line)
+            for path in self.folder.glob("notes-*")
+            for line in path.read_text().splitlines(True)
+            if line.endswith("\n")
+        ]
         return [note for note in found if note["what"] == what]
 
     def wait(self, what, count, seconds=240):
@@ -102,7 +106,6 @@ def machines(tmp_path):
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', None) or error}")
     yield made
     made.close()
-
 
 
 SAID = "the network to another machine is cut", "the network to its machine is cut"

@@ -370,6 +370,15 @@ def test_one_call_more(start, row, options):
 
 
 @OF_TWO
+def test_one_save_more(start, row, options):
+    """A process that saves alone, after the others have ended, says whom it waits for."""
+    job = start("one_save_more", 1, options=options)
+    seconds = job.ended(RAISED)
+    assert re.search(r"jdp.Checkpointer: .*process 0 has ended its program", job.report()), str(job)
+    row(f"rank 1 of 2, {options[-1]} device(s) each: one save more", job, seconds)
+
+
+@OF_TWO
 def test_os_exit(start, row, options):
     """With code 0, which the launcher takes for a good end: the others say who has left them."""
     job = start("os_exit", 1, options=options)

@@ -1053,11 +1053,21 @@ class Asked(Exception):
         (SLURM | {"WORLD_SIZE": "2"}, {}, ("n1:61447", 2, 1, None)),
         (OPEN_MPI | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
         (MPICH | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
-        (MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "JAX_COORDINATOR_ADDRESS": "c:2"}, {},
-         ("c:2", 4, 3, None)),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.0.0.1:34911"}, {},
-         ("10.96.0.1:62624", 4, 3, 1)),  # Open MPI 4
+        (
+            MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "JAX_COORDINATOR_ADDRESS": "c:2"},
+            {},
+            ("c:2", 4, 3, None),
+        ),
+        (
+            OPEN_MPI
+            | {
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.0.0.1:34911",
+            },
+            {},
+            ("10.96.0.1:62624", 4, 3, 1),
+        ),  # Open MPI 4
         (MPICH | {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"} | SLURM, {}, ("n1:61447", 4, 3, 1)),
         (SKYPILOT, {}, ("10.0.0.1:8476", 2, 1, None)),  # all devices of the machine
         (TORCHRUN | SKYPILOT, {}, ("h:29501", 4, 3, 1)),

@@ -42,8 +42,11 @@ class Job:
         monkeypatch.setattr(module.os, "getpid", lambda: 100 + self.here)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
-            "own_process": lambda: self.here, "process_count": lambda: len(ALL), "put": self.keys.__setitem__,
-            "ended": lambda: self.left, "callbacks": lambda: self.called_back.get(self.here, []),
+            "own_process": lambda: self.here,
+            "process_count": lambda: len(ALL),
+            "put": self.keys.__setitem__,
+            "ended": lambda: self.left,
+            "callbacks": lambda: self.called_back.get(self.here, []),
             "_state": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():

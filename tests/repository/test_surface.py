@@ -21,13 +21,17 @@ from jdp._wrapper import data_parallel
 PACKAGE = pathlib.Path(jdp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [
+    "Batches",
     "Checkpointer",
     "DataParallel",
     "LossCheck",
     "Mean",
+    "NNXTrainStep",
+    "Report",
     "Scattered",
     "Sum",
     "TrainState",
+    "TrainStep",
     "chunk_sizes",
     "data_parallel",
     "explain",

@@ -46,9 +46,7 @@ DOORS = {
     "value_and_grad": lambda dp, model: dp.value_and_grad(losses(model)),
     "accumulate": lambda dp, model: dp.value_and_grad(losses(model), accumulate_steps=2),
     "criterion": lambda dp, model: dp.value_and_grad(model, criterion=mean_of_squares),
-    "criterion, accumulate": lambda dp, model: dp.value_and_grad(
-        model, criterion=mean_of_squares, accumulate_steps=2
-    ),
+    "criterion, accumulate": lambda dp, model: dp.value_and_grad(model, criterion=mean_of_squares, accumulate_steps=2),
 }
 
 

@@ -90,9 +90,7 @@ def test_linen(replicas, n, reduce_state):
     dp, wide = two(Net(), replicas, n, reduce_state=reduce_state)
     variables = Net().init({"params": KEY, "dropout": KEY}, X)
     for rows in SIZES:
-        got, want = (
-            d.apply(variables, X[:rows], rngs={"dropout": KEY}, mutable=["batch_stats"]) for d in (dp, wide)
-        )
+        got, want = (d.apply(variables, X[:rows], rngs={"dropout": KEY}, mutable=["batch_stats"]) for d in (dp, wide))
         close(got, want)
 
 
@@ -101,8 +99,10 @@ def test_nnx(replicas, n):
     dp, wide = two(lambda: NNXNet(nnx.Rngs(0)), replicas, n)
     for rows in SIZES:
         close(dp(X[:rows]), wide(X[:rows]))
-        close(nnx.to_pure_dict(nnx.state(dp.module, nnx.BatchStat)),
-              nnx.to_pure_dict(nnx.state(wide.module, nnx.BatchStat)))
+        close(
+            nnx.to_pure_dict(nnx.state(dp.module, nnx.BatchStat)),
+            nnx.to_pure_dict(nnx.state(wide.module, nnx.BatchStat)),
+        )
 
 
 @pytest.mark.parametrize(("replicas", "n"), HARD)
@@ -123,8 +123,15 @@ def linen_loss(variables, batch, key):
     x, y = batch
     out, updates = Net().apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
     error = (out - y) ** 2
-    return error.mean(), {"each": error.sum(1), "most": jdp.Sum((error > 1).sum()),
-                          "ratio": jdp.Mean(error.sum(), jnp.sum(x[:, 0] > 0) + 1e-6)}, updates
+    return (
+        error.mean(),
+        {
+            "each": error.sum(1),
+            "most": jdp.Sum((error > 1).sum()),
+            "ratio": jdp.Mean(error.sum(), jnp.sum(x[:, 0] > 0) + 1e-6),
+        },
+        updates,
+    )
 
 
 def full(*case):
@@ -212,8 +219,10 @@ def asks_in_a_loop(w, x):
 def test_a_model_sees_an_axis_with_as_many_members(replicas, n, model):
     dp, wide = two(function(model), replicas, n)
     close(dp(2.0, X[:16]), wide(2.0, X[:16]))
-    close(jax.grad(lambda w: jax.tree.leaves(dp(w, X[:16]))[0].sum())(2.0),
-          jax.grad(lambda w: jax.tree.leaves(wide(w, X[:16]))[0].sum())(2.0))
+    close(
+        jax.grad(lambda w: jax.tree.leaves(dp(w, X[:16]))[0].sum())(2.0),
+        jax.grad(lambda w: jax.tree.leaves(wide(w, X[:16]))[0].sum())(2.0),
+    )
 
 
 def test_collectives_that_do_not_reach_within_a_device_are_refused(refused):
@@ -245,8 +254,10 @@ def test_a_step_for_pmap(replicas, n):
 
     close(dp.parallel(draw)(w, X[:16], keys), wide.parallel(draw)(w, X[:16], keys))
     stacked = np.arange(replicas, dtype=np.float32)
-    both = [d.parallel(lambda a, x: (a + x.sum(), x), in_axes=("stacked", 0), out_axes=("stacked", 0))(stacked, X[:16])
-            for d in (dp, wide)]
+    both = [
+        d.parallel(lambda a, x: (a + x.sum(), x), in_axes=("stacked", 0), out_axes=("stacked", 0))(stacked, X[:16])
+        for d in (dp, wide)
+    ]
     close(*both)
 
 
