@@ -1,1 +1,1 @@
-"""Machines that are not here, described well enough to compile for. Read `topology.py` first."""
+"""Descriptions of machines that are not here, sufficient to compile for them. Read `topology.py` first."""
