@@ -1,4 +1,4 @@
-"""Runs a user's script as Python does, inside of a command that watches it."""
+"""Runs a user's script as Python does, while a command watches it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def run_script(
 ) -> tuple[str, Exception | None]:
     """Runs the script as `__main__`, and returns how it ended, in words, and the exception that it raised.
 
-    `call` must call the function that it gets, which runs the script. Only a `BaseException` that is neither an
-    `Exception` nor `SystemExit` leaves this function.
+    `call` calls the function that it gets, which runs the script. Neither `Exception` nor `SystemExit` is raised here.
     """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv, sys.path[0:0] = [script, *args], [os.path.dirname(os.path.abspath(script))]

@@ -1,8 +1,8 @@
-"""For more than one process: call `initialize` before anything else; the rest of jdp works as with one process."""
+"""For several processes: call `initialize` before anything else; the rest of jdp works as with one."""
 
 from ._core.programs import wait_for_all as _wait_for_all
 from ._processes.coordination import DesyncError as DesyncError
 from ._processes.initialize import initialize as initialize
 from ._processes.last_words import before_leaving as _before_leaving
 
-_before_leaving(_wait_for_all)  # set here, because `_processes` must not import `_core`
+_before_leaving(_wait_for_all)  # `_processes` must not import `_core`

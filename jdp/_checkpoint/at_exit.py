@@ -63,7 +63,7 @@ def _finish(late: bool = False) -> None:
             _open.clear()
             tell_loss(save.loss(e))
             raise
-    if late and lost:  # what is registered by now is no longer called
+    if late and lost:  # functions that are registered now are not called
         _end()
 
 

@@ -8,7 +8,7 @@ from .._processes.launchers import ray_has_given_notice, ray_train
 from .items import VERB
 from .read import tell_all
 
-_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of the file systems of Arrow
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # by Arrow's file system type
 
 
 class RayRun:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 
 class Replay(Protocol):
-    """The code that replays a run, and is notified of what the run's Checkpointers do."""
+    """A replay of a run, which is notified by the run's Checkpointers."""
 
     def last(self, directory: Any) -> int | None:
-        """Returns the last step that may be restored from the directory; None if any may."""
+        """Returns the last step that may be restored; None if any may."""
         ...
 
     def restored(self, directory: Any, step: int) -> None:
@@ -19,7 +19,7 @@ class Replay(Protocol):
         ...
 
     def saved(self, directory: Any, step: int, leaves: Mapping[str, Any]) -> None:
-        """Notes what would have been saved at this step; nothing is written."""
+        """Notes that this step would have been saved."""
         ...
 
 
@@ -29,7 +29,7 @@ _replays: list[Replay] = []
 
 @contextlib.contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
-    """Makes every Checkpointer that is created in its block read-only; each notifies `replay`."""
+    """Makes Checkpointers created in its block read-only; they notify `replay`."""
     _replays.append(replay)
     try:
         yield

@@ -35,7 +35,7 @@ class Call:
     trace: Callable[[], Any]  # `jax.jit(...).trace` of the program
     alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    of: Any = None  # the function that was called: its program does not keep it alive
+    of: Any = None  # the function that was called: kept, because its program does not keep it alive
 
     def compile(self, lowered: Any, kernels: str | None = None) -> Any:
         """Returns the lowered program, compiled as for a call.

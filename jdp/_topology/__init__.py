@@ -1,1 +1,1 @@
-"""Descriptions of machines that are not here, sufficient to compile for them. Read `topology.py` first."""
+"""Descriptions of absent machines, which suffice to compile for them. Read `topology.py` first."""
