@@ -97,7 +97,7 @@ class Checkpointer:
         keep, self._every = _positive("keep", keep), _positive("every", every)
         self._ray = RayRun(directory) if ray else None
         if self._ray is not None:
-            directory, keep = self._ray.directory, sys.maxsize  # Ray deletes old checkpoints itself
+            directory, keep = self._ray.directory, sys.maxsize  # only Ray may delete them: it expects to find them
         self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
         self._replay = current()  # the replay that this run belongs to, if any: then nothing is written
@@ -280,7 +280,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._note)
 
     def tell(self) -> None:
-        """Notes that the job has to end, where the notice came in another way; it counts as a SIGTERM."""
+        """Notes that the job has to end, after a notice other than SIGTERM; it counts as a SIGTERM."""
         if not self._service:
             self._told = True
         elif jax.config.values["jax_enable_preemption_service"]:

@@ -52,7 +52,7 @@ def absolute(directory: str | os.PathLike[str]) -> Any:
 
 
 def _check_path(path: str, rest: str) -> None:
-    """Refuses a path that the libraries which write there would read differently; `rest` is it without its scheme."""
+    """Refuses a path that not all libraries would read the same way; `rest` is the path without its scheme."""
     wrong = {"\\": "a backslash", "\0": "a null character", "://": "'://' in the middle"}
     found = [what for text, what in wrong.items() if text in rest]
     if any("\ud800" <= c <= "\udfff" for c in path):

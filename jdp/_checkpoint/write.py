@@ -1,4 +1,4 @@
-"""Writes one checkpoint while training goes on. A failed save harms no other, and its error says what is left."""
+"""Writes one checkpoint while training goes on; a failed save harms no other, and its error says what is left."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
 def _gradients(program: Program, params: Tree) -> Tree:
     """Returns shapes of the gradients as the optimizer gets them, or as microbatches or replicas are summed."""
     options, mesh = program.options, program.config.mesh
-    several = options.accumulate_steps > 1 or program.config.per_device > 1  # their sums are not cut, and have 32 bits
+    several = options.accumulate_steps > 1 or program.config.per_device > 1  # sums are not cut, of >= 32 bits
 
     def kept(x: Any) -> Any:
         axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None

@@ -31,7 +31,7 @@ class Chip:
     bytes_per_second: float  # of the device's memory
     link: float  # bytes per second and direction, from a GPU to the others of its host, or of one link of a TPU
     domain: tuple[int, ...]  # GPUs that are connected by such links; for a TPU the largest shape
-    protocols: tuple[Protocol, ...]  # the ways to send of collectives; the fastest is used
+    protocols: tuple[Protocol, ...]  # the ways that collectives can send; the fastest is used
     sources: Mapping[str, str]  # the source of each figure
     network: float = 0.0  # bytes per second and direction of each GPU's own way out of its host, if it has one
 

@@ -125,7 +125,7 @@ def _gpus(name: str, hosts: int, per_host: int) -> tuple[Device, ...]:
     with quiet(), _environment(absent):
         try:
             described = get_topology_desc(name, "cuda", **options)
-        except NotImplementedError:  # JAX has started without the plugin, because it lacks those libraries
+        except NotImplementedError:  # JAX has started without the plugin, because those libraries are missing
             importlib.import_module(f"jax_plugins.{plugins[0]}").initialize()
             described = get_topology_desc(name, "cuda", **options)
     return tuple(described.devices)
@@ -172,7 +172,7 @@ def _missing(name: str, what: str, extra: str) -> ImportError:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the advice how to install an extra of this package."""
+    """Returns advice on how to install an extra of this package."""
     # It does not name the package, because PyPI does not have it, and anybody may take the name.
     return (
         f'Run pip install -e ".[{extra}]" in a checkout of the repository; this package is not on PyPI, where jdp '
