@@ -107,7 +107,7 @@ class Report:
 
     @property
     def in_flight(self) -> float | None:
-        """The share of `collective_bytes` that is sent while the device computes; None on CPUs, or if there are none."""
+        """The share of `collective_bytes` that is sent while the device computes; None on CPUs or if there are none."""
         if self.platform == "cpu" or not self.collective_bytes:
             return None
         return sum(c.bytes * (c.runs or 1) for c in self.collectives if c.in_flight) / self.collective_bytes
