@@ -1,6 +1,6 @@
 """torch.nn.DataParallel for JAX and Flax.
 
-Four verbs, and the doors that call them:
+Four verbs, which the rest of the package calls:
 
     inputs -- scatter --> Scattered --+
                                       +-- parallel_apply --> Scattered --+-- gather ------> outputs
@@ -49,10 +49,10 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if not typing.TYPE_CHECKING:  # to which every name would be known then
+if not typing.TYPE_CHECKING:  # a type checker would accept every name then
 
     def __getattr__(name: str) -> object:
-        """Imports all of jdp when the first public name is asked for: `jdp --help` need not wait for JAX."""
+        """Imports all of jdp when a public name is first used, so that `jdp --help` need not wait for JAX."""
         if name not in __all__:
             text = f"module {__name__!r} has no attribute {name!r}"
             if name in _METHODS:

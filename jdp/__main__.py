@@ -1,4 +1,4 @@
-"""`python -m jdp` and `jdp`: the commands."""
+"""The commands `jdp` and `python -m jdp`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """`jdp` and `python -m jdp`: ends the process with the command's code, 130 after Ctrl-C."""
+    """Runs `jdp` or `python -m jdp`, and ends the process with the command's code, 130 after Ctrl-C."""
     try:
         code = main()
-    except KeyboardInterrupt:  # before the command could say so: while it was imported
+    except KeyboardInterrupt:  # while the command was imported; later it handles that itself
         print("jdp: interrupted", file=sys.stderr)
         code = 130
-    if code == 130 and threading.active_count() > 1:  # a compiler is at work, which knows of no signals
+    if code == 130 and threading.active_count() > 1:  # a compiler may be running, which ignores signals
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Html(str):
-    """Markup. Any other text is escaped where it becomes part of it."""
+    """Markup. Any other text is escaped when it is put into markup."""
 
 
 def tag(name: str, *inside: object, **attributes: object) -> Html:
-    """An element; `class_` is the attribute `class`, and `text_anchor` is `text-anchor`."""
+    """Makes an element; `class_` is the attribute `class`, and `text_anchor` is `text-anchor`."""
     given = "".join(f' {k.rstrip("_").replace("_", "-")}="{html.escape(str(x))}"' for k, x in attributes.items())
     return Html(f"<{name}{given}>{''.join(map(_markup, inside))}</{name}>")
 
@@ -33,7 +33,7 @@ def _markup(x: object) -> str:
 
 
 class Page(NamedTuple):
-    """A title, and what stands below it."""
+    """A page: its title, and the body below it."""
 
     title: str
     body: Sequence[Html]
@@ -54,14 +54,14 @@ class Page(NamedTuple):
     def show(self) -> None:
         """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints the path."""
         ipython = sys.modules.get("IPython")
-        if ipython and hasattr(ipython.get_ipython(), "kernel"):  # of a notebook; IPython in a terminal has none
+        if ipython and hasattr(ipython.get_ipython(), "kernel"):  # only a notebook has a kernel
             importlib.import_module("IPython.display").display(self)
             return
         file, name = tempfile.mkstemp(suffix=".html", prefix="jdp-")
         os.close(file)
         path = pathlib.Path(name)
         self.save(path)
-        # Where none of these is set, webbrowser may start one that fills the terminal.
+        # If none of these is set, webbrowser may start a text browser in the terminal.
         has_display = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
         if not ((has_display or sys.platform in ("darwin", "win32")) and webbrowser.open(path.as_uri())):
             print(path)
@@ -70,9 +70,9 @@ class Page(NamedTuple):
         return f"Page({self.title!r})"
 
     def document(self) -> str:
-        """All of the file."""
+        """Returns the whole file."""
         head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        head += '<link rel="icon" href="data:,">'  # else a browser asks for one
+        head += '<link rel="icon" href="data:,">'  # otherwise a browser requests one
         title = tag("title", self.title)
         return f'<!doctype html>\n<html lang="en"><head>{head}{title}</head><body>{self._repr_html_()}</body></html>\n'
 
@@ -81,7 +81,7 @@ class Page(NamedTuple):
 
 
 def in_notebook(make: Callable[[T], Page]) -> Callable[[T], str | None]:
-    """A `_repr_html_` of what makes the page. It never raises: for None, a notebook shows the text instead."""
+    """Makes a `_repr_html_` of a function that makes a page. On errors it gives None, and a notebook shows text."""
 
     @functools.wraps(make)
     def _repr_html_(self: T) -> str | None:
@@ -94,7 +94,7 @@ def in_notebook(make: Callable[[T], Page]) -> Callable[[T], str | None]:
 
 
 def scaled(amount: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
-    """The amount in the largest of the units that it reaches, or in the last."""
+    """Returns the amount in the first unit that it reaches, or in the last; the units fall in size."""
     size, unit = next((one for one in units if amount >= one[0]), units[-1])
     return f"{amount / size:.{digits}g} {unit}"
 
@@ -116,14 +116,14 @@ def text(words: object, kind: str = "note") -> Html:
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
-    """A table that scrolls by itself, where it is wider than the page."""
+    """Makes a table that scrolls if it is wider than the page."""
     top = tag("thead", tag("tr", *(tag("th", name) for name in head))) if head else ""
     body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
     return tag("div", tag("table", top, body), class_="wide")
 
 
 def bars(rows: Sequence[tuple[object, float, object]]) -> Html:
-    """A bar for each `(name, amount, in words)`, as long as the amount; the longest has the whole width."""
+    """Draws a bar for each `(name, amount, in words)`, as long as the amount; the longest has the whole width."""
     whole = max((amount for _, amount, _ in rows), default=0.0) or 1.0
     drawn = []
     for i, (name, amount, said) in enumerate(rows):
@@ -133,7 +133,7 @@ def bars(rows: Sequence[tuple[object, float, object]]) -> Html:
 
 
 def stack(pieces: Iterable[tuple[str, float]], whole: float, mark: float | None = None) -> Html:
-    """`(name, amount)` after each other in one bar, in the colours of `bars`; a line at `mark`."""
+    """Draws each `(name, amount)` after the other in one bar, in the colours of `bars`, with a line at `mark`."""
     spans, start = [], 0.0
     for i, (name, amount) in enumerate(pieces):
         spans.append((f"k{i % 7}", start, start + amount, name))
@@ -144,7 +144,7 @@ def stack(pieces: Iterable[tuple[str, float]], whole: float, mark: float | None 
 
 
 def lane(spans: Iterable[tuple[str, float, float, str]], whole: float) -> Html:
-    """Stretches `(kind, start, end, what a pointer over it is told)` on a line of that length."""
+    """Draws stretches `(kind, start, end, tooltip)` on a line that is `whole` long."""
     drawn = (
         tag("rect", *([tag("title", said)] if said else []), class_=kind, x=_percent(start / whole), y=0,
             width=_percent((end - start) / whole), height="100%")
@@ -154,13 +154,13 @@ def lane(spans: Iterable[tuple[str, float, float, str]], whole: float) -> Html:
 
 
 def legend(names: Mapping[str, object]) -> Html:
-    """By the kind of what is drawn, what it is."""
+    """Makes a legend: the colour of each kind, and its name."""
     key = '<svg class="key"><rect class="{}" width="100%" height="100%"></rect></svg>'
     return tag("p", *(tag("span", Html(key.format(kind)), name) for kind, name in names.items()), class_="legend")
 
 
 def curves(title: str, series: Mapping[str, Mapping[int, float]], said: Callable[[float], str]) -> Html:
-    """Amounts by number of devices, a line for each of the series; `said` is an amount in words."""
+    """Draws amounts by number of devices, a line for each of the series; `said` formats an amount."""
     counts = sorted({n for one in series.values() for n in one}) or [1]
     most = _round(max((y for one in series.values() for y in one.values()), default=1.0))
     left, width = math.log2(counts[0]), math.log2(counts[-1] / counts[0])
@@ -186,7 +186,7 @@ def curves(title: str, series: Mapping[str, Mapping[int, float]], said: Callable
 
 
 def _round(amount: float) -> float:
-    """The next of 1, 2, 2.5, 4, 5, 10, ... that is no less."""
+    """Returns the next of 1, 2, 2.5, 4, 5, 10, ... that is not less."""
     unit = 10.0 ** math.floor(math.log10(amount)) if amount > 0 else 1.0
     return next((n * unit for n in (1, 2, 2.5, 4, 5) if n * unit >= amount), 10 * unit)
 

@@ -1,4 +1,4 @@
-"""The public names, each from where it is made. `jdp/__init__.py` imports them when the first is asked for."""
+"""The public names, each from the module that defines it. `jdp/__init__.py` imports them when one is first used."""
 
 from . import distributed as distributed
 from ._checkpoint.checkpointer import Checkpointer as Checkpointer
@@ -25,4 +25,4 @@ from ._wrapper.functional import data_parallel as data_parallel
 
 for _name, _value in list(globals().items()):
     if not _name.startswith("_") and hasattr(_value, "__module__"):
-        _value.__module__ = "jdp"  # where a person finds it, in messages, pickles and documentation
+        _value.__module__ = "jdp"  # where users find it; for messages, pickles and documentation

@@ -1,4 +1,4 @@
-"""A user's script, run as Python runs it by itself, by a command that looks on."""
+"""Runs a user's script as Python does, while a command watches it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 def run_script(
     script: str, args: Sequence[str], call: Callable[[Callable[[], None]], object] = lambda run: run()
 ) -> tuple[str, Exception | None]:
-    """Runs the script as `__main__`, and gives how it ended, in words, and what it raised.
+    """Runs the script as `__main__`, and returns how it ended, in words, and the exception that it raised.
 
-    `call` calls the function that it gets, which runs the script. Only what is no Exception is raised in here.
+    `call` calls the function that it gets, which runs the script. Neither `Exception` nor `SystemExit` is raised here.
     """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv, sys.path[0:0] = [script, *args], [os.path.dirname(os.path.abspath(script))]
@@ -34,7 +34,7 @@ def run_script(
 
 
 def print_error(error: BaseException, script: str) -> None:
-    """The script's own part of the traceback."""
+    """Prints the script's own part of the traceback."""
     at, name = error.__traceback__, os.path.abspath(script)
     while at is not None and os.path.abspath(at.tb_frame.f_code.co_filename) != name:
         at = at.tb_next

@@ -1,4 +1,4 @@
-"""Titles, sentences and tables on a terminal."""
+"""Prints titles, sentences and tables on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import rich.text
 
 
 def show_blocks(found: Iterable[Block], out: TextIO, wide: int = 80) -> None:
-    """Prints titles, tables and text, as wide as the terminal; with `wide` columns where there is none."""
+    """Prints titles, tables and text, as wide as the terminal, or `wide` columns if `out` is no terminal."""
     columns = shutil.get_terminal_size((wide, 24)).columns if out.isatty() else wide
     width = max(40, min(max(120, wide), columns))
     console = _Console(file=out, width=width, highlight=False)
@@ -38,7 +38,7 @@ def show_blocks(found: Iterable[Block], out: TextIO, wide: int = 80) -> None:
 
 
 def say(command: str, text: str, out: TextIO | None = None) -> None:
-    """What is being done, on a line that the next one overwrites, or "" to end; for someone who watches."""
+    """Shows on a terminal what is being done, on a line that the next call overwrites; "" clears the line."""
     out = sys.stderr if out is None else out
     if out is not None and out.isatty():
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ Block = Title | Text | Table
 
 class _Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        raise  # a reader that has seen enough: the caller's to judge, where rich ends the process
+        raise  # the reader has closed the pipe: the caller decides, whereas rich would end the process
 
 
 def _wrapped(text: str, width: int, hang: int = 0) -> list[str]:
@@ -72,7 +72,7 @@ def _wrapped(text: str, width: int, hang: int = 0) -> list[str]:
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
         further = " " * (indent + 2 if indent else hang)
-        # never inside a word: flags and commands are there to be copied
+        # never breaks inside a word, because users copy flags and commands
         pieces += textwrap.wrap(
             line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
         ) or [""]

@@ -1,8 +1,8 @@
-"""More than one process: `initialize` before anything else, and the rest of jdp is as it is with one."""
+"""For several processes: call `initialize` before anything else; the rest of jdp works as with one."""
 
 from ._core.programs import wait_for_all as _wait_for_all
 from ._processes.coordination import DesyncError as DesyncError
 from ._processes.initialize import initialize as initialize
 from ._processes.last_words import before_leaving as _before_leaving
 
-_before_leaving(_wait_for_all)  # processes know of no programs
+_before_leaving(_wait_for_all)  # `_processes` must not import `_core`

@@ -27,56 +27,57 @@ from .steps import Steps
 from .write import Writer
 
 if TYPE_CHECKING:
-    from etils import epath  # imported where it is needed: it takes long
+    from etils import epath  # imported where it is needed: the import is slow
 
 T = TypeVar("T")
 
 
 class Checkpointer:
-    """Saves a training state while training goes on, and restores the newest checkpoint that is whole.
+    """Saves a training state while training goes on, and restores the newest intact checkpoint.
 
-    Over Orbax's `AsyncCheckpointer`, with what a long run needs besides:
+    It is built on Orbax's `AsyncCheckpointer`, and adds what a long run needs:
 
-    * every array is saved with a fingerprint of its bits, and checked against it when it is restored; a checkpoint
-      that is damaged in any way is left for the newest intact one before it, and a warning says so;
+    * every array is saved with a fingerprint of its bits, and checked against it when it is restored; `restore` skips
+      a checkpoint that is damaged in any way, takes the newest intact one before it, and warns;
     * a `kill -9` at any moment loses no checkpoint that was there before: one is made under another name and
       renamed when it is complete; older ones are deleted after that, and only when one of those that stay has been
-      read back from the disk and is whole;
+      read back from the disk and is intact;
     * a program that ends without `close`, by an exception or Ctrl-C too, waits for the save that is running; if that
       fails, a line on stderr says so, and the exit status is not 0;
     * one writer: from its first `save` until it is closed, dropped or killed a Checkpointer holds a lock (`flock` on
       the file `.jdp-lock`; in a job process 0 holds it for all), and a second that saves there is refused;
-    * any number of readers, beside the writer too: `restore` changes nothing, and needs no permission to write;
+    * any number of readers, also while another writes: `restore` changes nothing, and needs no permission to write;
     * nothing outside the directory is read or written: links, FIFOs and devices in a checkpoint, files that are too
-      large and manifests of another step are damage like any other;
-    * a SIGTERM, as a cluster sends before it takes the machine away: the `save` of the step that is being made saves,
-      whatever `every` is, waits until it is on the disk, says so, and raises `SystemExit(0)`. Under
-      `jax.distributed` all processes do that in the same step, whichever got the signal. Call `save` in every step.
+      large and manifests of another step count as damage;
+    * a SIGTERM, as a cluster sends before it takes the machine away: the next `save` saves its step, whatever `every`
+      is, waits until it is on the disk, prints that, and raises `SystemExit(0)`. Under `jax.distributed` all processes
+      do that in the same step, whichever of them got the signal. Call `save` in every step.
 
-    Make it in every process, after `jax.distributed.initialize`, and call its methods in all of them; the directory
-    is one that all of them see.
+    Make it in every process, after `jax.distributed.initialize`, and call its methods in all of them. All processes
+    must see the directory.
 
     Args:
         directory: where the checkpoints are, one directory for each, named by its step. The first save makes it if it
-            is not there. It may be a link. In cloud storage (`gs://...`) there are no locks and no links: there it is
-            the user who sees to it that one job saves.
-        keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them stays,
-            too. With 1 that is known only of what has just been written, which the disk may yet lose.
+            is not there. It may be a link. Cloud storage (`gs://...`) has no locks and no links: there the user has to
+            make sure that only one job saves.
+        keep: how many are kept, the newest. If they are found to be damaged, the newest intact one before them is kept
+            too. With 1, only what has just been written can be checked, and the disk may yet lose that.
         every: save at steps that are multiples of this.
-        ray: in a loop of Ray Train. `directory` is then the name of a folder in that of Ray's run. Each checkpoint is
-            reported to Ray when it is complete, with `{"step": step}`: at the next save, `wait` or `close`. `restore`
-            takes the newest, whether Ray has heard of it or not. Ray's `CheckpointConfig(num_to_keep=...)` says how
-            many are kept, and not `keep`. After Ray's notice that a node will be taken away, as after a SIGTERM, all
-            save in the same step; then they go on, until Ray ends them and starts them again.
+        ray: True in a loop of Ray Train. `directory` is then the name of a folder in that of Ray's run. Each checkpoint
+            is reported to Ray when it is complete, with `{"step": step}`: at the next save, `wait` or `close`.
+            `restore` takes the newest, whether or not it was reported to Ray. Ray's
+            `CheckpointConfig(num_to_keep=...)` sets how many are kept, and `keep` does not. After Ray's notice that a
+            node will be taken away, as after a SIGTERM, all processes save in the same step; then they go on, until
+            Ray ends them and starts them again.
 
     Attributes:
         directory: the directory, absolute and without links.
 
     Raises:
-        OSError: the directory is something else.
-        RuntimeError: `ray`, and this is no worker of Ray Train.
+        OSError: `directory` is not a directory.
+        RuntimeError: `ray` is True, and this process is no worker of Ray Train.
         ValueError: `keep` or `every` is less than 1; or the path of `directory` has a backslash, `://` in the middle
-            or what is not UTF-8; or, with `ray`, it is no name.
+            or a character that is not UTF-8; or, with `ray`, it is not the name of a folder.
 
     Example:
         >>> import jdp, numpy as np, tempfile
@@ -98,17 +99,17 @@ class Checkpointer:
         keep, self._every = _positive("keep", keep), _positive("every", every)
         self._ray = RayRun(directory) if ray else None
         if self._ray is not None:
-            directory, keep = self._ray.directory, sys.maxsize  # Ray misses what others delete
+            directory, keep = self._ray.directory, sys.maxsize  # only Ray may delete them: it expects to find them
         self.directory: epath.Path = absolute(directory)
         self._quiet = Quiet()
-        self._replay = current()  # who makes this run again, if somebody does: then nothing is written
+        self._replay = current()  # the replay that this run belongs to, if any: then nothing is written
         self._steps = Steps(self.directory, None if self._replay is None else self._replay.last(self.directory))
         self._writer = Writer(self.directory, keep, self._steps, self._quiet)
         self._preemption = Preemption()
         # A Checkpointer that is dropped must not go on holding SIGTERM back.
         self._finalizer = weakref.finalize(self, _let_go, self._preemption, self._quiet)
         if self._replay is not None:
-            self._finalizer()  # nobody would act on a SIGTERM
+            self._finalizer()  # a replay never acts on a SIGTERM
 
     @property
     def latest_step(self) -> int | None:
@@ -118,31 +119,31 @@ class Checkpointer:
     def save(self, step: int, state: Tree, data: Any = None) -> bool:
         """Saves the state if `step` is a multiple of `every`, or if this is the step at which a SIGTERM ends the job.
 
-        Returns as soon as the arrays are on the host, so that they may be donated to the next step; the rest goes on
-        beside the training. Only one save runs at a time: the next waits for it.
+        Returns as soon as the arrays are on the host, so that they may be donated to the next step; the files are
+        written while training goes on. Only one save runs at a time: the next waits for it.
 
         Args:
             step: the number of the step that has just been made, 0 or more; it grows from save to save.
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
-            data: what tells the data where to go on: None, numbers, strings, lists, dicts with string keys, together
-                at most 32 MiB. It may differ between processes, and each gets its own back; in a job of another number
-                of processes `restore` gives the list of them all.
+            data: the position in the data from which to go on: None, numbers, strings, lists, dicts with string keys,
+                together at most 32 MiB. It may differ between processes, and each gets its own back; in a job with
+                another number of processes `restore` returns the list of all of them.
 
         Returns:
-            Whether it has saved; False also if this step is saved already.
+            True if this call saved the step; False also if the step is saved already.
 
         Raises:
-            SystemExit: with code 0, after a SIGTERM (with `ray` all go on).
+            SystemExit: with code 0, after a SIGTERM (with `ray` all processes go on).
             RuntimeError: another job saves there; the save before this one has failed, or this one could not begin; or
                 another process of the job has ended. The checkpoints that were complete are untouched.
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
-            TypeError: `step` is no integer, `data` is no JSON, or a leaf is no array.
+            TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
             ValueError: `step` is negative or less than one that was saved, or the directory holds a newer checkpoint,
                 and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
                 is too large.
 
         Warns:
-            UserWarning: checkpoints on the disk are damaged, and an older one is kept for them; or the file system has
+            UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
                 no locks.
         """
         step = _number(step)
@@ -155,7 +156,7 @@ class Checkpointer:
         if not ending and step % self._every:
             return False
         if step != self._steps.newest:
-            self.wait()  # which may find that an earlier save of this step, one that was interrupted, is complete
+            self.wait()  # it may find that an earlier, interrupted save of this step is complete
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
             self._writer.write(step, *agree(self._writer.prepare, state, data))
@@ -167,20 +168,20 @@ class Checkpointer:
             if jax.process_index() == 0:
                 then = "ending" if self._ray is None else "going on until Ray ends the workers"
                 print(f"jdp: SIGTERM: saved step {step} in {self.directory}; {then}", flush=True)
-            if self._ray is None:  # to Ray, a loop that ends has failed, or has done its work
+            if self._ray is None:  # to Ray, a loop that ends has failed or is finished
                 sys.exit(0)
         return saving
 
     def restore(self, state: T, step: int | None = None) -> tuple[T, Any]:
-        """The newest intact checkpoint, in the shapes, dtypes and shardings of `state`, and its data cursor.
+        """Returns the newest intact checkpoint, in the shapes, dtypes and shardings of `state`, and its data cursor.
 
-        So it comes onto any number of devices and processes, whatever the number was that saved it. NNX objects are
-        updated in place. Where there is no checkpoint: the state as it was passed, and None.
+        The number of devices and processes may differ from the number that saved it. NNX objects are updated in place.
+        If there is no checkpoint, it returns the state as it was passed, and None.
 
         Checkpoints that are newer than the one restored stay, until the first `save` gives them another name.
 
         Args:
-            state: one like the state that was saved; only its form counts, not its values.
+            state: a state of the same form as the one that was saved; its values do not matter.
             step: the step to restore; None is the newest that is intact.
 
         Returns:
@@ -189,7 +190,7 @@ class Checkpointer:
         Raises:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             TypeError: `step` is no integer.
-            ValueError: the checkpoint is of another model, or there is none of `step`.
+            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.
 
         Warns:
             UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
@@ -207,20 +208,20 @@ class Checkpointer:
         if self._replay is not None and self._steps.newest is not None:
             self._replay.restored(self.directory, self._steps.newest)
             return state, data
-        self._report()  # who was killed may have saved it, and not have said so
+        self._report()  # a killed run may have saved it without reporting it
         return state, data
 
     def wait(self) -> None:
         """Waits until the save that is running, if any, is complete on the disk.
 
         Raises:
-            RuntimeError: it has failed.
+            RuntimeError: the save has failed.
         """
         self._writer.wait()
         self._report()
 
     def _compare(self, replicas: Any, leaves: dict[str, Any]) -> None:
-        """Warns where others worked on the state than will do so now; nothing of it depends on how many."""
+        """Warns if the number of replicas has changed; the state itself does not depend on that number."""
         if (numbers := other_replicas(replicas, leaves)) and jax.process_index() == 0:
             before, now = numbers
             warnings.warn(
@@ -235,7 +236,7 @@ class Checkpointer:
             self._ray.report(self._steps.newest)
 
     def close(self) -> None:
-        """`wait`, and gives the lock back, and SIGTERM to who had it before; `with` does this at its end."""
+        """Waits, releases the lock, and puts the earlier SIGTERM handler back; `with` does this at its end."""
         try:
             self.wait()
         finally:
@@ -247,7 +248,7 @@ class Checkpointer:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._ray = None  # the others may not have failed, and would not come to a report
+            self._ray = None  # the other processes may not have failed, and would not join a report
         try:
             self.close()
         except RuntimeError as e:
@@ -256,23 +257,23 @@ class Checkpointer:
             error.add_note(str(e))
 
 
-# The service counts the calls of a process, and agrees on one that no process has made yet; a second Checkpointer of
+# The service counts the calls of each process, and picks a call that no process has made yet. A second Checkpointer in
 # the process must go on counting where the first stopped.
 _calls = itertools.count(1)
 
 
 class Preemption:
-    """Whether this job has been told to end: `reached()` is asked once per step, by every process.
+    """The notice that this job has to end: every process calls `reached()` once per step.
 
-    Under `jax.distributed` SIGTERM goes to JAX's preemption service, which tells all processes to stop at the same
-    call. Elsewhere a handler is installed (in the main thread, the only one that may; not where SIGTERM is ignored),
-    which calls an earlier one of Python's too.
+    Under `jax.distributed` SIGTERM goes to JAX's preemption service, which makes all processes stop at the same
+    call. Otherwise a handler is installed, which also calls an earlier Python handler. Only the main thread may install
+    it, and it is not installed if SIGTERM is ignored.
     """
 
     def __init__(self) -> None:
         self._told = False
         self._service = jax.distributed.is_initialized()
-        self._over = True  # where there is no handler
+        self._over = True  # True as long as no handler is installed
         self.acted = False  # whether the SIGTERM has been acted on
         self._before = signal.getsignal(signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
@@ -281,18 +282,18 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._note)
 
     def tell(self) -> None:
-        """Word that the job has to end, which came by another way than SIGTERM, and counts as one."""
+        """Notes that the job has to end, after a notice other than SIGTERM; it counts as a SIGTERM."""
         if not self._service:
             self._told = True
         elif jax.config.values["jax_enable_preemption_service"]:
-            os.kill(os.getpid(), signal.SIGTERM)  # the service has no other way to hear of it
+            os.kill(os.getpid(), signal.SIGTERM)  # the service can be notified in no other way
 
     def act(self) -> None:
         """Notes that the SIGTERM has been acted on."""
         self._told, self.acted = False, True
 
     def reached(self) -> bool:
-        """Whether this is the step after which to stop."""
+        """Returns True if this is the step after which to stop."""
         if not self._service:
             return self._told
         if not jax.config.values["jax_enable_preemption_service"]:
@@ -302,13 +303,13 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(next(_calls))
 
     def close(self) -> None:
-        """Puts the earlier handler back; a SIGTERM on which nobody has acted is delivered to it now."""
+        """Puts the earlier handler back; a SIGTERM that has not been acted on is delivered to it now."""
         if self._over or threading.current_thread() is not threading.main_thread():
             return
         self._over = True
         found = handler = signal.getsignal(signal.SIGTERM)
         while isinstance(one := getattr(handler, "__self__", None), Preemption) and one._over:
-            handler = one._before  # of several the first to close need not be the last that began
+            handler = one._before  # several may be open, and may close in any order
         if handler is not found:
             signal.signal(signal.SIGTERM, handler)
         if self._told and not self.acted and not callable(self._before):
@@ -326,7 +327,7 @@ def _let_go(preemption: Preemption, quiet: Quiet) -> None:
 
 
 def _number(step: int) -> int:
-    """The step as Python's int, of any kind of integer."""
+    """Returns the step, which may be any kind of integer, as Python's int."""
     try:
         if isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
             raise TypeError
@@ -348,9 +349,9 @@ def _positive(name: str, value: int) -> int:
 
 
 def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
-    """The leaves to save and the data, and whether that is a list with each process's own, for they differ.
+    """Returns the leaves to save, the data, and whether that is a list of each process's data because they differ.
 
-    All processes raise if one cannot save, with what is wrong there; `prepare` raises if another job saves.
+    If one process cannot save, all raise, with what is wrong there; `prepare` raises if another job saves.
     """
     leaves: dict[str, Any] = {}
     local: dict[str, str] = {}
@@ -373,7 +374,7 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         if isinstance(failed, TypeError | ValueError):
             raise failed
     finally:
-        failed = None  # it leads to this frame, and this frame to the lock
+        failed = None  # the error refers to this frame, and this frame to the lock
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))

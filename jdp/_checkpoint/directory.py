@@ -1,4 +1,4 @@
-"""The directory of a `Checkpointer`: many may read it, one writes it, and nothing is touched that is not its own."""
+"""The directory of a `Checkpointer`: many may read it, one writes it, and only its own files are touched."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import jax
 from .items import VERB
 
 LOCK = ".jdp-lock"
-_UNFINISHED = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp(-[0-9]+)?")  # as Orbax calls a step until it is whole
+_UNFINISHED = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp(-[0-9]+)?")  # Orbax's name for an incomplete step
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_LATE = 5.0  # seconds for which a failed save may go on: Orbax waits for none of the writes that it abandons
+_LATE = 5.0  # seconds that a failed save may go on writing: Orbax does not wait for the writes that it abandons
 
 
 def absolute(directory: str | os.PathLike[str]) -> Any:
-    """The absolute path that is meant, without links; `~` is the user's home."""
-    from etils import epath  # Orbax's own paths: those of cloud storage too
+    """Returns the absolute path, with links resolved; `~` is the user's home."""
+    from etils import epath  # Orbax's own paths, which include cloud storage
 
     path = os.fspath(directory)
     scheme, _, rest = path.rpartition("://")
@@ -44,7 +44,7 @@ def absolute(directory: str | os.PathLike[str]) -> Any:
                 f"gs:// or s3://. Pass one of these."
             ) from None
     path = os.path.realpath(os.path.expanduser(path))
-    _check_path(path, path)  # a link leads there
+    _check_path(path, path)  # again, because a link may lead anywhere
     with _writing(path), contextlib.suppress(FileNotFoundError):  # the first save makes it
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
@@ -52,7 +52,7 @@ def absolute(directory: str | os.PathLike[str]) -> Any:
 
 
 def _check_path(path: str, rest: str) -> None:
-    """Refuses a path that not all who write there would take for the same; `rest` is that without its scheme."""
+    """Refuses a path that not all libraries would read the same way; `rest` is the path without its scheme."""
     wrong = {"\\": "a backslash", "\0": "a null character", "://": "'://' in the middle"}
     found = [what for text, what in wrong.items() if text in rest]
     if any("\ud800" <= c <= "\udfff" for c in path):
@@ -65,15 +65,15 @@ def _check_path(path: str, rest: str) -> None:
 
 
 def is_local(path: Any) -> bool:
-    """Whether the path is one of the operating system, with links and locks, and not of cloud storage."""
+    """Returns True if the path is in a file system, with links and locks, and not in cloud storage."""
     return "://" not in os.fspath(path)
 
 
 def make_writable(directory: Any) -> None:
-    """Makes the directory if need be, and a file in it, or raises."""
+    """Makes the directory if needed, and makes and deletes a file in it; raises if it cannot be written."""
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if is_local(directory):  # under no name, or one that is free: one that is known may be a link to elsewhere
+        if is_local(directory):  # nameless or with a free name: a known name may be a link to elsewhere
             tempfile.TemporaryFile(prefix=".jdp-", dir=directory).close()
         else:
             probe = directory / f".jdp-{os.getpid()}-{jax.process_index()}"
@@ -93,14 +93,14 @@ def _writing(directory: Any) -> Iterator[None]:
 
 
 def kind(mode: int) -> str:
-    """What a file of this mode is, for an error."""
+    """Returns what a file of this mode is, for an error message."""
     kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
     return "a file" if stat.S_ISREG(mode) else kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def open_file(path: str, flags: int = os.O_RDONLY) -> int:
-    """Opens a file of the directory, for its descriptor; nothing but a file, for a link leads out and a FIFO blocks."""
-    with contextlib.suppress(FileNotFoundError):  # before it is opened, which for a device is more than a look
+    """Opens a regular file and returns its descriptor; refuses others, because a link leads out and a FIFO blocks."""
+    with contextlib.suppress(FileNotFoundError):  # checked before, because opening a device may have effects
         _check_file(os.lstat(path).st_mode)
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
@@ -117,10 +117,10 @@ def _check_file(mode: int) -> None:
 
 
 class Lock:
-    """The right to write in a directory: one process has it, until it gives it back or ends, by a `kill -9` too.
+    """The right to write in a directory: one process has it until it releases it or ends, even by a `kill -9`.
 
-    It is `flock` on a file in the directory, which says who has it and is there as long as somebody has. Cloud storage
-    has no such locks.
+    It is `flock` on a file in the directory, which names the process that holds it and exists as long as it is held.
+    Cloud storage has no such locks.
     """
 
     def __init__(self, directory: Any) -> None:
@@ -129,7 +129,7 @@ class Lock:
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Takes the lock, if it is not held already; refuses where somebody has it, warns where there are no locks."""
+        """Takes the lock unless it holds it; raises if another process has it, warns if there are no locks."""
         if self._holds():
             return
         self.release()
@@ -143,14 +143,14 @@ class Lock:
             _held.add(self)
             self._lock()
             if self._holds():
-                with contextlib.suppress(OSError):  # a full disk: then others do not learn who has it
+                with contextlib.suppress(OSError):  # a full disk: then the file does not name the holder
                     os.ftruncate(self._handle, 0)
                     os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
                 return
-            self._forget()  # who had it has deleted the file before it let go
+            self._forget()  # the process that held it has deleted this file
 
     def release(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._handle is not None and self._holds():
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -179,7 +179,7 @@ class Lock:
             )
 
     def _holds(self) -> bool:
-        """Whether it is held, and its file is where others look for it."""
+        """Returns True if the lock is held, and its file is still at its path, where other processes look for it."""
         if self._handle is None:
             return False
         try:
@@ -187,7 +187,7 @@ class Lock:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # the directory is out of reach: a save will tell why
+            return True  # the directory cannot be reached: a save will raise the reason
         return os.path.samestat(os.fstat(self._handle), there)
 
     def _forget(self) -> None:
@@ -196,22 +196,22 @@ class Lock:
             os.close(handle)
 
 
-# A child that is forked has the descriptor too, and with it the lock: for longer, maybe, than the parent lives.
+# A forked child inherits the descriptor and with it the lock, and it may live longer than its parent.
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock._forget() for lock in _held])
 
 
 class Quiet(logging.Filter):
-    """Keeps to itself what Orbax logs, as long as a Checkpointer is open: its failures come as exceptions.
+    """Hides what Orbax logs as long as a Checkpointer is open, because its failures are raised as exceptions.
 
-    So too the writes that Orbax abandons when another fails, and which report in their own threads that nobody waits
-    for them any more.
+    It also hides the errors of writes that Orbax abandons when another fails: these report in their own threads that
+    the event loop is closed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         logging.getLogger("absl").addFilter(self)
-        self.abandoned = False  # whether some are; they may report for some seconds from then on
+        self.abandoned = False  # whether writes were abandoned; these may report for some seconds
         self._over = False
         self._before, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
@@ -219,20 +219,20 @@ class Quiet(logging.Filter):
         return f"{os.sep}orbax{os.sep}" not in record.pathname
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the hiding; a few seconds later if writes were abandoned."""
         logging.getLogger("absl").removeFilter(self)
         if not self.abandoned:
             return self._put_back()
         later = threading.Timer(_LATE, self._put_back)
         later.daemon = True
-        with contextlib.suppress(RuntimeError):  # at exit, where Python begins no thread any more
+        with contextlib.suppress(RuntimeError):  # at exit, when Python starts no more threads
             later.start()
 
     def _put_back(self) -> None:
         self._over = True
         hook = sys.unraisablehook
         while isinstance(quiet := getattr(hook, "__self__", None), Quiet) and quiet._over:
-            hook = quiet._before  # of several the first to end need not be the last that began
+            hook = quiet._before  # several may be active, and may end in any order
         sys.unraisablehook = hook
 
     def _unraisable(self, report: Any) -> None:
@@ -241,7 +241,7 @@ class Quiet(logging.Filter):
 
 
 def steps_in(directory: Any) -> list[int]:
-    """The steps of which there is a complete checkpoint, or a link in the place of one."""
+    """Returns the steps that have a complete checkpoint, or a link in its place."""
     if not is_local(directory):
         import orbax.checkpoint as ocp
 
@@ -255,7 +255,7 @@ def steps_in(directory: Any) -> list[int]:
 
 
 def delete(path: Any) -> None:
-    """Deletes a checkpoint; of a link the link."""
+    """Deletes a checkpoint; if it is a link, only the link."""
     if os.path.islink(path):
         path.unlink()
     else:
@@ -263,13 +263,13 @@ def delete(path: Any) -> None:
 
 
 def free_name(directory: Any, name: str) -> str:
-    """The name, or with a number behind it if it is taken."""
+    """Returns the name, with a number appended if it is taken."""
     taken = {path.name for path in directory.iterdir()}
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 10**6))) if n not in taken)
 
 
 def remove_unfinished(directory: Any, patience: float = _LATE) -> None:
-    """Deletes what saves have left that were killed, or that failed and may go on writing for `patience` seconds."""
+    """Deletes what killed or failed saves have left; a failed one may go on writing for `patience` seconds."""
     end = time.monotonic() + patience
     for path in directory.iterdir() if directory.is_dir() else ():
         while _UNFINISHED.fullmatch(path.name) and path.is_dir() and not os.path.islink(path):

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: `decode(encode(leaves_of(state)), state) == state`, and what tells that it is whole."""
+"""What goes into a checkpoint: `decode(encode(leaves_of(state)), state) == state`, and what proves it intact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint
 
 
 def leaves_of(state: Tree) -> dict[str, Any]:
-    """The leaves by their paths, arrays and numbers all; of an NNX object those of its state."""
+    """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
         if not is_array(x) and not isinstance(x, bool | int | float | complex):
@@ -38,13 +38,13 @@ def leaves_of(state: Tree) -> dict[str, Any]:
 
 
 def plain(state: Tree) -> Tree:
-    """The state, with that of NNX objects in their place."""
+    """Returns the state with each NNX object replaced by its own state."""
     return jax.tree.map(lambda x: nnx.state(x) if _is_node(x) else x, state, is_leaf=_is_node)
 
 
 def encode(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that Orbax is to write: keys as their data, numbers as arrays, nothing that has no elements."""
-    # Orbax refuses arrays without elements, and in a job of many processes those of one process alone.
+    """Returns the arrays for Orbax to write: keys as their data, numbers as arrays, and no array without elements."""
+    # Orbax refuses arrays without elements, and, in a job of several processes, arrays of one process alone.
     local = jax.process_count() > 1
     out = {}
     for path, x in leaves.items():
@@ -53,11 +53,11 @@ def encode(leaves: Mapping[str, Any]) -> dict[str, Any]:
             x = np.asarray(x)
         if x.size:
             out[path] = x
-    return out or {"nothing": np.zeros(1, np.uint8)}  # nor does Orbax write nothing at all
+    return out or {"nothing": np.zeros(1, np.uint8)}  # Orbax also refuses to write no arrays at all
 
 
 def decode(arrays: Mapping[str, Any], state: Tree) -> Tree:
-    """The inverse of `encode`: a tree like `state`, whose leaves tell the kind of each array; NNX objects change."""
+    """Undoes `encode`: returns a tree like `state`, with its kinds of leaves; updates NNX objects in place."""
 
     def leaf(path: Any, like: Any) -> Any:
         return _like(like, arrays.get(jax.tree_util.keystr(path) or "state"))
@@ -74,16 +74,16 @@ def decode(arrays: Mapping[str, Any], state: Tree) -> Tree:
 
 
 def describe(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Dtype and shape of each leaf, as JSON has them."""
+    """Returns the dtype and shape of each leaf, as JSON."""
     return {path: [_dtype(x), list(np.shape(x))] for path, x in leaves.items()}
 
 
 def manifest(
     step: int, leaves: Mapping[str, Any], encoded: Mapping[str, Any], data: Any, apart: bool
 ) -> dict[str, Any]:
-    """What lies beside the arrays: what they are, their hashes, the data cursor, and a digest of all that.
+    """Returns what is saved with the arrays: their forms, their hashes, the data cursor, and a digest of all that.
 
-    `apart`: whether the data is a list with each process's own.
+    `apart` is True if the data is a list with the data of each process.
     """
     from orbax.checkpoint import __version__ as orbax
 
@@ -107,14 +107,14 @@ def manifest(
 
 
 def misformed(content: Any, step: int) -> str:
-    """What in a manifest is not as `manifest` makes it, or is of another step; "" where all is."""
+    """Returns how a manifest differs from what `manifest` makes for this step; "" if it does not."""
     for key, kind in {"format": int, "step": int, "versions": dict, "leaves": dict, "fingerprints": dict}.items():
         if not isinstance(found := content.get(key), kind) or isinstance(found, bool):
             return f"its {key!r} is {found!r:.100}, and no {kind.__name__}"
     if content["step"] != step:
         return f"it is of step {content['step']!r:.30}, which somebody has called {step}; a checkpoint keeps its name"
     if content["format"] > FORMAT:
-        return ""  # nobody knows what else is in it
+        return ""  # written by a newer version: what else is in it is unknown
     for path, entry in content["leaves"].items():
         form = isinstance(entry, list) and [type(part) for part in entry] == [str, list]
         if not (form and all(type(size) is int and size >= 0 for size in entry[1])):
@@ -130,7 +130,7 @@ def misformed(content: Any, step: int) -> str:
 
 
 def replicas(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How many replicas work on these leaves, and whether that was chosen; None where it is not to be seen."""
+    """Returns how many replicas work on these leaves, and whether the user chose that; None if it is unknown."""
     shardings = [x.sharding for x in leaves.values() if isinstance(x, jax.Array)]
     meshes = {where.mesh for where in shardings if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh)}
     if len(meshes) != 1:
@@ -140,7 +140,7 @@ def replicas(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def other_replicas(saved: Any, leaves: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many there were and are, if these numbers differ and one of them was chosen, to be the same for ever."""
+    """Returns the numbers of replicas then and now, if they differ and the user chose one of them; else None."""
     here = replicas(leaves)
     if not saved or not here or saved["number"] == here["number"] or not (saved["chosen"] or here["chosen"]):
         return None
@@ -148,8 +148,8 @@ def other_replicas(saved: Any, leaves: Mapping[str, Any]) -> tuple[int, int] | N
 
 
 def fingerprints(encoded: Mapping[str, Any]) -> dict[str, str]:
-    """Sixteen hexadecimal digits for each array."""
-    # Not the mapping itself: a tree of it would be sorted by its keys.
+    """Returns sixteen hexadecimal digits for each array."""
+    # A list and not the mapping: JAX would sort that by its keys.
     hashes = fingerprint(list(encoded.values()))
     return {path: f"{a:08x}{b:08x}" for path, (a, b) in zip(encoded, hashes.tolist(), strict=True)}
 
@@ -159,7 +159,7 @@ def digest(content: Any) -> str:
 
 
 def check_data(data: Any) -> None:
-    """Refuses what does not come back from JSON as it went in."""
+    """Raises a `TypeError` if the data does not come back from JSON as it went in."""
     try:
         back = json.loads(json.dumps(data))
     except (TypeError, ValueError) as e:
@@ -175,7 +175,7 @@ def check_data(data: Any) -> None:
 
 
 def manifest_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, list[Any]]) -> str | None:
-    """The first leaf that the checkpoint and the state have in different forms, or that one of them has not."""
+    """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks."""
     for path in [*expected, *(p for p in stored if p not in expected)]:
         if path not in stored:
             return f"{path} is not in it"
@@ -200,7 +200,7 @@ def _like(like: Any, x: Any) -> Any:
 
 
 def target_of(like: jax.Array) -> Any:
-    """The sharding in which to restore; None where JAX was free to choose it, and is again."""
+    """Returns the sharding to restore in; None for an uncommitted array, whose placement JAX may choose again."""
     return _data(like).sharding if like.committed else None
 
 

@@ -1,4 +1,4 @@
-"""A run of Ray Train, as its workers see it: where it keeps things, what it was told of them, and its notice to end."""
+"""A run of Ray Train, as its workers see it: its storage, the checkpoints reported to it, and its notice to end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .._processes.launchers import ray_has_given_notice, ray_train
 from .items import VERB
 from .read import tell_all
 
-_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of the file systems of Arrow
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # by Arrow's file system type
 
 
 class RayRun:
-    """The checkpoints of a run, which are reported where they are: nothing is copied."""
+    """The checkpoints of a run, which are reported to Ray in place: nothing is copied."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._train = ray_train()
@@ -43,16 +43,16 @@ class RayRun:
         self._noticed = False
 
     def report(self, step: int | None) -> None:
-        """Reports a checkpoint that is complete, if that was not done; all workers call it, and wait for each other."""
+        """Reports a complete checkpoint, unless that was done; all workers call it, and wait for each other."""
         if step is None or step <= self._reported:
             return
-        tell_all("")  # jdp names who does not come, and Ray would wait for it for ever
+        tell_all("")  # jdp names the process that does not come; Ray would wait for it for ever
         checkpoint = self._train.Checkpoint(f"{self._folder}/{step}", self._files)
         where_it_is = self._train.CheckpointUploadMode.NO_UPLOAD
         self._train.report({"step": step}, checkpoint=checkpoint, checkpoint_upload_mode=where_it_is)
         self._reported = step
 
     def gives_notice(self) -> bool:
-        """Whether Ray has just said that a node of this run will be taken away: once."""
+        """Returns True once, after Ray's notice that a node of this run will be taken away."""
         before, self._noticed = self._noticed, self._noticed or ray_has_given_notice()
         return self._noticed and not before

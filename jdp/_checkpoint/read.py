@@ -1,4 +1,4 @@
-"""Reading one checkpoint: whole, unharmed and of this model, or not at all, and the same in every process."""
+"""Reads one checkpoint only if it is intact and of this model, with the same outcome in every process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .items import (
 )
 
 ARRAYS, MANIFEST = "state", "jdp"  # the items of a checkpoint, each a directory
-_TEXT = 1000  # bytes of what one process tells the others
-_FILES = 10**6  # of a checkpoint
-_PIECE = 256 << 20  # bytes that are read at a time, or one array
+_TEXT = 1000  # characters of a problem that one process sends to the others
+_FILES = 10**6  # files of a checkpoint, at most
+_PIECE = 256 << 20  # bytes that are read at a time; an array that is larger is read alone
 
 
 class Damaged(Exception):
@@ -41,10 +41,10 @@ class Damaged(Exception):
 
 
 def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
-    """The arrays, as `encode` gave them but with the shardings of `leaves`; the data cursor; and the replicas.
+    """Returns the arrays, as `encode` gave them but with the shardings of `leaves`; the data cursor; and the replicas.
 
-    Raises in every process alike: `Damaged` where anything cannot be read, or is not what its checksum says;
-    ValueError where the checkpoint is of another model.
+    Every process raises the same error: `Damaged` if anything cannot be read or does not match its checksum, ValueError
+    if the checkpoint is of another model.
     """
     item = encode(leaves)
     where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
@@ -62,7 +62,7 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any
             arrays = _read_arrays(path / ARRAYS, item, where)
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
         problem = _brief(e)
-    # A process that cannot read a file must not leave the others alone in the collectives of the fingerprints.
+    # If one process cannot read a file, the others must not wait for it in the collectives of the fingerprints.
     _agree(path, problem)
     _agree(path, _not_saved(arrays, content))
     data = content["data"]
@@ -71,16 +71,16 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any
 
 
 def intact(path: Any) -> str:
-    """What is wrong with a checkpoint, or ""; for one process alone, on the host, with little memory, in any thread."""
+    """Returns what is wrong with a checkpoint, or "". It runs in one process, on the host, in any thread."""
     try:
         host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to do without
+    except RuntimeError:  # JAX was set up without a CPU backend
         host = None
     try:
         content = _read_manifest(path)
         if content["format"] > FORMAT:
             return f"its form is {content['format']}, which this version of jdp does not know"
-        # What stands for no arrays at all is no leaf.
+        # The placeholder of a state without any array to write is no leaf.
         expected = {name: content["leaves"].get(name, ["uint8", [1]]) for name in content["fingerprints"]}
         for arrays in _pieces(path / ARRAYS, expected, {}):
             with jax.default_device(host):
@@ -92,7 +92,7 @@ def intact(path: Any) -> str:
 
 
 def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
-    """The leaves that are not, to the last bit, those of a checkpoint; of a damaged one, what is wrong with it."""
+    """Returns the leaves that differ from a checkpoint's in any bit; or, if its manifest is damaged, what is wrong."""
     try:
         content = _read_manifest(path)
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
@@ -102,7 +102,7 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
 
 
 def together() -> bool:
-    """Whether several processes save one checkpoint together."""
+    """Returns True if several processes save one checkpoint together."""
     return jax.process_count() > 1
 
 
@@ -136,7 +136,7 @@ def tell_all(text: str) -> list[str]:
 
 
 def absent(error: BaseException | None) -> str:
-    """That another process is gone, if an error comes from waiting for the others, and not from a file; else ""."""
+    """Returns a text that another process is gone, if JAX's runtime raised the error and not a file; else ""."""
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
     if error is None or jax.process_count() == 1:
@@ -146,7 +146,7 @@ def absent(error: BaseException | None) -> str:
 
 
 def _agree(path: Any, problem: str) -> None:
-    """Raises in every process what any has found."""
+    """Raises in every process if any of them has found a problem."""
     told = tell_all(problem[:_TEXT])
     texts = dict.fromkeys(t.removeprefix("!") for t in told if t)
     if not texts:
@@ -161,7 +161,7 @@ def _agree(path: Any, problem: str) -> None:
 
 
 def _read_manifest(path: Any) -> dict[str, Any]:
-    """What the checkpoint says that it is; after a look at all files that are in it."""
+    """Checks all files of the checkpoint, and returns the content of its manifest."""
     file = path / MANIFEST / "metadata"
     if is_local(path):
         _check_files(os.fspath(path))
@@ -182,7 +182,7 @@ def _read_manifest(path: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What goes wrong here is damage of what is called so."""
+    """Turns any error in its block into a `Damaged` that begins with this name."""
     try:
         yield
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
@@ -190,7 +190,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _check_files(top: str) -> None:
-    """Refuses what leads out of a checkpoint, blocks who opens it, or is too large to be read at once."""
+    """Refuses files that lead out of a checkpoint, that block when opened, or that are too large to read at once."""
     if not stat.S_ISDIR(mode := os.lstat(top).st_mode):
         raise Damaged(f"it is {kind(mode)}, and nothing outside of the directory is read")
     todo, seen = [top], 0
@@ -204,7 +204,7 @@ def _check_files(top: str) -> None:
                     todo.append(entry.path)
                 elif not stat.S_ISREG(mode):
                     raise Damaged(f"{name}: it is {kind(mode)}, and only files of the checkpoint are read")
-                elif size > LARGEST and os.path.basename(folder) != "d":  # where the bytes of the arrays are
+                elif size > LARGEST and os.path.basename(folder) != "d":  # "d" holds the bytes of the arrays
                     raise Damaged(f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read")
                 if (seen := seen + 1) > _FILES:
                     raise Damaged(f"it has more than {_FILES:,} files")
@@ -226,17 +226,17 @@ def _read_arrays(path: Any, item: Mapping[str, Any], where: Mapping[str, Any]) -
 
 
 def _pieces(path: Any, expected: Mapping[str, list[Any]], where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arrays, some at a time, in the shardings of `where`; those that have none there come onto the host.
+    """Yields the arrays, some at a time, in the shardings of `where`; an array without one there comes onto the host.
 
-    Not by Orbax, which reads all of an array of any size, and does not say which one it could not read.
+    It does not use Orbax, which reads arrays of any size, and does not name the one that it could not read.
     """
     import tensorstore
 
-    # Of a local path no URL, in which some letters have a meaning.
+    # A local path is not passed as a URL, because some characters have a meaning there.
     base = {"driver": "file", "path": f"{os.fspath(path)}/"} if is_local(path) else f"{os.fspath(path)}/"
     context = tensorstore.Context()
     with _named(next(iter(expected), "nothing")):
-        about = path / "_METADATA"  # without it the arrays are there all the same
+        about = path / "_METADATA"  # the arrays can be read without this file
         driver = "zarr3" if about.exists() and json.loads(about.read_text()).get("use_zarr3") else "zarr"
     begun: dict[str, Callable[[], Any]] = {}
     size = 0
@@ -255,7 +255,7 @@ def _pieces(path: Any, expected: Mapping[str, list[Any]], where: Mapping[str, An
 
 
 def _check_form(array: Any, dtype: str, shape: list[int]) -> None:
-    """Before it is read: an array of any size may be said to be there."""
+    """Checks an array before it is read, because a damaged file may announce an array of any size."""
     chunk = array.chunk_layout.read_chunk.shape or ()
     if any((c or 0) > max(1, s) for c, s in zip(chunk, array.shape, strict=False)):
         raise Damaged(f"it has chunks of {chunk!s:.100} in {array.shape!s:.100}")
@@ -268,7 +268,7 @@ def _check_form(array: Any, dtype: str, shape: list[int]) -> None:
 
 
 def _begin(array: Any, where: Any) -> Callable[[], Any]:
-    """Begins to read what this process has of an array; the result waits for it."""
+    """Begins to read this process's part of an array; returns a function that waits for it."""
     if where is None:
         return array.read().result
     parts = {str(index): index for index in where.addressable_devices_indices_map(array.shape).values()}

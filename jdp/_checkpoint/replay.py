@@ -1,4 +1,4 @@
-"""A run that is made again: it reads checkpoints up to some step, and writes none."""
+"""A replay of a run: it reads checkpoints up to some step, and writes none."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 
 class Replay(Protocol):
-    """Who makes a run again, and hears what its Checkpointers do."""
+    """A replay of a run, which is notified by the run's Checkpointers."""
 
     def last(self, directory: Any) -> int | None:
-        """The last step that may be restored from there; None where any may."""
+        """Returns the last step that may be restored; None if any may."""
         ...
 
     def restored(self, directory: Any, step: int) -> None:
-        """This step has been restored."""
+        """Notes that this step has been restored."""
         ...
 
     def saved(self, directory: Any, step: int, leaves: Mapping[str, Any]) -> None:
-        """This would have been saved; nothing is."""
+        """Notes that this step would have been saved."""
         ...
 
 
@@ -29,7 +29,7 @@ _replays: list[Replay] = []
 
 @contextlib.contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
-    """Every Checkpointer that is made in here reads only, and tells `replay`."""
+    """Makes Checkpointers created in its block read-only; they notify `replay`."""
     _replays.append(replay)
     try:
         yield
@@ -38,5 +38,5 @@ def replaying(replay: Replay) -> Iterator[None]:
 
 
 def current() -> Replay | None:
-    """Who makes the run of this process again, if somebody does."""
+    """Returns the replay that is running in this process, or None."""
     return _replays[-1] if _replays else None

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run goes on from, and sets aside those that are damaged or of a future it has left."""
+"""Finds the checkpoint that a run goes on from, and sets aside those that are damaged or newer than that."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Steps:
 
     def __init__(self, directory: Any, last: int | None = None) -> None:
         self._directory = directory
-        self._last = last  # where it is given, newer ones are not seen
+        self._last = last  # if given, newer checkpoints are ignored
         self.newest: int | None = None  # the step that this run has restored or saved last
         self._looked = False  # whether it is known what this run goes on from
         self._cleared = False  # whether nothing in the directory is newer than what this run saves
         self._damaged: set[int] = set()
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint that was not found to be damaged, or None."""
+        """Returns the newest complete checkpoint that was not found to be damaged, or None."""
         return max((s for s in self._there() if s not in self._damaged), default=None)
 
     def _there(self) -> list[int]:
@@ -36,7 +36,7 @@ class Steps:
         return there if self._last is None else [s for s in there if s <= self._last]
 
     def find(self, leaves: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], Any, Any] | None:
-        """What `read` gives of `step`, or of the newest that is intact; None where there is no checkpoint."""
+        """Returns what `read` returns for `step`, or for the newest intact checkpoint; None if there is none."""
         damaged: dict[int, str] = {}
         while (candidate := self._next(step, damaged)) is not None:
             try:
@@ -63,7 +63,7 @@ class Steps:
         return None
 
     def check_grows(self, step: int) -> None:
-        """Refuses a step that is less than the newest."""
+        """Raises a `ValueError` if the step is less than the newest."""
         if self.newest is not None and step < self.newest:
             raise ValueError(
                 f"jdp.{VERB}: step {step} comes after step {self.newest}; steps grow from save to save. To go back, "
@@ -71,9 +71,9 @@ class Steps:
             )
 
     def set_aside(self, step: int) -> None:
-        """Renames what is damaged or of a future that this run has left, and deletes what other saves did not finish.
+        """Renames damaged checkpoints and those newer than where this run goes on, and deletes unfinished saves.
 
-        Refuses where there is such a future, and this run has not restored anything.
+        Raises a `ValueError` if there are newer checkpoints and this run has not called `restore`.
         """
         if self._cleared:
             return
@@ -97,15 +97,15 @@ class Steps:
             if problem := tell(str(failed or ""))[0]:
                 raise failed or OSError(problem)
         finally:
-            failed = None  # it leads to this frame, and this frame to the lock
+            failed = None  # the error refers to this frame, and this frame to the lock
         self._damaged, self._cleared = set(), True
 
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
-        """The step to read after those that are damaged, or None; and takes out of those what is there no more."""
-        # What process 0 sees counts, for a network file system may show the others something older.
+        """Returns the step to read next, or None; removes from `damaged` the one that has been deleted."""
+        # Process 0 decides, because a network file system may show the other processes something older.
         there = self._there()
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
-        gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # its writer has deleted it meanwhile
+        gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
         told = json.loads(tell_all(json.dumps({"next": found, "gone": gone, "newest": there[-_FEW:]}))[0])
         for s in told["gone"]:
             del damaged[s]
@@ -126,6 +126,6 @@ class Steps:
 
 
 def listed(damaged: dict[int, str]) -> str:
-    """The newest of them, each with what is wrong with it."""
+    """Returns a text that names the newest of them, each with what is wrong with it."""
     some = ", and ".join(f"step {s} is damaged ({why})" for s, why in [*damaged.items()][:_FEW])
     return some + (f", and so are {len(damaged) - _FEW} more" if len(damaged) > _FEW else "")

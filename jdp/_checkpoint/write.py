@@ -1,4 +1,4 @@
-"""Writes one checkpoint beside the training; one that fails takes no other with it, and the error says what is left."""
+"""Writes one checkpoint while training goes on; a failed save harms no other, and its error says what is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .read import ARRAYS, MANIFEST, absent, intact, together
 from .steps import Steps, listed
 
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
-_PATIENCE = 1200  # seconds for which the processes wait for the deletions of process 0, as Orbax for its writes
+_PATIENCE = 1200  # seconds that the processes wait for the deletions of process 0, as long as Orbax for its writes
 
 
 class Writer:
@@ -31,22 +31,22 @@ class Writer:
 
     def __init__(self, directory: Any, keep: int, steps: Steps, quiet: Quiet) -> None:
         self._directory, self._keep, self._steps, self._quiet = directory, keep, steps, quiet
-        self._orbax: Any = None  # made by the first save: who only reads has none
+        self._orbax: Any = None  # made by the first save: a reader has none
         self._step: int | None = None  # the one that is being saved
         self._before: int | None = None  # the newest step before it
-        self._interrupted = False  # whether its save was, and may go on or not
+        self._interrupted = False  # whether its save was interrupted; it may still go on
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._unheard: list[str] = []  # what `wait` is going to say of it
-        self._news: list[str] = []  # what the thread has to tell
-        self._told: set[int] = set()  # the steps of which that was
+        self._unheard: list[str] = []  # the message of a failure that `wait` has not raised yet
+        self._news: list[str] = []  # the thread's warnings, which `wait` issues
+        self._told: set[int] = set()  # the damaged steps that it has warned of
         self._lock = Lock(directory)
         self.process = os.getpid()
-        # Not before the thread has ended, which holds `self`.
+        # It runs only after the thread has ended, because that holds `self`.
         weakref.finalize(self, _dropped, self._lock, self._unheard, self.process)
 
     def prepare(self) -> None:
-        """Makes sure that this process can write, or raises; of a job, process 0 takes the lock for all."""
+        """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all."""
         if jax.process_index() == 0:
             self._lock.acquire()
         if jax.process_count() > 1:
@@ -60,7 +60,7 @@ class Writer:
         content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
         self._steps.set_aside(step)
         self._step, self._before = step, self._steps.newest
-        if self._quiet.abandoned:  # writes of a save that failed may have come when it had been deleted
+        if self._quiet.abandoned:  # a failed save may have written after it was deleted
             self._delete_unfinished()
         try:
             self._steps.newest = step
@@ -94,21 +94,21 @@ class Writer:
             warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
 
     def close(self) -> None:
-        """Ends Orbax's threads, and gives the lock back."""
+        """Ends Orbax's threads, and releases the lock."""
         if self._orbax is not None:
-            with contextlib.suppress(Exception):  # what has failed, wait has told
+            with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
         self._lock.release()
 
     def _finish(self, number: int) -> None:
-        """In its own thread: the end of the save, and then the deletions."""
+        """Waits for the end of the save, then deletes old checkpoints; runs in its own thread."""
         try:
             self._orbax.wait_until_finished()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failure = e
             self._unheard.append(self.loss(e))
             _clear(e)
-            del self  # the frames of the error lead here, and the writer has the error: it would hold itself
+            del self  # the error's frames refer to `self`, and `self` to the error: no cycle
             return
         if jax.process_index() == 0:
             try:
@@ -119,14 +119,14 @@ class Writer:
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
         if together():
-            # Here, for the next thing that all do together is a collective, which has a time-out.
+            # The processes wait here, because the next thing they do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
 
     def _settle(self) -> None:
-        """After a save that was interrupted: waits for what was begun of it, and takes note if it is complete."""
+        """Waits for what an interrupted save has begun, and notes its step as the newest if it is complete."""
         if self._orbax is not None:
-            with contextlib.suppress(Exception):  # nobody was told that it is saved
+            with contextlib.suppress(Exception):  # the interrupted `save` has already raised
                 self._orbax.wait_until_finished()
         if self._step in steps_in(self._directory):
             self._steps.newest = self._step
@@ -138,8 +138,8 @@ class Writer:
         if len(steps) <= self._keep:
             return
         damaged: dict[int, str] = {}
-        # What has just been written is read from the system's memory, which does not tell what the disk keeps of it; if
-        # there is another, that one is read, and for the most part no more. Cloud storage keeps what it was given.
+        # What has just been written is read from the system's cache, which does not show what the disk keeps. So an
+        # older checkpoint is read if there is one, in most cases only one. Cloud storage keeps what it was given.
         for whole in reversed(steps[:-1] if self._keep > 1 else steps):
             if not is_local(self._directory) or not (problem := intact(self._directory / str(whole))):
                 break
@@ -164,13 +164,13 @@ class Writer:
         raise RuntimeError(self.loss(error)) from error
 
     def loss(self, error: BaseException) -> str:
-        """What says that this error has ended the save that was running."""
+        """Returns the message that this error has ended the save that was running."""
         last = self._steps.latest()
         left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
         why, way = error, "Make room there, or make it writable, and save again."
         if gone := absent(error):
             why, way = gone, "All processes of a job save together: start the job again, and it goes on from there."
-        elif "interpreter shutdown" in str(error):  # Python 3.12.0 to 3.12.2 begin no thread while a program ends
+        elif "interpreter shutdown" in str(error):  # Python 3.12.0 to 3.12.2 start no thread while a program ends
             way = "Close the Checkpointer before the program ends, or use it in a with statement."
         elif not isinstance(error, Exception):
             why, way = f"{type(error).__name__} came before it was complete", "Start the program again."
@@ -178,44 +178,44 @@ class Writer:
 
     def _delete_unfinished(self) -> None:
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # the error to tell is the save's; the next Checkpointer tries again
+            with contextlib.suppress(OSError):  # the save's error matters; the next Checkpointer tries again
                 remove_unfinished(self._directory)
 
 
 def _dropped(lock: Lock, unheard: list[str], process: int) -> None:
-    """The end of a writer, whom nobody will ask what has become of its save."""
+    """Releases the lock of a dropped writer, and reports the failures that no `wait` has raised."""
     lock.release()
-    if process == os.getpid():  # and not a child that was forked
+    if process == os.getpid():  # and not a forked child
         for text in unheard:
             tell_loss(text)
 
 
 def _clear(error: BaseException | None) -> None:
-    """Takes the variables out of an error's frames: Orbax keeps the error in one of them, and so all that they hold."""
+    """Clears the variables of an error's frames: Orbax keeps the error in one, and with it all that they hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _checkpointer() -> Any:
-    """Orbax's `AsyncCheckpointer`, of one item with the arrays and one with what is said about them."""
+    """Makes Orbax's `AsyncCheckpointer`, with one item for the arrays and one for the manifest."""
     import orbax.checkpoint as ocp
 
     kinds = ocp.type_handlers
     arrays = kinds.create_type_handler_registry(
-        # Of a replicated array the first copy is written, which is the one that the fingerprint was made of.
+        # The first copy of a replicated array is written, because the fingerprint was made of that copy.
         (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, kinds.NumpyHandler()),
     )
-    # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. By a
-    # number, for a directory may have another name on another machine.
+    # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. The
+    # prefix is a number, because a directory may have another name on another machine.
     apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{next(_writers)}")
     tree = ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, multiprocessing_options=apart)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, tree)
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
-    # A directory that cannot be made leaves threads of Orbax waiting, and the process with them, if a thread was to
-    # make it. In many processes it has to be one: else Orbax runs collectives in a thread that is not the user's.
+    # If a thread makes the directories and fails, threads of Orbax wait for ever, and the process with them. With
+    # several processes a thread has to make them: otherwise Orbax runs collectives outside of the user's thread.
     how = ocp.AsyncOptions(create_directories_asynchronously=together())
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)

@@ -1,5 +1,5 @@
 """`jdp.explain`: what a compiled call does, without running it.
 
-Read `explain.py`, `calls.py` (the program, out of the call that is about to run it) and `report.py`. The text of the
-program is read in `hlo.py`, `collectives.py` and `cost.py`; `estimate.py` follows its schedule.
+Read `explain.py`, `calls.py` (which captures the program of a call) and `report.py`. `hlo.py`, `collectives.py` and
+`cost.py` read the text of the program; `estimate.py` follows its schedule.
 """

@@ -1,4 +1,4 @@
-"""Takes the program out of a call that is about to run it: for `explain`, which runs none."""
+"""Captures the program that a call is about to run, so that `explain` can read it without running it."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from .._train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a program, with shapes in the place of arrays: what is lowered, and what its operands are."""
+    """A call of a program, with shapes in place of arrays: what is lowered, and what its operands are."""
 
     label: str
     mesh: Mesh
     roles: dict[str, Tree]
     batch: tuple[Scattered, ...]
-    differentiated: Tree  # the parameters whose gradients it reduces, if it does
+    differentiated: Tree  # the parameters whose gradients it reduces, if it reduces any
     compilations: int | None
     trace: Callable[[], Any]  # `jax.jit(...).trace` of the program
     alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    of: Any = None  # the function that was called: its program does not keep it alive
+    of: Any = None  # the function that was called: kept, because its program does not keep it alive
 
     def compile(self, lowered: Any, kernels: str | None = None) -> Any:
-        """The lowered program, compiled as for a call.
+        """Returns the lowered program, compiled as for a call.
 
-        What a compiler for absent GPUs makes of the kernels may be kept in the file `kernels`, and is found there when
-        another program has the same ones: the instructions, their order and their memory are compiled each time.
+        A compiler for absent GPUs may cache its kernels in the file `kernels`, and reuses them for another program
+        with the same kernels. The instructions, their order and their memory are compiled each time.
         """
         absent = are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
         if not absent:
             return lowered.compile(compiler_options=self.compiler_options or None)
-        # Where there is no GPU to try them on, XLA's own kernels for products have tiles for small ones only, and it
-        # refuses the large; the library's, which it then plans with, take all.
+        # Without a GPU to tune on, XLA's own kernels for matrix products have tiles for small products only, and XLA
+        # refuses large ones. The library's kernels take any size, and XLA uses them if its own are off.
         options = {"xla_gpu_enable_triton_gemm": False} | self.compiler_options
         kept = {
             "xla_gpu_enable_llvm_module_compilation_parallelism": True,
             "xla_gpu_kernel_cache_file": kernels,
-            "xla_backend_optimization_level": 0,  # nobody runs the kernels
+            "xla_backend_optimization_level": 0,  # the kernels are never run
             "xla_llvm_disable_expensive_passes": True,
         }
         if kernels is not None:
@@ -65,18 +65,18 @@ class Call:
 
 
 class Captured(BaseException):
-    """No error: carries the call out of the functions that were about to run it."""
+    """Not an error: carries the call out of the functions that were about to run it."""
 
 
 def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The first call of a program of jdp's that `fn(*args, **kwargs)` comes to; None where it comes to none."""
+    """Returns the first call of a jdp program that `fn(*args, **kwargs)` makes; None if it makes none."""
     from flax import nnx
 
-    # An NNX module is one object for jdp, though JAX sees a tree.
+    # jdp takes an NNX module as one object, although JAX sees a tree.
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
-    # A tracer does not tell where its array lies, so parameters that are cut (in the first argument) are marked here.
+    # A tracer does not know its array's sharding, so parameters that are cut (in the first argument) are marked here.
     first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
     cut = {i: (x.sharding.mesh, axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
 
@@ -98,13 +98,13 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def own_axis(x: Any) -> int | None:
-    """The axis that an array is cut along over all devices of its own mesh, which has one axis; None for all else."""
+    """Returns the axis along which an array is cut over all devices of its one-axis mesh; None for anything else."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     return cut_axis_of(x, mesh) if mesh is not None and len(mesh.axis_names) == 1 else None
 
 
 def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
-    """A `jax.ShapeDtypeStruct` that lies `where`, in the place of an array; in that of each in a `Scattered`."""
+    """Returns a `jax.ShapeDtypeStruct` with sharding `where` for an array; for a `Scattered`, one per array in it."""
     if is_scattered(x):
         return Scattered(list(map(shape_of, x._arrays, x._layout.shardings)), x._layout)
     if not hasattr(x, "dtype"):
@@ -113,7 +113,7 @@ def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
 
 
 def spread(s: Scattered, mesh: Mesh, rows: int | None = None) -> Scattered:
-    """The shapes of what is scattered, as if it were so over these devices: `rows` on each, or all on the only one."""
+    """Returns the shapes as if scattered over the devices of `mesh`: `rows` on each, or all rows on its only device."""
     layout = s._layout
 
     def sizes(old: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _primary(mesh: Mesh) -> Mesh:
 
 
 def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Call:
-    """That of `program(replicas, inputs, kwargs)`."""
+    """Returns the `Call` of `program(replicas, inputs, kwargs)`."""
     mesh = inputs._layout.mesh
     where = replicated(mesh)
     operands = jax.tree.map(lambda x: shape_of(x, where), (replicas, inputs, kwargs), is_leaf=is_scattered)
@@ -154,7 +154,7 @@ def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: 
         mesh=mesh,
         roles={"parameters": replicas},
         batch=tuple(s for s in rest if s is not None),
-        # Of value_and_grad: what stands before what is only held. Of others nothing is looked for.
+        # value_and_grad differentiates the first element of the tuple. Other programs have no gradients to look for.
         differentiated=replicas[0] if isinstance(replicas, tuple) and replicas else replicas,
         compilations=compilations(_jitted_of(program.programs)),
         trace=lambda: program.jitted(*rest).trace(*operands),
@@ -163,7 +163,7 @@ def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: 
 
 
 def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
-    """That of a step's `program(state, batch)`."""
+    """Returns the `Call` of a step's `program(state, batch)`."""
     mesh, where = program.config.mesh, program.shardings(state)
     shapes = jax.tree.map(lambda to, part: jax.tree.map(lambda x: shape_of(x, to), part), where, state)
     scattered = shape_of(batch, None)
@@ -191,9 +191,9 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
 
 
 def _gradients(program: Program, params: Tree) -> Tree:
-    """The gradients as they are kept for the optimizer, or while those of microbatches or replicas are added."""
+    """Returns shapes of the gradients as the optimizer gets them, or as microbatches or replicas are summed."""
     options, mesh = program.options, program.config.mesh
-    several = options.accumulate_steps > 1 or program.config.per_device > 1  # their sums are whole, and of 32 bits
+    several = options.accumulate_steps > 1 or program.config.per_device > 1  # sums are not cut, of >= 32 bits
 
     def kept(x: Any) -> Any:
         axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None
@@ -204,14 +204,14 @@ def _gradients(program: Program, params: Tree) -> Tree:
 
 
 def _jitted_of(programs: Any) -> list[Any]:
-    """The jitted functions among what is kept by layout: of flat operands, or compared between processes."""
+    """Returns the jitted functions of these programs, each of which may be in a `Flat` or in a check of processes."""
     runs: list[Any] = [x.run if isinstance(x, Flat) else x for x in programs.values()]
     return [run.__wrapped__ if hasattr(run, "make_ready") else run for run in runs]
 
 
 @contextlib.contextmanager
 def unused_donations(found: list[str]) -> Iterator[None]:
-    """Collects what JAX warns of in there: donated arrays that no result could take the place of."""
+    """Collects the donated arrays of its block that no result can replace, as JAX's warnings name them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -1,4 +1,4 @@
-"""The collectives of an optimized program: what they carry, how often they run, and what is computed meanwhile."""
+"""The collectives of an optimized program: what they carry, how often they run, and what is computed during them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Collective:
     kind: str
     """`"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, ..."""
     dtype: str
-    """As XLA names it, `"bf16"`; `"mixed"` where it carries several."""
+    """As XLA names it, `"bf16"`; `"mixed"` if it carries several dtypes."""
     bytes: int
-    """Payload per device and run: what an all-gather gives, and what any other takes."""
+    """Payload per device and run: the result of an all-gather, and the operands of any other collective."""
     arrays: tuple[Shape, ...]
     """(dtype, shape) of each array it carries, as it was before XLA flattened and concatenated them."""
     op_names: tuple[str, ...]
-    """Where in the user's program they come from, as far as XLA still knows."""
+    """Where in the user's program they come from, as far as XLA has kept it."""
     runs: int | None
-    """How often it runs in a call; None where a loop's length is not known before."""
+    """How often it runs in a call; None if the length of a loop is not known in advance."""
     in_loop: bool
     group: int
     """Devices that take part together."""
@@ -38,34 +38,34 @@ class Collective:
     overlapped: tuple[str, ...]
     """The instructions that compute something while it is under way."""
     name: str
-    """Of the instruction that begins it."""
+    """The name of the instruction that begins it."""
     done: str
-    """Of the one that waits for it: the same, where it is synchronous."""
+    """The name of the instruction that waits for it: the same if it is synchronous."""
     parameters: tuple[str, ...] = ()
-    """Paths of the parameters it carries, or their gradients: what `carried` found."""
+    """Paths of the parameters whose values or gradients it carries, as `carried` found them."""
 
     @property
     def named(self) -> bool:
-        """Whether jdp made it: it gathers a parameter, or sums a gradient, under that one's name."""
+        """True if jdp made it: it gathers a parameter, or sums a gradient, under the parameter's name."""
         return any(map(_SCOPE.search, self.op_names))
 
     @property
     def in_flight(self) -> bool:
-        """Whether something is computed while it is under way."""
+        """True if something is computed while it is under way."""
         return bool(self.overlapped)
 
 
 def collectives(module: Module) -> list[Collective]:
-    """The collectives that run over more than one device, in the order of the program."""
+    """Returns the collectives that run over more than one device, in the order of the program."""
     return list(_in(module, module.entry, 1, False))
 
 
 def carried(collective: Collective, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-    """The parameters (path: dtype, shape) that a collective carries, as far as they can be told apart.
+    """Returns the paths of the parameters that a collective carries, as far as they can be told apart.
 
-    A parameter is known by the scope that its reduction is traced in, `jax.named_scope("reduce.<path>")` or
-    `"gather.<path>"`, or else by its shape, where no other parameter has as many elements: XLA transposes and
-    reshapes arrays before it sends them.
+    `leaves` has the dtype and shape of each path. A parameter is recognized by the scope that its reduction is traced
+    in, `jax.named_scope("reduce.<path>")` or `"gather.<path>"`, or else by its shape if no other parameter has as many
+    elements: XLA transposes and reshapes arrays before it sends them.
     """
     found = {path for op_name in collective.op_names for path in _SCOPE.findall(op_name)}
     alike: dict[int, list[str]] = {}
@@ -79,14 +79,14 @@ def carried(collective: Collective, leaves: Mapping[str, tuple[str, tuple[int, .
 
 
 def _sides(shape: tuple[int, ...]) -> list[int]:
-    """The lengths of an array's sides, in whatever order."""
+    """Returns the lengths of an array's sides that are not 1, sorted."""
     return sorted(length for length in shape if length != 1)
 
 
 def of_computation(
     module: Module, computation: Computation, runs: int | None = 1, in_loop: bool = False
 ) -> dict[str, list[Collective]]:
-    """Those of one computation, by the instruction that begins them; without those of what it calls."""
+    """Returns the collectives of one computation, not of those it calls, by the instruction that begins them."""
     here = [(one, group) for one in begun(module, computation) if (group := group_size(module, one.inner)) > 1]
     works = [is_work(module, computation, i) for i in computation] if here else []
     order = {instruction.name: n for n, instruction in enumerate(computation)}
@@ -116,7 +116,7 @@ def of_computation(
 
 
 def _in(module: Module, computation: Computation, runs: int | None, in_loop: bool) -> Iterator[Collective]:
-    """Those of a computation and of what it calls, in the order of its schedule."""
+    """Yields the collectives of a computation and of those it calls, in the order of the schedule."""
     here = of_computation(module, computation, runs, in_loop)
     for instruction in computation:
         yield from here.get(instruction.name, [])
@@ -129,30 +129,30 @@ def _in(module: Module, computation: Computation, runs: int | None, in_loop: boo
 
 
 def _payload(one: Begun) -> list[Shape]:
-    """What is sent: the arrays that an all-gather gives, those that any other takes."""
+    """Returns the arrays that are sent: the results of an all-gather, the operands of any other collective."""
     operands = [one.inside.by_name[name] for name in one.inner.operands]
     taken = [operand.shapes[0] for operand in operands if operand.shapes]
     if one.kind == "ragged-all-to-all":
-        return taken[:1]  # the others say which rows go where
+        return taken[:1]  # the other operands tell which rows go where
     if one.kind != "all-gather":
         return taken
     given = one.done if one.inner is one.start and one.done.opcode.endswith("done") else one.inner
-    return list(given.shapes)[-len(taken) :]  # a start gives its operands too, before its results
+    return list(given.shapes)[-len(taken) :]  # a start returns its operands before its results
 
 
 _GIVES = ("get-tuple-element", "slice", "all-reduce-done", "all-gather-done", "reduce-scatter-done", "async-done")
 
 
 def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """The arrays that it carries, as they were before XLA flattened and concatenated them; where all that is from.
+    """Returns the arrays as they were before XLA flattened and concatenated them, and where they come from.
 
-    Each is followed through the instructions that only move it, for on the way XLA may lose what the user called it:
-    up to what computed it, and down to what uses it.
+    It follows each array through the instructions that only move it, up to what computed it and down to what uses it,
+    because XLA may lose the user's names on the way.
     """
     inner = flat.by_name[one.inner.name if one.inner is one.start else f"{one.start.name}/{one.inner.name}"]
     names = dict.fromkeys(i.op_name for i in (one.start, one.inner, one.done))
     queue, starts, cut = [inner], {inner.name: 0}, {}
-    for mover in queue:  # it grows
+    for mover in queue:  # the list grows in the loop
         for user in flat.users.get(mover.name, []):
             if user.opcode not in (*PASS_ON, *_GIVES) or user.name in starts:
                 continue
@@ -167,12 +167,12 @@ def _carries(flat: Computation, one: Begun, payload: Sequence[Shape]) -> tuple[t
             size = math.prod(shape)
             arrays.append((dtype, cut.get((start, size), shape)))
             start += size
-    # What is gathered has another shape than what it is put together from.
+    # The result of a gather has another shape than its parts.
     return tuple(payload if one.kind == "all-gather" else arrays), tuple(filter(None, names))
 
 
 def _origins(flat: Computation, one: Instruction, names: dict[str, None]) -> list[tuple[int, ...]]:
-    """The shapes of the arrays that an operand was put together from, in their order; adds to the names."""
+    """Returns the shapes of the arrays that an operand was put together from, in order; adds to the names."""
     shape = _shape(one)
     while True:
         here = _shape(one)
@@ -197,19 +197,19 @@ _MESH = re.compile(r"mesh\[([^]]*)\][^{]*\{([^}]*)\}")  # groups along axes: mes
 
 
 class Begun(NamedTuple):
-    """A collective where it is begun: `start` and `done` stand in the schedule, and are one where the program waits."""
+    """A collective where it begins: `start` and `done` are in the schedule, and are the same if the program waits."""
 
     kind: str
     start: Instruction
     done: Instruction
     inner: Instruction  # the collective itself
-    inside: Computation  # where that stands
+    inside: Computation  # the computation that holds `inner`
 
 
 def begun(module: Module, computation: Computation) -> list[Begun]:
-    """The collectives of a computation, not those of what it calls, in the order of its schedule."""
+    """Returns the collectives of a computation, without the computations it calls, in the order of the schedule."""
     found: list[Begun] = []
-    running: dict[str | None, Instruction] = {}  # TPU's fusions that begin one, by what all fusions of a chain have
+    running: dict[str | None, Instruction] = {}  # TPU's fusions that begin one, by the attributes all of a chain share
     for one in computation:
         kind = one.opcode.removesuffix("-start")
         if kind in KINDS:
@@ -222,10 +222,10 @@ def begun(module: Module, computation: Computation) -> list[Begun]:
         for inner in (i for i in inside if i.opcode in KINDS):
             chain, done = inner.attribute("frontend_attributes"), one
             if "AsyncCollectiveStart" in marks:
-                running[chain], done = one, computation.root  # until its end is seen
+                running[chain], done = one, computation.root  # until its end is found
             elif one.opcode == "async-start":
                 done = _done(computation, one)
-            elif chain in before:  # it only carries it on
+            elif chain in before:  # it only continues the chain
                 done = None
             if done is not None:
                 found.append(Begun(_kind(one, inner), one, done, inner, inside))
@@ -236,7 +236,7 @@ def begun(module: Module, computation: Computation) -> list[Begun]:
 
 
 def _done(computation: Computation, start: Instruction) -> Instruction:
-    """What waits for it; the end of the computation, where that is not in it (a loop waits in its next iteration)."""
+    """Returns the instruction that waits for `start`; the computation's root if a loop's next iteration waits."""
     for user in computation.users.get(start.name, []):
         if user.opcode.endswith("-done"):
             return user
@@ -246,7 +246,7 @@ def _done(computation: Computation, start: Instruction) -> Instruction:
 
 
 def _kind(one: Instruction, inner: Instruction) -> str:
-    """TPU scatters a sum by cutting it within the fusion that makes it."""
+    """Returns the kind; a TPU fusion that sums and then cuts the sum is a reduce-scatter."""
     if one.opcode == "fusion" and inner.opcode == "all-reduce" and "async" not in one.name:
         given, taken = (sum(map(nbytes, i.shapes)) for i in (one, inner))
         return "reduce-scatter" if given < taken else "all-reduce"
@@ -254,7 +254,7 @@ def _kind(one: Instruction, inner: Instruction) -> str:
 
 
 def group_size(module: Module, collective: Instruction) -> int:
-    """How many devices take part together."""
+    """Returns how many devices take part together."""
     if collective.opcode.startswith("collective-permute"):
         return _longest(re.findall(r"\{(\d+),(\d+)\}", collective.attribute("source_target_pairs") or ""))
     groups = collective.attribute("replica_groups") or ""
@@ -269,7 +269,7 @@ def group_size(module: Module, collective: Instruction) -> int:
 
 
 def _longest(pairs: list[tuple[str, str]]) -> int:
-    """The most devices that pairs of source and target connect."""
+    """Returns the size of the largest group of devices that the pairs of source and target connect."""
     connected = {device: {device} for pair in pairs for device in pair}
     for source, other in pairs:
         small, large = sorted((connected[source], connected[other]), key=len)

@@ -33,16 +33,16 @@ class Cost:
 
 
 def totals(module: Module, computation: Computation | None = None) -> Cost:
-    """The work of one run of the program, or of a computation of it, on one device, without its collectives.
+    """Returns the work of one run of the program, or of one computation in it, on one device, without collectives.
 
-    A loop's is counted as often as it runs (once, where that is not known), and of branches the one that computes most.
+    A loop counts as often as it runs (once if that is not known). Only the branch that computes most counts.
     """
     computation = computation or module.entry
     return sum((cost(module, computation, instruction) for instruction in computation), Cost())
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction) -> Cost:
-    """The work of an instruction, with all that it calls."""
+    """Returns the work of an instruction, with all that it calls."""
     if instruction.opcode not in CONTROL:
         computed = _computed(module, computation, instruction)
         return dataclasses.replace(computed, bytes=_moved(module, computation, instruction))
@@ -54,7 +54,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction) -> 
 
 
 def _computed(module: Module, computation: Computation, instruction: Instruction) -> Cost:
-    """Operations of an instruction, or of all in a fusion."""
+    """Counts the operations of an instruction, or of all instructions in a fusion."""
     if instruction.opcode == "fusion":
         inside = [module.computations[name] for _, name in instruction.called]
         return sum((_computed(module, called, one) for called in inside for one in called), Cost())
@@ -65,11 +65,11 @@ def _computed(module: Module, computation: Computation, instruction: Instruction
 
 
 def _moved(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that it reads from the device's memory and writes there."""
+    """Returns the bytes that an instruction reads from the device's memory and writes there."""
     opcode = instruction.opcode
     if opcode in FREE or opcode in KINDS or opcode.endswith(("-done", "-update")):
         return 0
-    if opcode.endswith("-start"):  # TPU brings an array near before it is used; the collectives are counted elsewhere
+    if opcode.endswith("-start"):  # TPU copies an array to the chip before its use; collectives are counted elsewhere
         return _far(instruction) if opcode in ("copy-start", "slice-start") else 0
     given, written = [_far(computation.by_name[name]) for name in instruction.operands], _far(instruction)
     if opcode == "fusion":
@@ -81,12 +81,12 @@ def _moved(module: Module, computation: Computation, instruction: Instruction) -
     if opcode == "dynamic-update-slice":
         return 2 * given[1]
     if opcode == "custom-call" and target(instruction).startswith(("__cublas", "__cudnn")):
-        written = nbytes(instruction.shapes[0])  # what follows is room to work in
+        written = nbytes(instruction.shapes[0])  # the other results are work space
     return written + sum(given)
 
 
 def _read(inside: Computation, parameter: Instruction, size: int) -> int:
-    """Bytes that a fusion reads of an operand of that size: of one that it only cuts, what it cuts out."""
+    """Returns the bytes that a fusion reads of an operand; if it only slices the operand, the bytes of the slices."""
     read = 0
     for user in inside.users.get(parameter.name, []):
         first = user.operands[0] == parameter.name
@@ -98,7 +98,7 @@ def _read(inside: Computation, parameter: Instruction, size: int) -> int:
 
 
 def _written(inside: Computation, fusion: Instruction) -> int:
-    """Bytes that a fusion writes: where it updates a part of an array, that part."""
+    """Returns the bytes that a fusion writes; if it updates a part of an array, the bytes of that part."""
     root = inside.root
     results = [inside.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(results) != len(fusion.shapes):
@@ -113,7 +113,7 @@ def _written(inside: Computation, fusion: Instruction) -> int:
 
 
 def _far(instruction: Instruction) -> int:
-    """Bytes of a result that lie in the device's memory, not on the chip itself."""
+    """Returns the bytes of a result that are in the device's memory, not on the chip itself."""
     return sum(nbytes(shape) for shape, near in zip(instruction.shapes, instruction.near, strict=True) if not near)
 
 
@@ -122,12 +122,12 @@ _ARITHMETIC = frozenset(
     "log log-plus-one logistic maximum minimum multiply negate not or popcnt power remainder round-nearest-afz "
     "round-nearest-even rsqrt select sign sine sqrt subtract tan tanh xor".split()
 )
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ensions":\[|s=\{)([\d",]*)')  # of cuBLAS, and of a dot
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ensions":\[|s=\{)([\d",]*)')  # cuBLAS's form, and a dot's
 _STATED = re.compile(r'"flops":"?(\d+)')
 
 
 def _product(computation: Computation, instruction: Instruction) -> tuple[str, int] | None:
-    """(dtype of the operands, operations) of a matrix product or a convolution; None for anything else."""
+    """Returns (dtype of the operands, operations) of a matrix product or convolution; None for anything else."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None
     taken = [computation.by_name[name].shapes[0] for name in instruction.operands if computation.by_name[name].shapes]
@@ -146,7 +146,7 @@ def _product(computation: Computation, instruction: Instruction) -> tuple[str, i
         elif "BackwardFilter" in called:
             kernel, output = result, right
         flops = _convolution(instruction, image, kernel, output)
-    elif stated := _STATED.search(instruction.attributes):  # what the author of a kernel says of it
+    elif stated := _STATED.search(instruction.attributes):  # stated by the author of a kernel
         flops = int(stated.group(1))
     else:
         return None
@@ -154,7 +154,7 @@ def _product(computation: Computation, instruction: Instruction) -> tuple[str, i
 
 
 def _arithmetic(computation: Computation, instruction: Instruction) -> int:
-    """One for each element of what is computed element by element, and for each element that is added up."""
+    """Counts one operation for each element of an elementwise result, and for each element that a sum adds."""
     if instruction.opcode in _ARITHMETIC:
         return math.prod(instruction.shapes[0][1])
     if instruction.opcode == "reduce":
@@ -171,7 +171,7 @@ def _window(instruction: Instruction) -> dict[str, str]:
 
 
 def _convolution(instruction: Instruction, image: Shape, kernel: Shape, output: Shape) -> int:
-    """Only products that do not fall into the padding: TPU writes products of matrices as such convolutions."""
+    """Counts only products outside of the padding, because TPU writes matrix products as padded convolutions."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
     if labels is None:
         return 0
@@ -181,7 +181,7 @@ def _convolution(instruction: Instruction, image: Shape, kernel: Shape, output: 
     )
     window, inside = _window(instruction), []
     for n, key in enumerate(sorted(key for key in outputs if key.isdigit())):
-        # of what a window pads before and behind, "1_2", what is before
+        # a window's padding is "before_after"; only the part before counts
         stride, pad, spread, gap = (
             int(window[name].split("x")[n].split("_")[0]) if name in window else default
             for name, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
@@ -193,20 +193,20 @@ def _convolution(instruction: Instruction, image: Shape, kernel: Shape, output: 
 
 @functools.lru_cache(maxsize=4096)
 def _inside(image: int, kernel: int, output: int, stride: int, pad: int, spread: int, gap: int) -> int:
-    """How many pairs of a place in the kernel and one in the output meet an element of the image, along one axis."""
+    """Counts the pairs of a kernel and an output position that meet an element of the image, along one axis."""
     at = np.arange(output)[:, None] * stride - pad + np.arange(kernel) * gap
     return int(((at % spread == 0) & (at >= 0) & (at < image * spread)).sum())
 
 
 class _Scalar(NamedTuple):
-    """An integer: a constant, or what an element of the loop's carry was when the iteration began, plus a constant."""
+    """An integer: a constant, or an element of the loop's carry at the start of the iteration, plus a constant."""
 
     constant: int
     element: int | None = None
 
 
 def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
-    """The number of iterations; None where neither XLA's annotation nor a counter with constant ends tells it."""
+    """Returns the number of iterations, from XLA's annotation or a counter with constant ends; else None."""
     if loop.known_trips is not None:
         return loop.known_trips
     called = {role: module.computations[name] for role, name in loop.called}
@@ -219,14 +219,14 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
         return None
 
     def first(x: _Scalar) -> int | None:
-        """In the first iteration."""
+        """Returns the value in the first iteration."""
         if x.element is None:
             return x.constant
         begin = _scalar(outside, carry.operands[x.element])
         return None if begin is None or begin.element is not None else begin.constant + x.constant
 
     def added(x: _Scalar) -> int | None:
-        """From one iteration to the next."""
+        """Returns what is added from one iteration to the next."""
         if x.element is None:
             return 0
         after = _scalar(body, body.root.operands[x.element])
@@ -239,7 +239,7 @@ def trips(module: Module, outer: Computation, loop: Instruction) -> int | None:
 
 
 def _scalar(flat: Computation, name: str) -> _Scalar | None:
-    """What an integer is; None where it is no constant and no element of the carry plus a constant."""
+    """Resolves an integer; None if it is neither a constant nor an element of the carry plus a constant."""
     one = flat.by_name[name]
     if one.opcode == "constant" and one.literal.lstrip("-").isdigit():
         return _Scalar(int(one.literal))

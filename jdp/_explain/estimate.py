@@ -20,15 +20,15 @@ SOURCES = (
     'within and between hosts at once, and over a torus: Google DeepMind, "How to Scale Your Model" (2025), parts 3 '
     "and 12 (GPUs)",
 )
-_TIMES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}  # that the bytes go round
+_TIMES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}  # how often the bytes go around the ring
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _ONCE = ("collective-broadcast", "collective-permute")
 
 
 def wire_bytes(kind: str, size: int, group: int) -> float:
-    """Bytes that each device of the group sends: the payload, times NCCL's factor for the bus bandwidth.
+    """Returns the bytes that each device of the group sends: the payload times NCCL's factor for the bus bandwidth.
 
-    The payload is an all-gather's result and any other collective's operand, in bytes per device.
+    The payload is the result of an all-gather and the operand of any other collective, in bytes per device.
     """
     _check(kind)
     return size * float(group > 1) if kind in _ONCE else _TIMES.get(kind, 1) * size * (group - 1) / group
@@ -51,7 +51,7 @@ class Network:
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Network:
-        """That of described devices, or of real ones of a kind that is known."""
+        """Returns the network of described devices, or of real devices whose kind is known."""
         kind = devices[0].device_kind
         if (chip := chip_of(kind)) is None:
             known = ", ".join(chip.device_kind for chip in CHIPS.values())
@@ -63,7 +63,7 @@ class Network:
         return cls(chip, tuple(max(side) - min(side) + 1 for side in zip(*places, strict=True)))
 
     def seconds(self, kind: str, size: int, group: int) -> float:
-        """Of one collective, as if nothing else ran: `size` as for `wire_bytes`, `group` devices."""
+        """Returns the seconds of one collective as if nothing else ran; `size` and `group` are as in `wire_bytes`."""
         _check(kind)
         if group <= 1:
             return 0.0
@@ -71,12 +71,12 @@ class Network:
         return min(p.launch + way(kind, size / p.share, group, p) for p in self.chip.protocols)
 
     def _hosts(self, kind: str, size: float, group: int, protocol: Protocol) -> float:
-        """GPUs: each level of the network works on its part at the same time, and the slowest decides."""
+        """Returns the seconds on GPUs: all levels of the network work at the same time, and the slowest decides."""
         chip, within = self.chip, min(group, self.shape[1])
         hosts = -(-group // within)
         hops = (within - 1) * protocol.hop + math.ceil(math.log2(hosts)) * protocol.network_hop
         if kind in _TIMES:
-            # reduce-scatter within the host, the rest between hosts on each GPU's own part, all-gather within
+            # reduce-scatter within the host, then between hosts on each GPU's own part, then all-gather within
             local = (within - 1) / within * size / chip.link
             remote = (hosts - 1) / hosts * size / within / chip.network if hosts > 1 else 0.0
             return _TIMES[kind] * (max(local, remote) + hops)
@@ -87,9 +87,9 @@ class Network:
         return size / (chip.network if hosts > 1 else chip.link) + hops
 
     def _torus(self, kind: str, size: float, group: int, protocol: Protocol) -> float:
-        """TPUs: all axes at once; a ring has both directions of its links, a line one that every byte must pass."""
+        """Returns the seconds on TPUs: all axes work at once; a ring uses two links of each device, a line one."""
         whole = group == math.prod(self.shape)
-        # (length, links that its bytes go out by) of each axis
+        # (length, links that its bytes leave by) of each axis
         axes = [(side, 1 + self._is_ring(side)) for side in self.shape if side > 1] if whole else [(group, 1)]
         hops = sum(side // 2 if links == 2 else side - 1 for side, links in axes) * protocol.hop
         if kind in _ALL_TO_ALL:  # half of each device's bytes cross the middle of the longest axis
@@ -102,7 +102,7 @@ class Network:
         return size / bandwidth + hops
 
     def _is_ring(self, side: int) -> bool:
-        """Whether the ends of an axis are connected: of v4 and v5p those of whole cubes, of the others the longest."""
+        """Returns True if an axis is a ring: on v4 and v5p if 4 divides all sides, else if it has the full length."""
         if len(self.chip.domain) == 3:
             return all(other % 4 == 0 for other in self.shape)
         return side == self.chip.domain[0]
@@ -115,32 +115,32 @@ class Span(NamedTuple):
     start: float
     end: float
     name: str
-    """Of the instruction; of the one that is waited for; of the one that begins the collective."""
+    """The name of the instruction; for "waits", the one that waits; for "sends", the one that begins the collective."""
 
     def stretched(self, start: float, times: int) -> Span:
-        """The span so many times as long, and as far from `start`."""
+        """Returns the span with its length and its distance from `start` multiplied by `times`."""
         return self._replace(start=start + times * (self.start - start), end=start + times * (self.end - start))
 
 
 @dataclasses.dataclass
 class Schedule:
-    """Seconds of a program that has come so far, all estimated."""
+    """Estimated seconds of a program up to a point in its schedule."""
 
     seconds: float = 0.0
     compute_seconds: float = 0.0
     collective_seconds: float = 0.0
-    exposed_seconds: float = 0.0  # in which nothing is computed, because a collective is waited for
-    link: float = 0.0  # when the collectives begun so far will be through
+    exposed_seconds: float = 0.0  # nothing is computed, because the program waits for a collective
+    link: float = 0.0  # when the collectives begun so far will be complete
     spans: tuple[Span, ...] = ()
-    """All of it: what computes and what waits fill the time, what sends runs beside. A loop is its first iteration,
-    drawn out to its whole length."""
+    """All spans: "computes" and "waits" fill the time, "sends" run in parallel. A loop is drawn as its first iteration,
+    stretched to the whole length."""
 
     def wait(self, until: float) -> None:
         self.exposed_seconds += max(0.0, until - self.seconds)
         self.seconds = max(self.seconds, until)
 
     def again(self, before: Schedule, n: int) -> None:
-        """Adds what has passed since `before` n times more."""
+        """Adds n times what has passed since `before`."""
         if self.link > before.link:
             self.link += n * (self.seconds - before.seconds)
         for name in ("seconds", "compute_seconds", "collective_seconds", "exposed_seconds"):
@@ -149,10 +149,10 @@ class Schedule:
 
 
 def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> Schedule:
-    """The time of one run, if each device does what it can do at most.
+    """Estimates the time of one run if each device works at its peak.
 
     Instructions run one after the other, each as long as its matrix products or its bytes take, whichever is longer.
-    Collectives run beside them, one after the other, from where they are begun; where the program waits for one,
+    Collectives run in parallel to them, one after the other, from where they begin; where the program waits for one,
     computing waits too. A loop takes its number of iterations times the first one; of branches the longest counts.
     """
     walk = _Walk(module, chip, seconds_of_collective)
@@ -161,7 +161,7 @@ def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collec
 
 
 class _Walk:
-    """What `simulate` follows a program with."""
+    """The walk of `simulate` through a program's schedule."""
 
     def __init__(self, module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> None:
         self.module, self.chip, self.seconds_of_collective = module, chip, seconds_of_collective
@@ -222,11 +222,11 @@ class _Walk:
 
 
 BYTES = Chip("bytes", "", "", {"f32": math.inf}, 0, 1.0, 1.0, (1,), (), {})
-"""No chip: on it, a second is a byte that is read or written. For devices of which no figures are published."""
+"""Not a real chip: one byte read or written takes a second on it. It stands for devices without published figures."""
 
 
 def schedule_of(module: Module, network: Network | None) -> Schedule:
-    """The program on these devices; without them in bytes that are read, written and sent, in the place of seconds."""
+    """Returns the schedule on this network; without one it counts bytes read, written and sent instead of seconds."""
     if network is None:
         return simulate(module, BYTES, lambda c: float(c.bytes))
     return simulate(module, network.chip, lambda c: network.seconds(c.kind, c.bytes, c.group))

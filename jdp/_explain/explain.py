@@ -28,25 +28,25 @@ from .report import Report, Work
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Compiles the program that a call would run, and tells what it does: work, memory, collectives, overlap.
+    """Compiles the program that a call would run, and reports what it does: work, memory, collectives, overlap.
 
-    Nothing is run, no state is changed, and the devices need not be there (`jdp.topology`).
+    Nothing is run, no state is changed, and the devices need not be present (`jdp.topology`).
 
     Args:
         fn: `dp.apply`, `dp`, what `dp.value_and_grad`, `dp.grad`, `dp.train_step` and `dp.parallel` return, or any
-            function that calls one of them (of several, the first).
+            function that calls one of them (if it calls several, the first counts).
         *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-        **kwargs: likewise.
+        **kwargs: its keyword arguments, in the same way.
 
     Returns:
-        A report. Printed it is a table; `report.flops`, `.peak_bytes`, `.collectives`, `.in_flight` and so on are
-        numbers for assertions in tests. Bytes are those of one device, the one with the most rows. Over several
-        processes each has as many rows as this one.
+        A report. Printed, it is a table; `report.flops`, `.peak_bytes`, `.collectives`, `.in_flight` and so on are
+        numbers for assertions in tests. Bytes are those of one device, the one with the most rows. With several
+        processes, each is assumed to have as many rows as this one.
 
     Raises:
-        TypeError: `fn` cannot be called, or comes to no program of jdp's.
-        ValueError: the function cannot be traced with shapes for arrays, with JAX's reason.
-        RuntimeError: the compiler refuses the program: it does not fit the device's memory, for one.
+        TypeError: `fn` cannot be called, or runs no jdp program.
+        ValueError: the function cannot be traced with shapes for arrays; the message has JAX's reason.
+        RuntimeError: the compiler refuses the program, for example because it does not fit the device's memory.
 
     Example:
         >>> import jax, jax.numpy as jnp, jdp, numpy as np
@@ -83,8 +83,8 @@ class CompiledCall:
     call: Call
     jaxpr: Any
     compiled: Any
-    seconds: float  # that it took to compile
-    donations: tuple[str, ...]  # those that are of no use
+    seconds: float  # spent on compiling
+    donations: tuple[str, ...]  # the unused ones
 
     @property
     def peak_bytes(self) -> int:
@@ -98,7 +98,7 @@ class CompiledCall:
 def compiled_call(
     call: Call, tracing: contextlib.AbstractContextManager[Any] | None = None, kernels: str | None = None
 ) -> CompiledCall:
-    """Compiles it. Python traces it under `tracing`; what compilers for absent GPUs make may be kept in a file."""
+    """Compiles the call. Python traces under `tracing`; compilers for absent GPUs may cache in the file `kernels`."""
     donations: list[str] = []
     start = time.perf_counter()
     with tracing or contextlib.nullcontext(), unused_donations(donations):
@@ -124,7 +124,7 @@ def _compiled(call: Call, lowered: Any, kernels: str | None) -> Any:
 
 
 def _output_bytes(memory: Any) -> int:
-    """Of results that take no donated argument's place."""
+    """Returns the bytes of results that do not take the place of a donated argument."""
     return memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
@@ -149,7 +149,7 @@ def _report(of: CompiledCall) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=_output_bytes(memory),
         peak_bytes=of.peak_bytes,
-        # Its own word; for a described one the data sheet's.
+        # What the device reports; for a described device, what the data sheet says.
         memory_bytes=memory_bytes(device) or (chip and chip.available_bytes),
         collectives=_collectives_of(call, module),
         unscattered=unscattered(call, of.jaxpr),
@@ -163,9 +163,9 @@ def _report(of: CompiledCall) -> Report:
 
 
 def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
-    """With the names of the parameters that each carries, less the number of the argument that these belong to."""
+    """Returns the collectives with the names of the parameters they carry, without the leading argument numbers."""
     found = jax.tree_util.tree_leaves_with_path(call.differentiated, is_leaf=is_scattered)
-    found = [(path, x._arrays[0] if is_scattered(x) else x) for path, x in found]  # one that is cut is scattered
+    found = [(path, x._arrays[0] if is_scattered(x) else x) for path, x in found]  # a cut parameter is a Scattered
     leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in found if hasattr(x, "dtype")}
     short = {name: re.sub(r"^(\d+\.)+", "", name).removesuffix(".value") for name in leaves}
     return tuple(
@@ -175,11 +175,11 @@ def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
 
 
 def work_alone(call: Call) -> Work | None:
-    """The work of the same call on the primary device alone, with the whole batch."""
+    """Returns the work of the same call on the primary device alone, with the whole batch; None if it does not fit."""
     alone = call.alone()
     try:
         compiled = alone.compile(alone.trace().lower())
-    except jax.errors.JaxRuntimeError:  # more than one device holds
+    except jax.errors.JaxRuntimeError:  # it needs more than one device has
         return None
     return _work(compiled)
 
@@ -188,19 +188,19 @@ def _work(compiled: Any, module: Module | None = None) -> Work:
     cost = compiled.cost_analysis()
     if cost and cost.get("flops", 0) > 0:
         return Work(cost["flops"], cost.get("bytes accessed", 0.0), "compiled")
-    # The compiler for GPUs counts nothing where there is none.
+    # The compiler for GPUs counts nothing on a machine without a GPU.
     total = totals(module or parse(compiled.as_text()))
     return Work(total.flops, total.bytes, "estimated")
 
 
 def _rows(batch: Any) -> tuple[int, ...]:
-    """The rows on each device that has chunks."""
+    """Returns the rows on each device that has chunks."""
     layout = batch._layout
     return layout.by_device[: -(-len(layout.sizes) // layout.per_device)]
 
 
 def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
-    """Names of arguments and of constants that have as many rows as the batch, with their shapes."""
+    """Returns replicated arguments and constants with as many rows as the batch, by name, dtype and shape."""
     rows = sum(call.batch[0].sizes)
     if rows < 2 or call.mesh.size == 1 or not any(s._layout.is_cut for s in call.batch):
         return ()

@@ -1,7 +1,7 @@
 """Reads the text of an optimized program: computations in the order of their schedule, and their instructions.
 
 XLA prints one instruction a line, `%name = shape opcode(operands), attributes`. A line of a program for thousands of
-devices can be 100 KB long, nearly all of it groups of devices, so nothing is taken apart before it is asked for.
+devices can be 100 KB long, nearly all of it groups of devices, so nothing is parsed before it is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALLERS = ("fusion", "while", "conditional", "call", "async-start", "custom-cal
 
 
 class Instruction:
-    """One line of a computation. What it says is read from the text when it is first asked for."""
+    """One line of a computation. Its parts are read from the text when they are first needed."""
 
     def __init__(self, name: str, opcode: str, result: str, line: str, start: int, root: bool) -> None:
         self.name, self.opcode, self.root = name, opcode, root
@@ -37,7 +37,7 @@ class Instruction:
 
     @functools.cached_property
     def near(self) -> tuple[bool, ...]:
-        """Which arrays of the result lie in memory on the chip itself, as they can on a TPU."""
+        """For each array of the result, True if it is in memory on the chip itself, as on a TPU."""
         return near(self._result)
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def literal(self) -> str:
-        """What stands between the parentheses: operands, a constant's value, a parameter's number."""
+        """The text between the parentheses: operands, a constant's value, a parameter's number."""
         return self._line[self._start : self._end]
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Instruction:
         return self._line[self._end + 1 :]
 
     def attribute(self, name: str) -> str | None:
-        """The text of one attribute, with its braces; None where it has none of that name."""
+        """Returns the text of one attribute, with its braces; None if there is no such attribute."""
         start = self._line.find(f", {name}=", self._end)
         if start < 0:
             return None
@@ -71,12 +71,12 @@ class Instruction:
         return self._line[start:].partition(", ")[0]
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of numbers, `dimensions={0,1}`; empty where it has none of that name."""
+        """Returns an attribute that is a list of numbers, `dimensions={0,1}`; empty if there is no such attribute."""
         return tuple(map(int, re.findall(r"\d+", self.attribute(name) or "")))
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where in the user's program it comes from, `jit(step)/…/dot_general`; empty where XLA lost it."""
+        """Where in the user's program it comes from, `jit(step)/…/dot_general`; empty if XLA has lost it."""
         found = _OP_NAME.search(self._line, self._end)
         return found.group(1) if found else ""
 
@@ -90,13 +90,13 @@ class Instruction:
 
     @functools.cached_property
     def known_trips(self) -> int | None:
-        """How often a `while` runs its body, where XLA says so."""
+        """How often a `while` runs its body, if XLA says so; else None."""
         found = _TRIPS.search(self._line, self._end)
         return int(found.group(1)) if found else None
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the bracket at `start` is closed."""
+    """Returns the position where the bracket at `start` is closed."""
     depth = 0
     for match in _BRACKETS[line[start]].finditer(line, start):
         depth += 1 if match.group() == line[start] else -1
@@ -140,9 +140,10 @@ class Module:
         self._dissolved: dict[str, Computation] = {}
 
     def dissolved(self, computation: Computation) -> Computation:
-        """The computation without its fusions and tuples: every operand is what was computed.
+        """Returns the computation with its fusions and tuples inlined: every operand is the value that was computed.
 
-        A fusion's parameter is what is passed to it, its result is its root. What stood in it is called `fusion/name`.
+        A parameter of a fusion becomes what is passed to it, and its result becomes its root. An instruction in a
+        fusion is named `fusion/name`.
         """
         if computation.name in self._dissolved:
             return self._dissolved[computation.name]
@@ -173,7 +174,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The program that `compiled.as_text()` shows.
+    """Parses the program that `compiled.as_text()` shows.
 
     Raises:
         ValueError: the text is no HLO module.
@@ -201,17 +202,17 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ?]*)\](\{[^}]*\})?")
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """Its arrays; those of nested tuples one after the other. A dimension that varies (`<=8`) counts as its most."""
+    """Returns the arrays of a type, nested tuples flattened; a dynamic dimension (`<=8`) counts with its maximum."""
     return tuple((dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims, _ in _ARRAY.findall(text))
 
 
 def near(text: str) -> tuple[bool, ...]:
-    """Which of its arrays lie on the chip itself: the layout names another memory space than the device's, `S(1)`."""
+    """Returns which arrays of a type are on the chip itself: their layout names another memory space, `S(1)`."""
     return tuple("S(" in layout for *_, layout in _ARRAY.findall(text))
 
 
 def nbytes(shape: Shape) -> int:
-    """Bytes of an array: types of less than a byte are packed, and what a layout pads is not counted."""
+    """Returns the bytes of an array; types of less than a byte are packed, and a layout's padding is not counted."""
     dtype, dims = shape
     digits = re.search(r"\d+", dtype)  # f8e4m3fn has 8
     bits = int(digits.group()) if digits else 0 if dtype in ("token", "opaque") else 8  # pred
@@ -233,13 +234,13 @@ _MARKS = frozenset(  # custom calls that only tell TPU's compiler something
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast "
     "GatherScatterIndicesBitpacked Sharding".split()
 )
-# They give what they take, in another place or form.
+# They return their operand, in another place or form.
 PASS_ON = ("bitcast", "reshape", "copy", "convert", "transpose", "copy-start", "copy-done", "optimization-barrier")
 CONTROL = ("while", "call", "conditional", "async-start")  # they run other computations
 
 
 def is_work(module: Module, computation: Computation, instruction: Instruction) -> bool:
-    """Whether a scheduled instruction computes something that takes time."""
+    """Returns True if a scheduled instruction computes something that takes time."""
     opcode = instruction.opcode
     if opcode in FREE or opcode in KINDS or opcode in _MOVES:
         return False
@@ -255,11 +256,11 @@ def is_work(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def target(instruction: Instruction) -> str:
-    """What a custom call calls."""
+    """Returns the target of a custom call."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
 def _scalars(computation: Computation, instruction: Instruction) -> bool:
-    """Whether it takes and gives single numbers only: a counter, a learning rate."""
+    """Returns True if all operands and results are single numbers: a counter, a learning rate."""
     around = [instruction, *(computation.by_name[name] for name in instruction.operands)]
     return all(math.prod(dims) <= 1 for i in around for _, dims in i.shapes)

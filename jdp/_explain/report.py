@@ -1,4 +1,4 @@
-"""What `explain` tells: plain numbers of a compiled program, and where each of them comes from."""
+"""The report of `explain`: plain numbers of a compiled program, and where each of them comes from."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """A compiled call, read: `print(report)` is a table, and the attributes are for assertions. See `jdp.explain`."""
+    """What a compiled call does: `print(report)` is a table, the attributes are for assertions. See `jdp.explain`."""
 
     label: str
     """What was compiled."""
@@ -57,28 +57,28 @@ class Report:
     work: Work
     """What the busiest device computes; `flops` and `bytes` are its numbers."""
     parameter_bytes: int
-    """Bytes on each device, as are all below: of parameters, the optimizer's state, other state, and the batch."""
+    """Bytes of the parameters on each device. All bytes below are also per device."""
     gradient_bytes: int
-    """Of a step's gradients, as the optimizer gets them, or as those of microbatches are added; temporaries, too."""
+    """Bytes of a step's gradients, as the optimizer gets them or as microbatches are summed; part of temporaries."""
     optimizer_bytes: int
     state_bytes: int
     batch_bytes: int
     temp_bytes: int
-    """Of what lives within the call only."""
+    """Bytes of temporaries, which live only during the call."""
     output_bytes: int
-    """Of results that do not take the place of a donated argument."""
+    """Bytes of results that do not take the place of a donated argument."""
     peak_bytes: int
-    """Of arguments, results and temporaries together."""
+    """Bytes of arguments, results and temporaries together."""
     memory_bytes: int | None
-    """That programs can have of the device's memory; None where nothing tells."""
+    """Bytes of the device's memory that programs can use; None if unknown."""
     collectives: tuple[Collective, ...]
     """Each with `.kind`, `.dtype`, `.bytes`, `.runs`, `.in_loop`, `.parameters`, `.in_flight`."""
     unscattered: tuple[str, ...]
-    """Arrays with as many rows as the batch that every replica gets whole."""
+    """Replicated arrays with as many rows as the batch."""
     unused_donations: tuple[str, ...]
     """Donated arrays whose memory no result could take."""
     compilations: int | None
-    """Programs that were compiled for this function before, by calls; None where this version of JAX does not say."""
+    """Programs that earlier calls of this function compiled; None if this version of JAX does not tell."""
     compile_seconds: float
     hlo: str = dataclasses.field(repr=False)
     """The optimized program."""
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is no more than the device's memory; None where that is not known."""
+        """True if the peak is no more than the device's memory; None if that is not known."""
         return None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes
 
     @property
@@ -107,32 +107,32 @@ class Report:
 
     @property
     def in_flight(self) -> float | None:
-        """The share of these bytes that is on its way while the device computes; None where nothing tells."""
+        """The share of `collective_bytes` that is sent while the device computes; None on CPUs or if there are none."""
         if self.platform == "cpu" or not self.collective_bytes:
             return None
         return sum(c.bytes * (c.runs or 1) for c in self.collectives if c.in_flight) / self.collective_bytes
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The program, followed in the order of its schedule, instruction by instruction: see `seconds`."""
+        """The estimated timeline of the program, in the order of its schedule: see `seconds`."""
         return schedule_of(parse(self.hlo), self._network)
 
     @property
     def seconds(self) -> float | None:
-        """The estimated time of a call, as by `jdp plan`; None for devices of which no figures are published (CPUs).
+        """The estimated time of a call, as by `jdp plan`; None for devices without published figures (CPUs).
 
-        Their `schedule` counts bytes that are read, written and sent in the place of seconds.
+        For these, `schedule` counts bytes that are read, written and sent instead of seconds.
         """
         return None if self._network is None else self.schedule.seconds
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Of these, those in which a device computes nothing, because it waits for a collective."""
+        """The part of `seconds` during which a device computes nothing, because it waits for a collective."""
         return None if self._network is None else self.schedule.exposed_seconds
 
     @functools.cached_property
     def one_device(self) -> Work | None:
-        """The work of the primary device alone with the whole batch; compiled at first use, None where that fails."""
+        """The work of the primary device alone with the whole batch; compiled at first use, None if that fails."""
         return self.work if self.devices == 1 else self._alone()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -156,7 +156,7 @@ class Report:
         return f"Report({self.label!r}, {where}, flops={self.flops:.3g}, peak_bytes={self.peak_bytes})"
 
     def __str__(self) -> str:
-        """The table, 80 columns wide."""
+        """Returns the table, 80 columns wide."""
         out = io.StringIO()
         show_blocks(_blocks(self), out)
         return out.getvalue().rstrip()
@@ -188,7 +188,7 @@ _MANY = 24  # collectives
 
 
 def _amounts(r: Report, waits: bool = True) -> Iterator[tuple[str, str, str, str]]:
-    """What each device does and holds. Its shares of what one does alone are left out where that is to be compiled."""
+    """Yields what each device does and holds. Without `waits`, shares that need a compilation first are left out."""
     alone = r.one_device if waits or "one_device" in vars(r) else Work(0, 0, "")  # with all rows
     operations = scaled(r.flops, ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop"), (1, "flop")))
     yield "flops", operations, _share(r.flops, alone and alone.flops), r.work.source
@@ -247,12 +247,12 @@ def _notes(r: Report) -> Iterator[str]:
         )
     for name in r.unused_donations:
         yield f"donated, and no result takes its memory: {name}. Return what replaces it with that shape and dtype."
-    if any(c.in_loop and not c.named for c in r.collectives):  # shard_params gathers in loops, and means to
+    if any(c.in_loop and not c.named for c in r.collectives):  # shard_params gathers in loops on purpose
         yield "a collective runs in a loop: its bytes travel as many times. Reduce once after the loop, if you can."
 
 
 def page_of_report(r: Report, waits: bool = True) -> Page:
-    """The report as a page; who does not wait has it without what would first be compiled."""
+    """Returns the report as a page; without `waits`, it lacks the numbers that need a compilation first."""
     notes = [text(note, "bad") for note in _notes(r)]
     amounts = table(("each device", "amount", "of one device", "from"), _amounts(r, waits))
     body = [*notes, section("what happens when", *_timeline(r)), section("memory of a device", *_memory(r))]
@@ -261,7 +261,7 @@ def page_of_report(r: Report, waits: bool = True) -> Page:
 
 
 def _timeline(r: Report) -> Iterator[Html]:
-    """What computes, what is sent beside it, and where that is waited for."""
+    """Yields the timeline: what the device computes, what is sent at the same time, and where the device waits."""
     schedule, carried = r.schedule, {c.name: c for c in r.collectives}
     whole, words = schedule.seconds or 1.0, in_seconds if r.seconds is not None else in_bytes
     kinds = {"computes": [], "waits": [], "sends": []}
@@ -290,7 +290,7 @@ def _timeline(r: Report) -> Iterator[Html]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The spans, with what is computed without a pause as one."""
+    """Returns the spans, with computations that follow without a pause joined into one."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.start)):
         if found and found[-1].lane == span.lane == "computes" and span.start <= found[-1].end * (1 + 1e-9):
@@ -301,7 +301,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _memory(r: Report) -> Iterator[Html]:
-    """The peak, by what it is made of."""
+    """Yields the peak of memory and its parts."""
     kinds = [
         ("parameters", r.parameter_bytes),
         ("optimizer's state", r.optimizer_bytes),

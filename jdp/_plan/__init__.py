@@ -1,4 +1,4 @@
 """`jdp plan`: the training step of a user's script on machines that are not here.
 
-Read `cli.py`, `plan.py`, `script.py`, `lines.py` and `print.py`, in the order in which a plan is made.
+Read `cli.py`, `plan.py`, `script.py`, `lines.py` and `print.py`, in this order: so a plan is made.
 """

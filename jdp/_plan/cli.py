@@ -22,9 +22,9 @@ Times are estimates, of an ideal machine: every chip and link at the speed of it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line for each size of the machine; `argv` is what comes after `jdp plan`, by default of this process.
+    """Prints a line for each size of the machine; `argv` is what follows `jdp plan`, by default this process's own.
 
-    Returns 0; 1 where there is no plan, and stderr says why; 2 for arguments that make no sense; 130 after Ctrl-C.
+    Returns 0; 1 if there is no plan, with the reason on stderr; 2 for invalid arguments; 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     at = given.index("--") if "--" in given else len(given)
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(given[:at])
         _check(parser, args)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed why
         return int(stop.code or 0)
-    from .plan import plan  # which waits for JAX; --help does not
+    from .plan import plan  # it imports JAX, which --help need not wait for
 
     return plan(args, given[at + 1 :])
 
@@ -79,7 +79,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses what makes no sense before the script is run."""
+    """Refuses invalid arguments before the script is run."""
     name, path, html = args.topology, args.picture, args.html
     kind = CHIPS[name].kind if name in CHIPS else "unknown"
     for is_wrong, said in (

@@ -1,4 +1,4 @@
-"""The lines of a plan: a step compiled for so many devices, what it needs, and how long it should take."""
+"""The lines of a plan: a step compiled for a number of devices, what it needs, and how long it should take."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from .._topology.chips import Chip
 from .._topology.quiet import quiet
 from .script import WAYS, Step
 
-_TOO_MUCH = "RESOURCE_EXHAUSTED"  # what TPUs' compiler says; that for GPUs compiles what no GPU has memory for
+_TOO_MUCH = "RESOURCE_EXHAUSTED"  # the error of TPU's compiler; that for GPUs compiles even what no GPU can hold
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass
 class Line:
-    """A step on so many devices; bytes are those of one device. What is `None` the line does not know."""
+    """A step on a number of devices; bytes are those of one device. `None` means unknown."""
 
     where: str
     devices: int
     hosts: int
     rows: int  # on each device
-    way: str = WAYS[0]  # what of the state is cut over the devices
-    is_own: bool = False  # whether the script has it so
+    way: str = WAYS[0]  # which part of the state is cut over the devices
+    is_own: bool = False  # whether the script itself uses this way
     reason: str = ""  # why it does not compile, or does not fit
     compiles: bool = True
     fits: bool | None = None
     peak_bytes: int | None = None
-    temp_bytes: int | None = None  # of the peak what is neither argument nor result
+    temp_bytes: int | None = None  # the part of the peak that is neither argument nor result
     most: Most | None = None
-    wire_bytes: float | None = None  # that each device sends in a step
-    exposed_seconds: float | None = None  # with no computation beside; estimated, as are the two below
+    wire_bytes: float | None = None  # what each device sends in a step
+    exposed_seconds: float | None = None  # waits for collectives; estimated, as are the two below
     seconds: float | None = None
-    efficiency: float | None = None  # of `seconds`, what one such device alone takes for as many rows
+    efficiency: float | None = None  # seconds of one device alone with as many rows, over `seconds`
     in_flight: float | None = None
     compile_seconds: float | None = None
-    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # by rows; compiled, or as another line has it
+    measured: dict[int, float] = dataclasses.field(default_factory=dict)  # rows: bytes; compiled, or of another line
 
     def most_of(self, other: Line, memory: int) -> Most | None:
-        """What another line has, where it is known from this one without compiling more.
+        """Returns the most rows of another line if this line determines them without compiling more; else None.
 
-        If each needs as many bytes for its rows as the other, what they need for more rows differs by what their states
-        do: the rows that fit here fit there, and those that do not do not, if the memory says so too.
+        If both lines need the same bytes for the same rows, their totals differ only by the bytes of their states. So
+        the most rows of this line hold for the other too, if they still fit there and the next larger ones do not.
         """
         if self.most is None or not self.is_like(other):
             return None
@@ -68,7 +68,7 @@ class Line:
         return found if fits and ends else None
 
     def is_like(self, other: Line) -> bool:
-        """Whether a device needs the same for the rows of both lines, to a thousandth, at the most that both have."""
+        """Returns True if both lines need the same bytes without the state, to 0.1 %, at the most rows they share."""
         both = sorted(self.measured.keys() & other.measured.keys())
         mine, others = ([one.measured[rows] - one.state_bytes for rows in both] for one in (self, other))
         found = [(x, y) for x, y in zip(mine, others, strict=True) if math.isfinite(x) and math.isfinite(y)]
@@ -76,11 +76,11 @@ class Line:
 
     @property
     def state_bytes(self) -> float:
-        """What is needed for no row at all, at the first rows; not a number where that does not compile."""
+        """The peak without temporaries, at the first rows; not a number if that does not compile."""
         return math.nan if self.peak_bytes is None or self.temp_bytes is None else self.peak_bytes - self.temp_bytes
 
     def slope(self) -> float | None:
-        """Bytes for each further row, where most were measured."""
+        """Returns the bytes for each further row, between the two largest measurements; None if there are fewer."""
         known = [(x, y) for x, y in sorted(self.measured.items()) if math.isfinite(y)][-2:]
         return (known[1][1] - known[0][1]) / (known[1][0] - known[0][0]) if len(known) == 2 else None
 
@@ -89,19 +89,19 @@ _ALIKE = 0.001
 
 
 class Compiler:
-    """Compiles a step for machines of one chip, and tells `out` when a compilation begins and ends.
+    """Compiles a step for machines of one chip, and prints to `out` when a compilation begins and ends.
 
-    Threads may share it. Python traces one step at a time; the compilers work beside each other.
+    Threads may share it. Python traces one step at a time; the compilers run in parallel.
     """
 
     def __init__(self, step: Step, chip: Chip, out: TextIO, kernels: str) -> None:
         self.step, self.chip = step, chip
         self._out, self._kernels = out, kernels
         self._tracing, self._telling = threading.Lock(), threading.Lock()
-        self._under_way: list[tuple[str, float]] = []  # with when it began
+        self._under_way: list[tuple[str, float]] = []  # (what, when it began)
 
     def compile(self, devices: Sequence[Device], rows: int, way: str) -> CompiledCall | str:
-        """The step, compiled; or the compiler's reason, in a line."""
+        """Returns the compiled step, or the compiler's reason for refusing it, in one line."""
         what = f"{len(devices):,} x {self.chip.name}, {way}, {rows:,} rows"
         begin, said = time.perf_counter(), "interrupted"
         self._begin(what, begin)
@@ -109,7 +109,7 @@ class Compiler:
             mesh = make_mesh(tuple(devices), self.step.program.config.axis_name)
             with self._tracing:
                 call = step_call(*self.step.on(mesh, rows, way))
-            # What two programs have in common is compiled once; two threads do not write into the same file.
+            # Kernels that two programs share are compiled once. Each thread has its own file.
             kernels = os.path.join(self._kernels, threading.current_thread().name)
             compiled = compiled_call(call, self._tracing, kernels)
             said = scaled(compiled.peak_bytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
@@ -136,7 +136,7 @@ class Compiler:
             self._say()
 
     def tell(self) -> None:
-        """Says what is still under way, and for how long."""
+        """Prints what is still compiling, and for how long."""
         with self._telling:
             told = [f"{what} ({time.perf_counter() - begin:.0f} s)" for what, begin in self._under_way]
             if told and not self._out.isatty():
@@ -152,7 +152,7 @@ class Compiler:
 def lines(
     step: Step, chip: Chip, machines: Sequence[tuple[str, tuple[Device, ...]]], rows: int, search: bool
 ) -> Iterator[Line]:
-    """A line for each way to keep the state on each of the machines, but for the first one: a device alone."""
+    """Yields a line for each way to keep the state, on each of the machines but the first, which is one device."""
     alone, *asked = machines
     wanted = [(m, way) for m in asked for way in (WAYS if len(m[1]) > 1 else (step.way,))]
     with quiet() as out, tempfile.TemporaryDirectory(prefix="jdp-plan-", ignore_cleanup_errors=True) as kernels:
@@ -160,9 +160,9 @@ def lines(
         first, *others = (Future[Line]() for _ in range(1 + len(wanted)))
 
         def like(i: int) -> Line | None:
-            """One whose most rows were compiled: of the same way on fewer hosts, or of the way that differs least.
+            """Returns a line whose most rows were compiled: the same way on fewer hosts, or the way that differs least.
 
-            It was begun before, so that it ends.
+            Waiting for it cannot block for ever, because it was begun earlier.
             """
             (where, way), before = wanted[i], order[: order.index(i)]
             same = [j for j in sorted(before, reverse=True) if j < i and wanted[j][1] == way]
@@ -174,8 +174,8 @@ def lines(
             (where, devices), way = wanted[i]
             return line(compiler, where, devices, rows, way, search, lambda: like(i))
 
-        # First all of the first machine, for who interrupts; then what takes longest: the way that is least like one
-        # device, and the largest machine, which is least like the first.
+        # First all lines of the first machine, so that a user who interrupts has those. Then what takes longest: the
+        # way that is least like one device, and the largest machine, which is least like the first.
         order = sorted(range(len(wanted)), key=lambda i: (wanted[i][0] != asked[0], -WAYS.index(wanted[i][1]), -i))
         tasks = [(others[i], partial(one, i)) for i in order]
         with _threads([(first, lambda: line(compiler, *alone, rows, step.way)), *tasks]):
@@ -188,15 +188,15 @@ def lines(
                 yield found
 
 
-EVERY = 5.0  # seconds without a word
-THREADS = 4  # more would want much of the memory, where programs are large
+EVERY = 5.0  # seconds between messages
+THREADS = 4  # more would need much memory if programs are large
 
 
 @contextlib.contextmanager
 def _threads(tasks: Sequence[tuple[Future[_T], Callable[[], _T]]]) -> Iterator[None]:
-    """Does the tasks, in order, one at a time on each core; at the end of the block none is begun any more.
+    """Runs the tasks in order, in at most `THREADS` threads and one per core; begins no more after its block.
 
-    The threads are daemons: who interrupts the plan does not wait for a compiler that knows of no signals.
+    The threads are daemons, so that a user who interrupts the plan need not wait for compilers, which ignore signals.
     """
     left, one_at_a_time, ended = iter(tasks), threading.Lock(), threading.Event()
 
@@ -229,7 +229,7 @@ def line(
     search: bool = False,
     like: Callable[[], Line | None] = lambda: None,
 ) -> Line:
-    """One line: `like` waits for one that may need as much, and whose most rows were compiled, if there is one."""
+    """Makes one line. `like` waits for and returns a similar line whose most rows were compiled, if there is one."""
     step, network = compiler.step, Network.of(devices)
     found = Line(where, len(devices), len({d.process_index for d in devices}), rows, way, way == step.way)
     compiled, fixed = compiler.compile(devices, rows, way), 0
@@ -276,13 +276,13 @@ _NONE = 2**31  # rows; no axis of an array is longer
 
 
 class Most(NamedTuple):
-    """`rows` were compiled and fit, `too_many` do not, or are unknown (`None`). 0 rows: not even one does."""
+    """The most rows: `rows` fit, `too_many` do not, or are unknown (`None`). With 0 rows, not even one fits."""
 
     rows: int
     too_many: int | None
     compilations: int
     refused: bool = False  # whether the compiler refuses `too_many` for another reason than memory
-    as_on: int | None = None  # how many devices both were compiled for, if not for those of the line
+    as_on: int | None = None  # the number of devices of the line that both were taken from, if not this one
 
     @property
     def is_exact(self) -> bool:
@@ -292,18 +292,18 @@ class Most(NamedTuple):
 def most(
     needs: Callable[[int], float], memory: int, begin: Sequence[int], slope: float | None = None, fixed: float = 0.0
 ) -> Most:
-    """The largest rows with `needs(rows) <= memory`: to 1 % in four compilations, where memory grows in a line.
+    """Finds the largest rows with `needs(rows) <= memory`: to 1 % in four compilations, if memory grows linearly.
 
-    The line through what was compiled says where the memory ends; just below it is compiled next, then just above.
-    Where it is no line, the two ends of what is found are farther apart.
+    The line through the known points says where the memory ends; just below it is compiled next, then just above.
+    If memory does not grow linearly, the two ends of the result are farther apart.
 
     Args:
-        needs: bytes by rows, more or less rising; infinite where the compiler finds it too much, and not a number
-            where it refuses for another reason, which says nothing of the memory.
-        memory: bytes that there are.
+        needs: bytes by rows, more or less rising; infinite if the compiler finds it too much, and not a number
+            if it refuses for another reason, which says nothing of the memory.
+        memory: bytes available.
         begin: rows to compile first.
-        slope: bytes for each further row, as a like program has it.
-        fixed: bytes that are needed for no row at all, at least.
+        slope: bytes for each further row in a similar program.
+        fixed: a lower bound of the bytes needed without any row.
     """
     known = {rows: needs(rows) for rows in begin}
     while True:
@@ -315,7 +315,7 @@ def most(
 
 
 def _ends(known: Mapping[int, float], memory: int) -> tuple[int, int]:
-    """The most rows that are known to fit, and the fewest above them that are known not to."""
+    """Returns the most rows that are known to fit, and the fewest above them that are known not to."""
     low = max((x for x, y in known.items() if y <= memory), default=0)
     return low, min((x for x, y in known.items() if x > low and not y <= memory), default=_NONE)
 
@@ -323,18 +323,18 @@ def _ends(known: Mapping[int, float], memory: int) -> tuple[int, int]:
 def _next(
     known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
 ) -> int:
-    """What to compile between the two."""
+    """Returns the rows to compile next, between `low` and `high`."""
     *_, last = known
-    simple = 2 ** int(math.log2(last))  # the shape that a compiler takes if any
+    simple = 2 ** int(math.log2(last))  # the shape that a compiler most likely accepts
     if math.isnan(known[last]) and low < simple and simple not in known:
         return simple
     meets = min(_meets(known, low, high, memory, slope, fixed), float(_NONE))
     if not low <= meets < high:
         meets = (low + high) / 2 if high < _NONE else max(meets, 2 * low)
     margin = max(1, int(TOLERANCE * low))
-    if low and meets - low <= margin:  # no more will fit: see that
+    if low and meets - low <= margin:  # no more should fit: check that
         wanted = max(_round(low + margin, low), int(meets) + 1)
-    else:  # the last one has to fit, for otherwise little is known
+    else:  # the last one has to fit, because otherwise little is known
         wanted = _round(int(meets * (1 - (len(known) == COMPILATIONS - 1) * TOLERANCE / 2)), low)
     return min(max(wanted, low + 1), high - 1)
 
@@ -342,7 +342,7 @@ def _next(
 def _meets(
     known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
 ) -> float:
-    """Where the memory ends, by the line through the two points nearest to there."""
+    """Estimates the rows where the memory ends, by the line through the two points nearest to there."""
     finite = [x for x in sorted(known) if math.isfinite(known[x])]
     below, above = [x for x in finite if x <= low], [x for x in finite if x >= high]
     ends = [*below[-2:], *above[:1]][-2:] if below else above[:2]
@@ -352,14 +352,14 @@ def _meets(
     if len(ends) == 2:
         slope = (y - known[ends[0]]) / (x - ends[0])
         return x + (memory - y) / slope if slope > 0 else 8.0 * x
-    if slope is None:  # it is no more than this, so that what fits by it fits
+    if slope is None:  # `each` is an upper bound, so what fits by it fits
         each = max(y - fixed, 1.0) / x
         return x + (memory - y) / each if y <= memory else max(1.0, (memory - fixed) / each / 2)
     return x + (memory - y) / slope
 
 
 def _round(rows: int, low: int) -> int:
-    """A round number, as batches are, and of a shape that compilers cut into tiles; above `low`."""
+    """Rounds down to a number that batches have and compilers can cut into tiles, if that is above `low`."""
     unit = 2 ** int(math.log2(max(1, rows * TOLERANCE / 2)))  # within half of the tolerance
     rounded = rows // unit * unit
     return rounded if rounded > low else rows

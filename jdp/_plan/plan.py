@@ -1,4 +1,4 @@
-"""A plan, from the script to what is printed of it."""
+"""Makes a plan, from the script to the printed result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .script import PlanError, Step, capture_step
 
 
 def plan(args: argparse.Namespace, given: Sequence[str]) -> int:
-    """Makes the plan that the command's arguments ask for; the code to exit with. `given` are the script's own.
+    """Makes the plan that the command's arguments ask for, and returns the exit code. `given` are the script's own.
 
     After Ctrl-C the lines that are finished are printed and drawn.
     """
@@ -58,7 +58,7 @@ def _show(args: argparse.Namespace, step: Step, found: Sequence[Line]) -> None:
 
 
 def _look_for_what_draws(args: argparse.Namespace) -> None:
-    """What would be missing only at the end, after minutes of compiling: without a picture the plan goes on."""
+    """Checks for rich and matplotlib before minutes of compiling. Without matplotlib the plan has no picture."""
     if not args.json and importlib.util.find_spec("rich") is None:
         raise PlanError(
             f"jdp.plan: rich is not installed; the table needs rich, --json does not. {how_to_install('examples')}"
@@ -69,7 +69,7 @@ def _look_for_what_draws(args: argparse.Namespace) -> None:
 
 
 def _topologies(args: argparse.Namespace) -> list[tuple[str, tuple[Device, ...]]]:
-    """What to compile for, with how each is called; first one device alone."""
+    """Returns the machines to compile for, with their names; the first is one device alone."""
     chip = CHIPS.get(args.topology)
     if chip is not None and chip.kind == "tpu":
         alone = "x".join("1" * len(chip.domain))

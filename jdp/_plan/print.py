@@ -1,4 +1,4 @@
-"""A plan for people, for machines, as a picture and as a page."""
+"""Writes a plan as a table, as JSON, as a picture and as a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = ("state", "compiles", "fits", "peak", "most rows", "on the wire", "~expos
 
 
 def show(lines: Sequence[Line], chip: Chip, title: str, out: TextIO) -> None:
-    """Prints the plan; as wide as the terminal, and wide enough for its table where there is none."""
+    """Prints the plan as wide as the terminal, or wide enough for its table if `out` is no terminal."""
     show_blocks(_blocks(lines, chip, title), out, WIDE)
 
 
@@ -42,7 +42,7 @@ def _head(chip: Chip) -> tuple[str, ...]:
 
 
 def page(lines: Sequence[Line], chip: Chip, title: str) -> Page:
-    """The plan as a page: `page(...).save("plan.html")`, or `.show()`."""
+    """Returns the plan as a page: `page(...).save("plan.html")`, or `.show()`."""
     memory = chip.available_bytes
     drawn = (
         ("efficiency, estimated", "efficiency", "{:.0%}".format),
@@ -122,7 +122,7 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
 
 
 def _figures(chip: Chip) -> Iterator[tuple[str, str]]:
-    """What the estimates are made of, with where it was published."""
+    """Yields the figures that the estimates are made of, each with the key of its source."""
     where = "the link to the host's other GPUs" if chip.kind == "gpu" else "each link to a neighbour"
     yield "peaks: " + ", ".join(f"{k} {peak / TERA:,.4g}" for k, peak in chip.peaks.items()) + " Tflop/s", "peaks"
     yield f"memory: {_bytes(chip.memory_bytes)}", "memory_bytes"
@@ -145,7 +145,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def as_json(lines: Sequence[Line], chip: Chip) -> str:
-    """One document: the lines, and the chip that they are of; estimates are marked by their names."""
+    """Returns one JSON document with the lines and their chip; the names of estimates say so."""
     figures = dataclasses.asdict(chip)
     return json.dumps(
         {"jdp_plan": 2, "chip": figures, "formulas": SOURCES, "lines": list(map(_plain, lines))}, indent=2
@@ -162,7 +162,7 @@ def _plain(one: Line) -> dict[str, Any]:
 
 
 def picture(lines: Sequence[Line], chip: Chip, title: str) -> Any:
-    """A figure of matplotlib's: the efficiency that is estimated, against the number of devices."""
+    """Draws a matplotlib figure: the estimated efficiency against the number of devices."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -174,7 +174,7 @@ def picture(lines: Sequence[Line], chip: Chip, title: str) -> Any:
         x, y = [one.devices for one in mine], [one.efficiency or 0.0 for one in mine]
         axes.plot(x, y, "o-", color=color, linewidth=2, label=way)
         for one in mine:
-            if one.is_own:  # those of all would lie on each other
+            if one.is_own:  # the texts of all ways would overlap
                 axes.annotate(
                     f"{one.efficiency:.0%}\n{_seconds(one.seconds)}", (one.devices, one.efficiency or 0),
                     xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9,

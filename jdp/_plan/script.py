@@ -1,4 +1,4 @@
-"""Takes the training step out of a user's script: runs it up to its first step, which is not run."""
+"""Captures the training step of a user's script: runs the script up to its first step, which is not run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .._train.state import TrainState
 
 
 class PlanError(Exception):
-    """What a plan cannot be made of, as a message for its user."""
+    """The reason why a plan cannot be made, as a message for the user."""
 
 
 WAYS = ("replicated", "shard_optimizer", "shard_params")
-"""What of its state a step may cut over the devices: nothing, or what the argument of `train_step` says."""
+"""Which part of its state a step may cut over the devices: none, or the one that the argument of `train_step` names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,34 +38,34 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch on the device that has most."""
+        """The rows of the batch on the device that has most."""
         return max(self.batch._layout.by_device)
 
     @property
     def way(self) -> str:
-        """How the script has it keep its state: one of `WAYS`."""
+        """How the script's step keeps its state: one of `WAYS`."""
         options = self.program.options
         return "shard_params" if options.shard_params else "shard_optimizer" if options.shard_optimizer else WAYS[0]
 
     @property
     def is_cut(self) -> bool:
-        """Whether there is a batch at all: one that every replica gets whole has no rows to plan."""
+        """True if the batch is cut: a replicated batch has no rows to plan."""
         return self.batch._layout.is_cut
 
     def on(self, mesh: Mesh, rows: int, way: str | None = None) -> tuple[Program, TrainState, Scattered]:
-        """The same step on other devices, with so many rows on each, and its state kept in that way of `WAYS`."""
+        """Returns the same step on other devices, with `rows` on each, and its state kept in that way of `WAYS`."""
         params = (way or self.way) == "shard_params"
         changed = {"shard_params": params, "shard_optimizer": params or (way or self.way) == "shard_optimizer"}
         return self.program.on(mesh, **changed), self.state, spread(self.batch, mesh, rows)
 
 
 def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
-    """The first training step that the script comes to, on the CPU; what it prints goes to stderr.
+    """Returns the first training step of the script, which runs on the CPU; what it prints goes to stderr.
 
     Without `values` JAX traces the script: its arrays are shapes, which take no memory.
 
     Raises:
-        PlanError: it fails or ends before that.
+        PlanError: the script fails or ends before its first step.
     """
     if not os.path.isfile(script):
         raise PlanError(f"jdp.plan: there is no file {script}; plan runs a script up to its first step. Pass its path.")
@@ -78,14 +78,14 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
             return
         state, batch = operands
         found.append(Step(program, jax.tree.map(lambda x: shape_of(x, None), state), shape_of(batch, None)))
-        raise Captured  # which ends the script
+        raise Captured  # it ends the script
 
-    # Its small arrays can be anywhere, and a GPU that is here has no part in the plan.
+    # The script's arrays can be anywhere, and a GPU of this machine has no part in the plan.
     jax.config.update("jax_platforms", "cpu")
-    # Compilers are a tenth faster where they are not told which line of Python each instruction is from.
+    # Compilers are a tenth faster if they do not get the line of Python that each instruction is from.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     call = (lambda run: run()) if values else jax.eval_shape
-    # All of train_step's steps come here (and their `lower`), with everything checked.
+    # All steps of train_step (and their `lower`) call `stop`, after all checks.
     with intercept(stop, shapes=not values), contextlib.redirect_stdout(sys.stderr), contextlib.suppress(Captured):
         how, error = run_script(script, args, call)
     if not values and isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):

@@ -1,5 +1,5 @@
-"""`jdp replay`: one training step of a run once more, with a look at what is not finite in it.
+"""`jdp replay`: makes one training step of a run again, and finds what is not finite in it.
 
-Read `cli.py`, `run.py` and `step.py`: from the command down to the one step. A script is run by `_script.py`, as by
-`jdp plan`; its Checkpointers read only, for `_checkpoint/replay.py` tells them.
+Read `cli.py`, `run.py` and `step.py`: from the command down to the one step. `_script.py` runs the script, as for
+`jdp plan`; `_checkpoint/replay.py` makes its Checkpointers read-only.
 """

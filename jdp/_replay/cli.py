@@ -1,4 +1,4 @@
-"""`python -m jdp replay`: one training step of a run once more, on this machine, to see what is wrong in it."""
+"""`python -m jdp replay`: makes one training step of a run again, on this machine, to see what is wrong in it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ train_step(..., deterministic=True) on any number."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the step; `argv` is what comes after `jdp replay`, by default of this process.
+    """Makes the step; `argv` is what follows `jdp replay`, by default this process's own.
 
-    Returns 0; 1 where the step could not be made, and stderr says why; 2 for arguments that make no sense; 130 after
-    Ctrl-C.
+    Returns 0; 1 if the step could not be made, with the reason on stderr; 2 for invalid arguments; 130 after Ctrl-C.
     """
     try:
         args = _parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed why
         return int(stop.code or 0)
-    from .run import ReplayError, replay  # which waits for JAX; --help does not
+    from .run import ReplayError, replay  # it imports JAX, which --help need not wait for
 
     try:
         replay(args.directory, args.step, args.script, args.args, args.pdb)

@@ -24,18 +24,18 @@ _MANY = 20  # steps that one message names
 
 
 class ReplayError(Exception):
-    """Why a step cannot be made again, as a message for the user."""
+    """The reason why a step cannot be made again, as a message for the user."""
 
 
 class Ended(BaseException):
-    """No error: ends the script; with a text that says what is wrong with it, if something is."""
+    """Not an error: ends the script. It has a text if something is wrong with the script."""
 
 
 def replay(directory: str, number: int, script: str, args: Sequence[str], debug: bool = False) -> None:
-    """Makes step `number` of the script again, and prints what is found; nothing is written to the directory.
+    """Makes step `number` of the script again, and prints what it finds; nothing is written to the directory.
 
     Raises:
-        ReplayError: there is no checkpoint before that step, or the script does not come to it.
+        ReplayError: there is no checkpoint before that step, or the script does not reach it.
     """
     if not os.path.isfile(script):
         raise ReplayError(
@@ -59,10 +59,10 @@ def replay(directory: str, number: int, script: str, args: Sequence[str], debug:
 
 
 class Run:
-    """How far the run has come: its steps are numbered as `Checkpointer.save` calls them.
+    """The progress of the run: its steps are numbered as in `Checkpointer.save`.
 
-    A checkpoint that is restored or would be saved says which step was the last; the calls of a step that follow are
-    those of the next numbers. Of several steps in a script each counts its own.
+    A checkpoint that is restored or would be saved gives the number of the last step; the calls of a step function
+    after that have the next numbers. If a script has several step functions, each counts its own calls.
     """
 
     def __init__(self, directory: str, number: int, debug: bool) -> None:
@@ -77,13 +77,13 @@ class Run:
             )
         self._from: int | None = None  # the checkpoint that was restored
         self._last: int | None = None  # the step that was restored or would have been saved last
-        self._calls: collections.Counter[Program] = collections.Counter()  # since then
+        self._calls: collections.Counter[Program] = collections.Counter()  # since `_last`
         self._begun: list[Program] = []
-        self.made: list[Program] = []  # that have made the step
+        self.made: list[Program] = []  # the programs that have made the step
         self._elsewhere: set[str] = set()  # other directories of Checkpointers
 
     def where(self) -> str:
-        """How far it has come, and what to do where that is too short."""
+        """Returns how far the run has come, and what to do about it, for an error message."""
         if self._last is not None:
             come = self._last + max(self._calls.values(), default=0)
             return (
@@ -122,7 +122,7 @@ class Run:
         self._calls.clear()
 
     def take(self, program: Any, *operands: Any) -> None:
-        """A program is about to run."""
+        """Handles a program that is about to run: looks at its operands if it makes the step, ends the run after it."""
         if not isinstance(program, Program) or program in self._begun and program not in self.made:
             return
         number = self._calls[program] + 1 + (-1 if self._last is None else self._last)
@@ -141,13 +141,13 @@ class Run:
             raise Ended
 
     def stepped(self, program: Program, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        """A step has been made."""
+        """Counts a step that has been made; prints its results if it is the one."""
         self._calls[program] += 1
         if program in self._begun:
             self.made.append(program)
             self._say(one_step.after(program, state, metrics))
 
     def _say(self, lines: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> None:
-        for name, text in lines:  # in every process, for some are computed by all
+        for name, text in lines:  # in every process, because all of them compute some lines together
             if jax.process_index() == 0:
                 print(f"  {name:<11} {text}" if name or text.startswith("not") else f"jdp replay: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""What is looked at in the one step: what is not finite before, in and after it, its numbers, and its bits."""
+"""What `jdp replay` prints of the one step: what is not finite before, in and after it, its numbers, and its bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW = 6  # leaves that one line names
 
 
 def before(program: Program, state: TrainState, batch: Scattered) -> Iterator[tuple[str, str]]:
-    """Lines on what a step is going to work on, and on its gradient."""
+    """Yields lines about the batch and the state of a step before it is made, and about its gradient."""
     layout = batch._layout
     count = len(batch.devices)
     rows = f"{sum(layout.sizes)} rows on {count} replicas" if layout.is_cut else "whole on every replica"
@@ -45,20 +45,20 @@ def before(program: Program, state: TrainState, batch: Scattered) -> Iterator[tu
 
 
 def after(program: Program, state: TrainState, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines on what a step has given."""
+    """Yields lines about the results of a step."""
     for name, value in metrics.items():
         yield name, _text(value)
     yield "state after", f"{_finite(_parts(program, state))}; bits {bits(state)}"
 
 
 def bits(state: Tree) -> str:
-    """Sixteen hexadecimal digits that follow from every bit of a tree, and not from where it lies."""
+    """Returns sixteen hexadecimal digits that depend on every bit of a tree, and not on its sharding."""
     leaves = [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)]
     return hashlib.sha256(fingerprint([x for x in leaves if x.size]).tobytes()).hexdigest()[:16]
 
 
 def stop(number: int) -> bool:
-    """Opens the debugger where the script calls its step; False where the user quits it."""
+    """Opens the debugger where the script calls its step; returns False if the user quits."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -66,7 +66,7 @@ def stop(number: int) -> bool:
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     debugger.interaction(frame, None)
-    if debugger.breaks or debugger.stoplineno != -1:  # all but `c`: the script is followed from here on
+    if debugger.breaks or debugger.stoplineno != -1:  # any command but `c`: the script is traced from here on
         while frame is not None:
             frame.f_trace, debugger.botframe = debugger.trace_dispatch, frame
             frame = frame.f_back
@@ -79,7 +79,7 @@ def _parts(program: Program, state: TrainState) -> dict[str, Tree]:
 
 
 def _finite(parts: Mapping[str, Tree]) -> str:
-    """Whether all of these trees is finite, or which leaves are not."""
+    """Returns a text: "finite", or which leaves of these trees are not."""
     named = {
         part + jax.tree_util.keystr(path): x
         for part, tree in parts.items()

@@ -1,1 +1,1 @@
-"""Machines that are not here, described well enough to compile for. Read `topology.py` first."""
+"""Descriptions of absent machines, which suffice to compile for them. Read `topology.py` first."""

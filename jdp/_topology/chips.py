@@ -1,4 +1,4 @@
-"""What GPUs and TPUs can do, each figure with where it was published; a plan's estimates are made of these alone."""
+"""Figures of GPUs and TPUs, each with its source; the estimates of a plan use no other figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GB, TERA = 1e9, 1e12
 
 
 class Protocol(NamedTuple):
-    """A way of sending; seconds, and the share of the links' bytes that is payload."""
+    """A way of sending: its latencies in seconds, and the share of the links' bytes that is payload."""
 
     launch: float  # before the first byte moves
     hop: float  # from one device to the next
@@ -23,25 +23,25 @@ class Protocol(NamedTuple):
 class Chip:
     """One kind of accelerator: its peaks, and its links."""
 
-    name: str  # as `jdp.topology` takes it
+    name: str  # its name in `jdp.topology`
     kind: str  # "gpu" or "tpu"
-    device_kind: str  # as JAX names it
-    peaks: Mapping[str, float]  # operations per second by what they are done in ("bf16", "tf32", ...), dense
-    memory_bytes: int  # what programs can have of the device's memory, before JAX takes its share
+    device_kind: str  # JAX's name for it
+    peaks: Mapping[str, float]  # operations per second by the format of the unit ("bf16", "tf32", ...), dense
+    memory_bytes: int  # device memory available to JAX, of which programs get `available_bytes`
     bytes_per_second: float  # of the device's memory
     link: float  # bytes per second and direction, from a GPU to the others of its host, or of one link of a TPU
     domain: tuple[int, ...]  # GPUs that are connected by such links; for a TPU the largest shape
-    protocols: tuple[Protocol, ...]  # the ways in which collectives send; the quickest is taken
-    sources: Mapping[str, str]  # where each figure is from
+    protocols: tuple[Protocol, ...]  # the ways that collectives can send; the fastest is used
+    sources: Mapping[str, str]  # the source of each figure
     network: float = 0.0  # bytes per second and direction of each GPU's own way out of its host, if it has one
 
     def flops(self, dtype: str) -> float:
-        """Operations per second of matrix products whose operands are of that dtype, by HLO's name for it."""
+        """Returns the operations per second of matrix products with operands of this dtype, named as in HLO."""
         return next(self.peaks[unit] for unit in (*_DONE_IN.get(dtype, ()), "f32") if unit in self.peaks)
 
     @property
     def available_bytes(self) -> int:
-        """What JAX gives to a program: of a GPU's memory three quarters, or `XLA_PYTHON_CLIENT_MEM_FRACTION` of it."""
+        """The bytes that a program can use: on a GPU three quarters of them, or `XLA_PYTHON_CLIENT_MEM_FRACTION`."""
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75) if self.kind == "gpu" else 1.0
         return int(self.memory_bytes * share)
 
@@ -69,7 +69,7 @@ _INFINIBAND = {25: "HDR", 50: "NDR"}  # by GB/s
 def _gpu(
     name: str, device_kind: str, sheet: str, peaks: Mapping[str, float], memory: tuple[int, float], link: int, nic: int
 ) -> Chip:
-    """One of a DGX; links and network cards in GB/s, peaks in TFLOP/s."""
+    """Makes the chip of a DGX; links and network cards in GB/s, peaks in TFLOP/s."""
     cards = f"8 x {8 * nic} Gb/s InfiniBand {_INFINIBAND[nic]}, one for each GPU"
     sources = {
         "peaks": f"{sheet}; dense, without sparsity",
@@ -119,12 +119,12 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX names so, if its figures are known."""
+    """Returns the chip that JAX calls `device_kind`; None if its figures are not known."""
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 
 class Target(NamedTuple):
-    """`cudaDeviceProp` in the names of XLA's proto; what is alike on all of them is in `target_config`."""
+    """`cudaDeviceProp` with the names of XLA's proto; `target_config` has the values that all chips share."""
 
     compute_capability: int  # the major one; the minor one is 0 on all of them
     core_count: int  # streaming multiprocessors
@@ -146,9 +146,9 @@ TARGETS = {
 
 
 def target_config(name: str) -> str:
-    """XLA's `GpuTargetConfigProto`, as text."""
+    """Returns XLA's `GpuTargetConfigProto`, as text."""
     target, chip = TARGETS[name], CHIPS[name]
-    # The instructions that only this generation has, among them those of the tensor cores (sm_90a, sm_100a).
+    # "Accelerated" are instructions that only this generation has, such as those of its tensor cores (sm_90a, sm_100a).
     features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"
     fields = target._asdict()
     major = fields.pop("compute_capability")

@@ -1,6 +1,6 @@
 """Keeps what the compilers of absent machines log out of the terminal.
 
-A file of its own, with the standard library alone: it runs as a script as well.
+This file uses only the standard library, because it also runs as a script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-# Lines of XLA's and libtpu's loggers, written before they can be told not to: of drivers and hosts that are absent.
+# Lines about absent drivers and hosts, which the loggers of XLA and libtpu write before they can be switched off.
 _LOGGED = re.compile(
     rb"[IWE]\d{4} |WARNING: (All log messages|Logging) before |Failed to find host bounds"
     rb"|=== Source Location Trace|\S+/\S+\.cc:\d+\s*$"
@@ -22,18 +22,18 @@ _LOGGED = re.compile(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[TextIO]:
-    """Drops such lines; what else is written to stderr meanwhile comes out, line by line.
+    """Drops the compilers' log lines from stderr during its block; other lines still appear.
 
-    Gives a stream that goes where stderr did, and knows whether that is a terminal.
+    Yields a stream to the original stderr, whose `isatty` tells whether that is a terminal.
     """
     sys.stderr.flush()
     try:
-        before = os.dup(2)  # of C++, which does not ask sys.stderr
+        before = os.dup(2)  # C++ writes to the descriptor, not to sys.stderr
     except OSError:  # there is no stderr
         yield sys.stderr
         return
-    # A process of its own: a compiler that aborts takes this one with it, and its last words tell why.
-    # In a session of its own, so that a Ctrl-C in the terminal spares it.
+    # The filter is a separate process: if a compiler aborts this one, the filter still prints its last lines.
+    # It has a separate session, so that a Ctrl-C in the terminal does not end it.
     command = [sys.executable, "-I", "-S", __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as filter_:
         assert filter_.stdin is not None
@@ -49,7 +49,7 @@ def quiet() -> Iterator[TextIO]:
 
 
 def _stream(before: int) -> contextlib.AbstractContextManager[TextIO]:
-    """One of that descriptor; sys.stderr where that writes elsewhere, as in a notebook."""
+    """Opens a stream to the descriptor `before`; returns sys.stderr if that writes elsewhere, as in a notebook."""
     try:
         if sys.stderr.fileno() == 2:
             return open(os.dup(before), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors)

@@ -27,22 +27,22 @@ TPUS = tuple(name for name, chip in CHIPS.items() if chip.kind == "tpu")
 def topology(
     name: str, shape: str | None = None, *, hosts: int | None = None, per_host: int | None = None
 ) -> tuple[Device, ...]:
-    """The devices of a machine that is not here: `DataParallel(model, topology("h100", hosts=8))` compiles for 64 GPUs.
+    """Returns devices of an absent machine: `DataParallel(model, topology("h100", hosts=8))` compiles for 64 GPUs.
 
     Nothing runs on them. A step of such a wrapper is compiled as for the machine itself (`step.lower(...).compile()`
-    of `jax.ShapeDtypeStruct`s), and `jdp.explain` reads what came out. JAX may run on the CPU meanwhile, or on a
-    GPU that is attached. The same call gives the same devices.
+    with `jax.ShapeDtypeStruct`s), and `jdp.explain` reads the result. At the same time JAX may run on the CPU, or on a
+    GPU that is attached. The same call returns the same devices.
 
     Args:
         name: "a100", "h100", "h200" or "b200" (with 80, 80, 141 and 180 GB, on NVLink), "v4", "v5e", "v5p" or "v6e".
-        shape: of a TPU slice, in chips: "16x16" (v5e, v6e), "8x8x16" (v4, v5p).
+        shape: the shape of a TPU slice, in chips: "16x16" (v5e, v6e), "8x8x16" (v4, v5p).
         hosts: how many machines with GPUs; 1 by default.
         per_host: GPUs in each; 8 by default, which is as many as NVLink connects there.
 
     Raises:
-        ValueError: an unknown name; a shape that such TPUs do not come in; no whole positive number of hosts.
-        ImportError: the compiler for them is not installed; names the extra that brings it.
-        NotImplementedError: this version of JAX does not tell such devices from real ones.
+        ValueError: an unknown name; a shape that such TPUs do not come in; a number of hosts that is no positive int.
+        ImportError: the compiler for these devices is not installed; the message names the extra that installs it.
+        NotImplementedError: this version of JAX cannot tell such devices from real ones.
 
     Example:
         >>> import jdp
@@ -53,7 +53,7 @@ def topology(
         ...
         ValueError: jdp.topology: shape is '4x4', and h100 is a GPU; shapes are those of TPU slices. Pass hosts=....
 
-    Source: `get_topology_desc` in jax/experimental/topologies.py. torch has no such thing.
+    Source: `get_topology_desc` in jax/experimental/topologies.py. torch has no counterpart.
     """
     chip = CHIPS.get(name) if isinstance(name, str) else None
     if chip is None:
@@ -75,7 +75,7 @@ def topology(
                 f"jdp.topology: per_host is {per_host}; NVLink connects {chip.domain[0]} {name}s. Pass more hosts."
             )
         devices = _gpus(name, hosts, per_host)
-    if not are_described(make_mesh(devices[:1])):  # jdp would run programs on them
+    if not are_described(make_mesh(devices[:1])):  # otherwise jdp would run programs on them
         raise NotImplementedError(
             f"jdp.topology: JAX {jax.__version__} does not tell described devices from real ones; nothing runs on "
             f"described ones. Install a version that does (0.10 to 0.12)."
@@ -90,7 +90,7 @@ def _checked_count(what: str, count: Any) -> int:
 
 
 def _checked_shape(chip: Chip, shape: str | None, hosts: int | None, per_host: int | None) -> str:
-    """The shape of a slice. Checked here, for libtpu ends the process at some of those that cannot be."""
+    """Returns the shape of a slice. It is checked here because some invalid shapes make libtpu end the process."""
     name, most = chip.name, "x".join(map(str, chip.domain))
     if hosts is not None or per_host is not None:
         raise ValueError(
@@ -119,13 +119,13 @@ def _gpus(name: str, hosts: int, per_host: int) -> tuple[Device, ...]:
     plugins = [p for p in ("xla_cuda12", "xla_cuda13") if _installed(f"jax_plugins.{p}")]
     if not plugins:
         raise _missing(name, "JAX's CUDA plugin", "plan-gpu")
-    # JAX looks for CUDA's libraries when it loads the plugin, and the compiler needs none of them.
+    # JAX looks for CUDA's libraries when it loads the plugin, but the compiler needs none of them.
     absent = {} if glob.glob("/dev/nvidia[0-9]*") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     options = {"target_config": target_config(name), "topology": f"1x{hosts}x{per_host}"}
     with quiet(), _environment(absent):
         try:
             described = get_topology_desc(name, "cuda", **options)
-        except NotImplementedError:  # JAX has started, and left the plugin out for the lack of those libraries
+        except NotImplementedError:  # JAX has started without the plugin, because those libraries are missing
             importlib.import_module(f"jax_plugins.{plugins[0]}").initialize()
             described = get_topology_desc(name, "cuda", **options)
     return tuple(described.devices)
@@ -136,16 +136,16 @@ def _tpus(name: str, shape: str) -> tuple[Device, ...]:
     if not _installed("libtpu"):
         raise _missing(name, "libtpu", "plan-tpu")
     absent = {
-        "TPU_SKIP_MDS_QUERY": "1",  # of Google's metadata server: where this runs is not what it compiles for
+        "TPU_SKIP_MDS_QUERY": "1",  # no query of Google's metadata server: that describes the machine this runs on
         "TPU_ACCELERATOR_TYPE": "",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
     }
     if not glob.glob("/dev/accel[0-9]*") and not glob.glob("/dev/vfio/[0-9]*"):
-        absent["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no TPU to share, so no lock that others would wait for
-    # v4's two cores are one device, as on the machines themselves; the later ones are so by themselves.
+        absent["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # there is no TPU to share, so no lock is needed
+    # The two cores of a v4 are one device, as on the real machine; for later TPUs that is the default.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if name == "v4" else {}
-    if math.prod(map(int, shape.split("x"))) == 1:  # less than a host, which not all versions of libtpu see themselves
+    if math.prod(map(int, shape.split("x"))) == 1:  # less than a host, which some versions of libtpu do not notice
         options["chips_per_host_bounds"] = (1, 1, 1)
     with quiet(), _environment(absent):
         try:
@@ -160,7 +160,7 @@ def _tpus(name: str, shape: str) -> tuple[Device, ...]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # the package that would contain it is missing
         return False
 
 
@@ -172,8 +172,8 @@ def _missing(name: str, what: str, extra: str) -> ImportError:
 
 
 def how_to_install(extra: str) -> str:
-    """What to do where something is missing that an extra of this package brings."""
-    # Not the package's own name: PyPI does not have it, and anybody may take it.
+    """Returns advice on how to install an extra of this package."""
+    # It does not name the package, because PyPI does not have it, and anybody may take the name.
     return (
         f'Run pip install -e ".[{extra}]" in a checkout of the repository; this package is not on PyPI, where jdp '
         f"is another one."
@@ -182,7 +182,7 @@ def how_to_install(extra: str) -> str:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The variables, where they are not set, and without them again at the end."""
+    """Sets the environment variables that are not set yet, and removes them after its block."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
