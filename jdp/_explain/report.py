@@ -44,7 +44,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """What a compiled call does: `print(report)` is a table, the attributes are for assertions. See `jdp.explain`."""
+    """What a compiled call does: `print(report)` is a table, the attributes are for assertions. See `jdp.explain`.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x @ w, devices=[0])
+        >>> report: jdp.Report = jdp.explain(dp.apply, np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
+        >>> report.devices, report.rows, report.parameter_bytes
+        (1, (4,), 24)
+    """
 
     label: str
     """What was compiled."""

@@ -329,6 +329,14 @@ class TrainStep(_Step[TrainState]):
     """A training step for variables: `state = step.init(variables)`, `state, metrics = step(state, batch)`.
 
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+
+    Example:
+        >>> import jdp, numpy as np, optax
+        >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+        >>> step: jdp.TrainStep = dp.train_step(lambda v, x: ((v["params"] - x) ** 2).mean(), optax.sgd(0.5))
+        >>> state, metrics = step(step.init({"params": np.float32(1)}), np.array([2.0, 4.0], np.float32))
+        >>> float(metrics["loss"]), float(state.params)
+        (5.0, 3.0)
     """
 
     def __init__(
@@ -526,6 +534,15 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
     """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
 
     Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+
+    Example:
+        >>> import jdp, numpy as np, optax
+        >>> from flax import nnx
+        >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+        >>> step: jdp.NNXTrainStep = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+        >>> first, second = (float(step(np.ones((4, 3), np.float32))["loss"]) for _ in range(2))
+        >>> second < first
+        True
     """
 
     @outside_of_mesh

@@ -117,12 +117,19 @@ def _number(name: str, value: Any, least: int, what: str) -> int:
 
 
 class Batches:
-    """What `dp.batches` gives.
+    """Batches of data that can be indexed, made by `dp.batches`: an iterable that knows how many have been taken.
 
     Attributes:
-        per_epoch: the batches of an epoch.
-        start: the batches that were taken before.
-        taken: `start`, and the batches that the loop which took one last has taken: the `start` to go on with.
+        per_epoch: the number of batches of an epoch.
+        start: the number of batches that were taken before.
+        taken: `start` and the number of batches that the newest loop has taken; pass it as `start` to go on from there.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> batches: jdp.Batches = dp.batches(np.arange(10.0), 4, seed=0, epochs=1)
+        >>> [batch.rows for batch in batches], batches.per_epoch, batches.taken
+        ([4, 4, 2], 3, 3)
     """
 
     def __init__(

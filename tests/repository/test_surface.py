@@ -185,7 +185,8 @@ def test_every_method_of_the_wrapper_has_a_docstring(name):
     assert inspect.getdoc(inspect.getattr_static(jdp.DataParallel, name))
 
 
-NO_VERBS = ("Checkpointer", "LossCheck", "Mean", "Scattered", "Sum", "TrainState", "virtual_cpu_devices")
+NO_VERBS = ("Batches", "Checkpointer", "LossCheck", "Mean", "NNXTrainStep", "Report", "Scattered", "Sum", "TrainState")
+NO_VERBS += ("TrainStep", "virtual_cpu_devices")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_VERBS])
