@@ -1284,3 +1284,37 @@ def test_random_trees_are_those_of_the_replicated_step(shapes, size, accumulate,
         found.append(train(step, state, [batch(size)] * 2))
         assert_cut((found[-1].params, found[-1].opt_state), n, cut=shard)
     close(*found, 1e-6, 1e-6)
+
+
+def test_a_bias_that_a_scan_runs_over_moves_in_the_first_step_and_stays(compilations):
+    """`dp.init` cuts along the first axis that divides; the first batch shows that a scan runs over this one."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, h, _):
+            return nn.tanh(nn.Dense(8)(h)), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)()(x, None)[0]
+
+    model = Stack()
+    dp = jdp.DataParallel(model, range(4))
+    variables = dp.init(jax.random.key(0), X, shard_params=True)
+    (bias,) = [x for x in jax.tree.leaves(variables) if x.ndim == 2]
+    assert bias.sharding.spec == PartitionSpec("data") and bias.shape == (4, 8)
+    step = dp.train_step(lambda v, x: (model.apply(v, x) ** 2).mean(), optax.sgd(0.1))
+    state, _ = step(step.init(variables), X)
+    places = [x.sharding for x in jax.tree.leaves(state.params)]
+    assert PartitionSpec(None, "data") in [place.spec for place in places]
+    compilations()
+    for _ in range(2):
+        state, _ = step(state, X)
+        assert [x.sharding for x in jax.tree.leaves(state.params)] == places
+    assert compilations() == 0
+    expected = jax.device_get(variables["params"])
+    for _ in range(3):
+        gradient = jax.grad(lambda p: (model.apply({"params": p}, X) ** 2).mean())(expected)
+        expected = jax.tree.map(lambda w, g: w - 0.1 * g, expected, gradient)
+    close(jax.device_get(state.params), jax.device_get(expected), rtol=1e-4)
