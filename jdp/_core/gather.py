@@ -104,7 +104,8 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     arrays: Sequence[Any] = outputs._arrays
     if {*layout.devices} != {target}:  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
-        arrays = put_all(arrays, [target] * len(arrays))
+        bring = put_all if target.platform == _HOST else _from_device_to_device
+        arrays = bring(arrays, [target] * len(arrays))
     return layout.fill(arrays if layout.is_even else _trimming(layout, False)(arrays))
 
 
@@ -131,6 +132,36 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     if isinstance(leaf, Whole):
         return x.addressable_data(0)  # device_put would read it through the host, and from other processes not at all
     return x
+
+
+_HOST = "cpu"  # the platform whose devices share the host's memory
+
+
+def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
+    """Returns the arrays on one device, as `put_all` does, without the host in between.
+
+    `device_put` reads an array that is cut over several devices through the host, and waits there for the program that
+    computes it. The parts on the devices are arrays themselves, and travel directly.
+    """
+    if not arrays:
+        return []
+    parts, axes = zip(*[_parts_of(x) for x in arrays], strict=True)
+    moved = iter(put_all([part for of_one in parts for part in of_one], [where[0]] * sum(map(len, parts))))
+    return _joined([[next(moved) for _ in of_one] for of_one in parts], axes)
+
+
+def _parts_of(x: Any) -> tuple[list[Any], int | None]:
+    """Returns the parts of an array on the devices, in order, and the axis along which it is cut; None if it is not."""
+    if isinstance(x, Tracer) or x.is_fully_replicated:
+        return [x], None
+    shards = sorted(x.addressable_shards, key=lambda shard: [part.start or 0 for part in shard.index])
+    parts = [shard.data for shard in shards]
+    return parts, next((axis for axis, size in enumerate(x.shape) if parts[0].shape[axis] != size), None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _joined(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
+    return [x[0] if axis is None else jnp.concatenate(x, axis) for x, axis in zip(parts, axes, strict=True)]
 
 
 @functools.lru_cache(SIZES)

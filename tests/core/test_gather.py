@@ -1,7 +1,9 @@
 """Gathering: in input order, true sizes only, onto the output device."""
 
 import collections
+import importlib
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 import jdp
+
+gathering = importlib.import_module("jdp._core.gather")
 
 
 class Pair(NamedTuple):
@@ -214,3 +218,36 @@ def test_a_refused_gather_changes_nothing(same, devices):
     with pytest.raises(ValueError, match="int32"):
         jdp.gather(outputs)
     same(outputs, [{"y": rows(2)}, {"y": rows(2).astype(np.int32)}])
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_accelerators_send_their_parts_to_one_another(monkeypatch, n, rows):
+    """Played by CPU devices: outputs and gradients are the same to the bit, and nothing is read through the host."""
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
+    variables = {"w": np.ones((4, 3), np.float32), "key": jax.random.key(0)}
+
+    def model(v, x):
+        y = x @ v["w"]
+        keys = jax.vmap(lambda i: jax.random.fold_in(v["key"], i))(jnp.arange(len(x)))
+        return {"y": y, "turned": y.T, "sum": y.sum(), "keys": keys, "pair": (y.astype(jnp.bfloat16), v["w"].sum())}
+
+    out_axes = {"y": 0, "turned": 1, "sum": 0, "keys": 0, "pair": (0, None)}
+    dp = jdp.DataParallel(model, range(n), out_axes=out_axes)
+    expected = dp(variables, x)
+    gradient = jax.grad(lambda w: (dp(variables | {"w": w}, x)["y"] ** 2).sum())(variables["w"])
+    monkeypatch.setattr(gathering, "_HOST", "")
+    asked = mock.Mock(wraps=gathering._from_device_to_device)
+    monkeypatch.setattr(gathering, "_from_device_to_device", asked)
+    with jax.transfer_guard_device_to_host("disallow"):
+        found = dp(variables, x)
+    assert asked.call_count == (len(jdp.chunk_sizes(rows, n)) > 0)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.devices() == b.devices() == {jax.devices()[0]} and a.dtype == b.dtype
+        a, b = (jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y for y in (a, b))
+        np.testing.assert_array_equal(a, b)
+    again = jax.grad(lambda w: (dp(variables | {"w": w}, x)["y"] ** 2).sum())(variables["w"])
+    np.testing.assert_array_equal(again, gradient)
+    nothing = jdp.DataParallel(lambda v, x: {}, range(n))
+    assert nothing(variables, x) == {}
