@@ -95,9 +95,9 @@ def in_fresh_process(code, folder):
 
 
 def test_the_readme_is_short_and_its_program_too():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 125
     (whole,) = [program for program in PROGRAMS if program.page == "README.md" and program.prints]
-    assert len(whole.code.splitlines()) <= 25
+    assert len(whole.code.splitlines()) <= 28
 
 
 def test_commands_are_of_known_programs():
@@ -179,8 +179,9 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_figures_of_the_readme_are_those_of_the_last_race():
-    rows = [cells(line) for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+def test_the_figures_of_the_benchmarks_page_are_those_of_the_last_race():
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = [cells(line) for line in page.splitlines() if line.startswith("|")]
     measured = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").partition("<!-- peers -->")[2]
     tables = [[cells(x) for x in t.splitlines() if x[0] == "|"] for t in measured.split("\n\n") if t.startswith("|")]
     times, lines = tables[0], next(table for table in tables if table[0][1].startswith("lines"))
