@@ -49,7 +49,7 @@ def parallel(
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """Runs a step that was written for `jax.pmap` unchanged: `dp.parallel(f)(state, batch)`, with nothing stacked.
+    """Wraps a step that was written for `jax.pmap`, unchanged: `dp.parallel(f)(state, batch)`, with nothing stacked.
 
     The first argument and the first result are replicated (a train state, with plain shapes). The other
     arguments are cut along `dim`, and the other results are gathered; scalars become a vector with one entry per
@@ -64,8 +64,8 @@ def parallel(
     step is refused. A step that adds to such state (a count) is refused too, and so is one that reduces none of its
     state. The rest is statistics, such as a BatchNorm's: the primary's are kept, as in torch, or their mean with
     `reduce_state="mean"`. "mean" also accepts a step that reduces nothing, if no other state depends on what
-    differs: the mean of SGD's updates with each replica's gradient is its update with their mean, but this is not
-    true of Adam. (Keys may differ: the primary's is kept.)
+    differs: with SGD, the mean of the updates from each replica's gradient equals the update from their mean; with
+    Adam it does not. (Keys may differ: the primary's is kept.)
 
     If your program for pmap holds arrays of shape (n, b, ...), one entry for each device, pass them without
     that axis, `x.reshape(-1, *x.shape[2:])`. Or pass them unchanged, with "stacked" as their axis: a decoding cache
@@ -185,7 +185,7 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
 def _axes_of_arguments(
     in_axes: Any, static: tuple[int, ...], args: Sequence[Any], dim: int, has_nodes: bool
 ) -> tuple[Any, ...]:
-    """Returns for each argument its axis, a tree of axes, or None if it is replicated."""
+    """Returns for each argument its axis, a tree of axes, or None if it is replicated or static."""
     if not args:
         raise TypeError(
             f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
@@ -303,7 +303,7 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     rows = {
         x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))
     }
-    # Old-style keys look like n rows of data. If the batch has another number of rows, they are not data.
+    # Old-style keys look like n rows of data. They count as keys if the batch has other numbers of rows.
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
 

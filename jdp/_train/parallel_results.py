@@ -102,7 +102,7 @@ def mark_results(
 
 
 def each(axes: Any, count: int, name: str, what: str) -> list[Any]:
-    """Returns an entry for each argument, or each result, with `STACKED` in place of the string."""
+    """Returns an entry for each argument, or each result, with `STACKED` in place of "stacked"."""
     given = entries(VERB, axes, count, name, what)
     return jax.tree.map(lambda a: STACKED if isinstance(a, str) and a == "stacked" else a, given)
 

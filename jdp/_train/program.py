@@ -80,7 +80,7 @@ class Program:
         cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
         scatter = (lambda x: cut_axis(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
-        self.never: set[tuple[tuple[int, ...], int]] | None = None  # shapes not cut along an axis; None before a batch
+        self.never: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
@@ -338,7 +338,7 @@ def _raise_nonfinite(error: Exception) -> None:
     settings: Any = jax.config
     if not (settings.jax_debug_nans or settings.jax_debug_infs):
         return
-    # To find the operation, JAX runs the program again, with a state that is donated already; that may never end.
+    # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
     is_jax = type(error).__name__ == "InternalFloatingPointError"
     if is_jax or isinstance(error, FloatingPointError | RecursionError) or "deleted" in str(error):
         raise FloatingPointError(

@@ -35,7 +35,7 @@ class Shards(NamedTuple):
 
     @staticmethod
     def of(signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool) -> Shards | None:
-        """Returns None if all parameters are gathered already."""
+        """Returns the shards, or None if all parameters are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
@@ -51,7 +51,7 @@ class Shards(NamedTuple):
         return float(sum(self.signature.layout.sizes) if is_ratio else self.mesh.size)
 
     def undivided(self, total: Any, is_ratio: bool) -> Any:
-        """Returns a received sum over the replicas, no longer divided: in 32 bits, whose range it does not leave."""
+        """Multiplies a sum over the replicas by its divisor `before`: in 32 bits, whose range it does not leave."""
         if self.sent_as(total.dtype) is None:
             return total
         return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(is_ratio)

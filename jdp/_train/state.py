@@ -91,7 +91,7 @@ def checked_key(key: Any) -> Any:
 
 
 def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | None:
-    """Returns the first path at which two trees of arrays differ in structure, shape or dtype, and how, or None."""
+    """Returns the first path where two trees of arrays differ in structure, shape or dtype, and how; else None."""
     a, b = ({jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(t)} for t in (found, expected))
     for path in [*b, *(p for p in a if p not in b)]:
         if path not in a or path not in b:
@@ -197,7 +197,7 @@ VERB = "train_step"
 
 
 def checked_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns an optax transformation; an object with the two functions of one, as `optax.MultiSteps`, is made one."""
+    """Returns an optax transformation; makes one of an object with its two functions, such as `optax.MultiSteps`."""
     if isinstance(tx, type) or not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(
             f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation (for NNX an nnx.Optimizer, too). "
@@ -207,7 +207,7 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
 
 
 def opt_shapes(tx: Any, params: Tree) -> Tree:
-    """Returns the shapes of the optimizer's state; raises a `TypeError` if it needs more than a step passes to it."""
+    """Returns the shapes of the optimizer's state; raises a `TypeError` if `tx` needs more than a step passes."""
     shapes = jax.eval_shape(tx.init, params)
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         if not hasattr(x, "dtype"):
@@ -286,7 +286,7 @@ def update(
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
     """Returns the updates that the transformation makes, and its state after; `value` goes to those that take it.
 
-    One cannot know beforehand: `optax.chain` takes any argument, and passes it on to all that take more.
+    Whether one takes it cannot be seen: `optax.chain` takes any argument, and passes it on to all that take more.
     """
     run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
