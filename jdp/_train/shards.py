@@ -30,7 +30,7 @@ class Shards(NamedTuple):
     axes: list[int]  # -1 if a leaf is whole
     treedef: Any
     signature: Signature
-    sent_as: Callable[[Any], Any]  # maps the dtype of a gradient to the one that is sent; None: as it is
+    sent_as: Callable[[Any], Any]  # a gradient's dtype to the one sent; None: unchanged
     apart: bool  # whether gradients of microbatches are added before they are summed over the replicas
 
     @staticmethod
@@ -62,7 +62,7 @@ class Shards(NamedTuple):
         return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.mesh.size) for x, axis in pairs])
 
     def taken(self) -> Tree:
-        """Returns what is differentiated: the parts themselves, or (if `apart`) zeros of the shapes of whole arrays."""
+        """Returns what is differentiated: the parts themselves, or (if `apart`) zeros of the whole shapes."""
         if not self.apart:
             return self.treedef.unflatten(self.leaves)
         return jax.tree.map(
