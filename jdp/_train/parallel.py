@@ -1,4 +1,4 @@
-"""parallel: a step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch) == pmap(f)`, unstacked."""
+"""parallel runs a step written for `jax.pmap` unchanged: `dp.parallel(f)(state, batch) == pmap(f)`, unstacked."""
 
 from __future__ import annotations
 
@@ -49,45 +49,47 @@ def parallel(
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """A step that was written for `jax.pmap`, as it is: `dp.parallel(f)(state, batch)`, with nothing stacked.
+    """Wraps a step that was written for `jax.pmap`, unchanged: `dp.parallel(f)(state, batch)`, with nothing stacked.
 
-    The first argument and the first result are replicated (a train state, with plain shapes); the other
-    arguments are cut along `dim`, the other results gathered, scalars to a vector with one entry per
-    replica. One key per replica (`jax.random.split(key, n)`) is given out as pmap does (of several processes each
-    passes one for each device of its own: fold in `jax.process_index()` first); a single key is folded with the
-    replica's index. NNX objects among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in
-    place. What is `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) stays as it is cut.
+    The first argument and the first result are replicated (a train state, with plain shapes). The other
+    arguments are cut along `dim`, and the other results are gathered; scalars become a vector with one entry per
+    replica. One key per replica (`jax.random.split(key, n)`) is distributed as by pmap (each of several processes
+    passes one key for each of its own replicas: fold in `jax.process_index()` first); a single key is folded with
+    the replica's index. NNX objects among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in
+    place. Arguments that are `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) keep their
+    chunks.
 
-    The step's own `lax.pmean(..., axis_name)` makes replicas agree. State in which they still differ was made of
-    each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the step is
-    refused; so is one that adds to it (a count), and one in whose state nothing was reduced. What is left are
-    statistics, as a BatchNorm's: the primary's are kept, as torch does, or with `reduce_state="mean"` the mean.
-    "mean" takes a step that reduces nothing, too, where no other state depends on what differs: the mean of what
-    SGD makes of each replica's gradient is what it makes of their mean, but that of Adam is not. (Keys may
-    differ: the primary's is kept.)
+    The step's own `lax.pmean(..., axis_name)` makes replicas agree. State that still differs between replicas was
+    computed from each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the
+    step is refused. A step that adds to such state (a count) is refused too, and so is one that reduces none of its
+    state. The rest is statistics, such as a BatchNorm's: the primary's are kept, as in torch, or their mean with
+    `reduce_state="mean"`. "mean" also accepts a step that reduces nothing, if no other state depends on what
+    differs: with SGD, the mean of the updates from each replica's gradient equals the update from their mean; with
+    Adam it does not. (Keys may differ: the primary's is kept.)
 
-    A program for pmap that holds arrays of shape (n, b, ...), one entry for each device, passes them without
-    that axis, `x.reshape(-1, *x.shape[2:])`; or as they are, with "stacked" for their axis: a decoding cache
+    If your program for pmap holds arrays of shape (n, b, ...), one entry for each device, pass them without
+    that axis, `x.reshape(-1, *x.shape[2:])`. Or pass them unchanged, with "stacked" as their axis: a decoding cache
     with an index, the state of each device's environment, one padded graph for each device
     (`jax.tree.map(lambda *x: np.stack(x), *trees)`).
 
     Args:
-        step_fn: `step_fn(state, *batch)`, with collectives of its own over `axis_name`.
+        step_fn: `step_fn(state, *batch)`, with its own collectives over `axis_name`.
         axis_name: the name it uses for the axis; None is the wrapper's.
         in_axes: an entry for each positional argument: an axis along which it is cut into chunks of rows, None for
-            what is whole (state; a string or another object is part of the program), or "stacked" for pmap's own
-            layout, one entry for each replica along the first axis, which the step does not see. An entry may be a
-            tree of these, as in `jax.pmap`.
-        out_axes: likewise for the results. None is one value: the primary's, where a result that is no state
-            differs. "stacked" gives them as pmap does, and goes in again as such.
+            an argument that is replicated (state; a string or another object is part of the program), or "stacked"
+            for pmap's own layout, one entry for each replica along the first axis, which the step does not see. An
+            entry may be a tree of these, as in `jax.pmap`.
+        out_axes: the same for the results. None is one value: if a result that is not state differs, the primary's, or
+            the mean with `reduce_state="mean"`. "stacked" returns results as pmap does, ready for a "stacked" argument.
         static_broadcasted_argnums: positions of arguments that are part of the program, as in `jax.pmap`; the first
             of the others is the state.
-        donate_argnums: positions of whole arguments whose arrays are freed, as in `jax.pmap`. Those that were not
-            on every device yet are copied there, and stay. What is cut, and what NNX objects hold, is never freed.
+        donate_argnums: positions of replicated arguments whose arrays are freed, as in `jax.pmap`. Arrays that are not
+            on every device yet are copied there, and the originals stay. Arrays that are cut, and those that NNX
+            objects hold, are never freed.
 
     Raises:
         ValueError: chunks are uneven, and the step runs collectives; state is trained on one replica's rows;
-            what is "stacked" has no entry for each replica.
+            a "stacked" argument does not have one entry for each replica.
         RuntimeError: an argument was donated already.
 
     Example:
@@ -113,7 +115,7 @@ def parallel(
     axis_name = axis_name or config.axis_name
     mesh = config.mesh if axis_name == config.axis_name else make_mesh(config.devices, axis_name)
     label = getattr(step_fn, "__name__", type(step_fn).__name__)
-    reduce_state, dim = config.reduce_state, config.dim  # not the config, which a program must not keep alive
+    reduce_state, dim = config.reduce_state, config.dim  # copied, because a program must not keep the config alive
 
     def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
         run = on_replicas(_call_of(step_fn, out_axes, reduce_state, dim), label, verb=VERB)
@@ -131,7 +133,7 @@ def parallel(
         axes = _axes_of_arguments(in_axes, static, args, dim, bool(nodes))
         whole = {p: x for p, x in enumerate(args) if axes[p] is None}
         replicas = _replicas(whole, nodes, donated, mesh)
-        # The others are None among those that are cut, so that each has its own position.
+        # Replicated arguments are None among those that are cut, so that each keeps its position.
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
         scattered = _cut(cut, kwargs, axes, how, by_default=in_axes is None)
@@ -162,7 +164,7 @@ Replicas = tuple[dict[int, Tree], Held]
 
 
 def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments, with those that are static as parts of the program."""
+    """Returns the arguments, with the static ones as parts of the program."""
     if static and static[-1] >= len(args):
         raise ValueError(
             f"jdp.{VERB}: static_broadcasted_argnums is {static} for {len(args)} arguments; as in jax.pmap each of "
@@ -183,12 +185,12 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
 def _axes_of_arguments(
     in_axes: Any, static: tuple[int, ...], args: Sequence[Any], dim: int, has_nodes: bool
 ) -> tuple[Any, ...]:
-    """For each argument its axis, a tree of axes, or None for what is whole."""
+    """Returns for each argument its axis, a tree of axes, or None if it is replicated or static."""
     if not args:
         raise TypeError(
             f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
         )
-    if in_axes is None:  # with NNX objects, which are whole, there is no state to be the first argument
+    if in_axes is None:  # NNX objects are replicated anyway: with them, the first argument is not the state
         first = next((p for p in range(len(args)) if p not in static), 0)
         given = [None if p == first and not has_nodes else dim for p in range(len(args))]
     else:
@@ -197,11 +199,11 @@ def _axes_of_arguments(
 
 
 def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh) -> Replicas:
-    """What is whole, in its place on every device: the arguments that are donated, and what else there is."""
+    """Replicates the arguments that are not cut: returns those that are donated, and the rest with the NNX objects."""
     whole = _without_objects(whole)
     placed = broadcast(whole, mesh, VERB, "args")
     given, donated = ({p: x for p, x in tree.items() if p in donate} for tree in (whole, placed))
-    # What was moved may share its memory with what the caller has; what is in its place he has given away.
+    # An array that was moved may share memory with the caller's, which stays. One that was in place is given away.
     donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)
     _refuse_deleted(donated, mesh)
     held = {p: x for p, x in placed.items() if p not in donate}
@@ -210,7 +212,7 @@ def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, .
 
 
 def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
-    """The arguments, with strings, functions and other objects as parts of the program."""
+    """Returns the arguments, with strings, functions and other objects as parts of the program."""
     leaves, treedef = jax.tree.flatten(whole)
     for i, x in enumerate(leaves):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
@@ -224,7 +226,7 @@ def _name(whole: dict[int, Tree], index: int) -> str:
 
 
 def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
-    """The inverse of `_without_objects`."""
+    """Restores the objects that `_without_objects` has wrapped."""
 
     def is_object(x: Any) -> bool:
         return isinstance(x, _Object)
@@ -233,21 +235,21 @@ def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
 
 
 def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
-    """A `RuntimeError` for what was donated already."""
+    """Raises a `RuntimeError` if an array was donated already."""
     for i, x in enumerate(jax.tree.leaves(donated)):
-        if isinstance(x, Tracer) or not isinstance(x, jax.Array):  # in jit; in explain, which moves nothing
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array):  # inside of jit; or in explain, which moves nothing
             continue
         if x.is_deleted():
             raise RuntimeError(
                 f"jdp.{VERB}: {_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
                 f"what is in donate_argnums cannot be used again. Pass what that call returned."
             )
-        if may_deadlock(mesh):  # the queue of what is in flight may hold it, and would no longer know when it is there
+        if may_deadlock(mesh):  # the queue of calls in flight may hold it, and cannot wait for an array that is freed
             x.block_until_ready()
 
 
 def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting, *, by_default: bool) -> Any:
-    """The arguments that are cut, scattered; `by_default` nobody has said which those are."""
+    """Scatters the arguments that are cut; `by_default` is True if the user has passed no in_axes."""
     n, dim = own_mesh(how.mesh).size * how.per_device, how.dim
     if any(axis is not None and type(axis) is not int for axis in axes):
         _check_stacked(args, axes, n)
@@ -262,7 +264,7 @@ def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting,
 
 
 def _refuse_states(args: Sequence[Any], axes: Sequence[Any], dim: int, stacked: Callable[[Any], bool]) -> None:
-    """A `ValueError` with the in_axes that were meant, where arguments do not have the rows of the last, the batch."""
+    """Raises a `ValueError` with the intended in_axes if arguments have other rows than the last one, the batch."""
 
     def rows(x: Tree) -> set[int]:
         shapes = [leaf.shape for leaf in jax.tree.leaves(x) if getattr(leaf, "ndim", 0) and not stacked(leaf)]
@@ -292,7 +294,7 @@ def _check_stacked(args: tuple[Any, ...], axes: Sequence[Any], n: int) -> None:
 
 
 def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
-    """Whether an array is one PRNG key for each replica, as `jax.random.split(key, n)` makes them for pmap."""
+    """Returns a predicate: an array is one PRNG key per replica, as `jax.random.split(key, n)` makes for pmap."""
     leaves = [x for x in jax.tree.leaves(arguments) if getattr(x, "ndim", 0)]
 
     def legacy(x: Any) -> bool:
@@ -301,7 +303,7 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     rows = {
         x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))
     }
-    # Of the old style they look like n rows of data; where the batch has another number of rows, they are none.
+    # Old-style keys look like n rows of data. They count as keys if the batch has other numbers of rows.
     return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
 
 
@@ -309,13 +311,13 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
             values = signature.of_replica(operands, replica)
-            # Traced by hand, to see which of the results differ between replicas, and what they depend on.
+            # Traced by hand, to find which results differ between replicas, and what they depend on.
             jaxpr, shapes = jax.make_jaxpr(_run_of(step_fn, signature), return_shape=True)(*values)
             arrays = [
                 x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)  # a number that the step returns
                 for x, aval in zip(jax.extend.core.jaxpr_as_fun(jaxpr)(*values), jaxpr.out_avals, strict=True)
             ]
-            # What is whole is the same on all replicas, but for keys among the inputs, which are folded.
+            # Replicated operands are the same on all replicas, except keys among the inputs, which are folded.
             known = [
                 Value(False, None, 1 << i)
                 if i < signature.first_input
@@ -344,7 +346,7 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
 
 
 def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, Tree]]:
-    """The step as a function of the operands: its results, and the state of the NNX objects after it."""
+    """Returns the step as a function of the operands; it gives the results, and the NNX state after the step."""
 
     def run(*values: Any) -> tuple[Any, Tree]:
         replicas, args, kwargs = signature.fill(values)
@@ -361,7 +363,7 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
 
 
 def _only_arrays(out: Any) -> Any:
-    """What a step returned; a `TypeError` for what no device can hold."""
+    """Returns what a step returned; raises a `TypeError` for an object that no device can hold."""
     for path, x in jax.tree_util.tree_leaves_with_path(out):
         if not is_array(x) and not isinstance(x, bool | int | float | complex):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What a step for `jax.pmap` returns: each result with its rule; state that one replica's rows trained is refused."""
+"""The results of a step for `jax.pmap`: each gets its rule; state trained on one replica's rows alone is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERB = "parallel"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Numbered:
-    """An operand or a result of a step, with its number among all of them; to `jax.tree` it is a leaf."""
+    """An operand or a result of a step, with its index among all of them; to `jax.tree` it is a leaf."""
 
     value: Any
     number: int
@@ -34,7 +34,7 @@ def numbered(values: Sequence[Any], known: Sequence[Value]) -> list[Numbered]:
 
 
 class Kept(NamedTuple):
-    """A leaf of state: how the caller reaches it, and what it was and is."""
+    """A leaf of state: how the caller reaches it, and its value before and after the step."""
 
     name: str
     old: Numbered
@@ -42,13 +42,13 @@ class Kept(NamedTuple):
 
 
 class State(NamedTuple):
-    """An argument that is whole, or an entry of one that is a tuple: what may come back as a result."""
+    """A replicated argument, or an entry of one that is a tuple or a list; it may come back as a result."""
 
     name: str
     tree: Tree
 
     def is_like(self, result: Tree) -> bool:
-        """Whether a result has its tree and its shapes."""
+        """Returns True if a result has the same tree and the same shapes."""
         leaves, found = jax.tree.leaves(self.tree), jax.tree.leaves(result)
         return jax.tree.structure(self.tree) == jax.tree.structure(result) and all(
             jnp.shape(x.value) == jnp.shape(y.value) for x, y in zip(leaves, found, strict=True)
@@ -56,7 +56,7 @@ class State(NamedTuple):
 
 
 def states_of(whole: dict[int, Tree]) -> list[State]:
-    """The whole arguments, and the entries of tuples among them."""
+    """Returns the replicated arguments, and the entries of those that are tuples or lists."""
     found = [State(f"args[{p}]", tree) for p, tree in sorted(whole.items())]
     return found + [
         State(f"{name}[{i}]", x) for name, tree in found if type(tree) in (tuple, list) for i, x in enumerate(tree)
@@ -66,13 +66,13 @@ def states_of(whole: dict[int, Tree]) -> list[State]:
 def mark_results(
     out: Any, states: list[State], out_axes: Any, default: tuple[int | None, int], reduce: Reduce
 ) -> tuple[Tree, list[Kept]]:
-    """Each result with its rule: replicated (axis None), or cut along its axis; and the leaves of state among them.
+    """Marks each result as replicated (axis None) or cut along its axis; also returns the leaves of state among them.
 
-    `default` are the axes of the first result and of the others.
+    `default` holds the axis of the first result and that of the others.
     """
     several = type(out) in (tuple, list)
     if several and out_axes is None and default[0] is None and any(s.is_like(out) for s in states):
-        several = False  # a state that is a tuple, alone
+        several = False  # one result: a state that is a tuple
     results = list(out) if several else [out]
     axes = [default[0], *[default[1]] * (len(results) - 1)]
     if out_axes is not None:
@@ -93,7 +93,7 @@ def mark_results(
                 f"results the first alone is whole by itself, the others are gathered. Pass out_axes={fits} to "
                 f"dp.parallel for a state, or an int in the place of its None for what is gathered."
             )
-        # What differs is not dropped, unless it is state: there one value is kept, by the rule of reduce_state.
+        # By default a result that differs is gathered, unless it is state: reduce_state says which value is kept.
         gathered = default[1] if same is None and out_axes is None else None
         where = axes_of(axis, result, VERB, "out_axes")
         marks = [_mark(x, a, gathered, reduce) for x, a in zip(leaves, where, strict=True)]
@@ -102,7 +102,7 @@ def mark_results(
 
 
 def each(axes: Any, count: int, name: str, what: str) -> list[Any]:
-    """An entry for each argument, or each result; "stacked" in it is an axis."""
+    """Returns an entry for each argument, or each result, with `STACKED` in place of "stacked"."""
     given = entries(VERB, axes, count, name, what)
     return jax.tree.map(lambda a: STACKED if isinstance(a, str) and a == "stacked" else a, given)
 
@@ -116,19 +116,19 @@ def _mark(x: Numbered, axis: Any, gathered: int | None, reduce: Reduce) -> Marke
 
 
 def mark_nodes(before: Tree, after: Tree, reduce: Reduce) -> Tree:
-    """The NNX state that has changed; what is the same on all replicas needs no reduction."""
+    """Marks the NNX state that has changed; leaves that are the same on all replicas need no reduction."""
     same = {id(x.value) for x in jax.tree.leaves(after) if not x.known.varying}
     before, after = (jax.tree.map(lambda x: x.value, tree) for tree in (before, after))
     updates = mark_updates(after, [before], reduce)
 
-    def settle(x: Any) -> Any:  # what was sown is unmarked, and gathered
+    def settle(x: Any) -> Any:  # values that were sown are not marked, and are gathered
         return Marked(x.value, None, "same") if isinstance(x, Marked) and id(x.value) in same else x
 
     return jax.tree.map(settle, updates)
 
 
 def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept]:
-    """The leaves of the NNX objects' state, but for what a call sows and the keys; `names` are their arguments'."""
+    """Returns the leaves of NNX state, without sown values and keys; `names` gives each object's argument."""
     was, kept = dict(nnx.to_flat_state(before)), []
     for path, variable in nnx.to_flat_state(after):
         if path in was and not isinstance(variable, nnx.Intermediate | nnx.RngKey):
@@ -141,16 +141,16 @@ def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept
 def refuse_one_replicas_rows(
     jaxpr: Any, results: Sequence[Numbered], kept: Sequence[Kept], axis_name: str, n: int, reduce: Reduce
 ) -> None:
-    """A `ValueError` for state that differs between replicas because each has made it of its own rows.
+    """Raises a `ValueError` for state that differs between replicas because each computed it from its own rows.
 
-    That is right for statistics, as a BatchNorm's in training: one replica's are kept, as torch does, or the mean.
+    Statistics may differ, such as a BatchNorm's in training: one replica's are kept, as in torch, or their mean.
     """
     changed = [k for k in kept if k.new.value is not k.old.value]
     apart = [k for k in changed if k.new.known.varying and k.new.known.reduced is None and not _is_key(k.new.value)]
-    # The mean of what every replica makes of its rows is right for statistics, and wrong for all that is trained on
-    # them by anything but SGD. A metric of such statistics does not make them trained.
+    # The mean over the replicas is right for statistics. For trained state it is right with SGD, and wrong with other
+    # optimizers, which is why other state must not depend on it. A metric may: it does not make statistics trained.
     others = [k.new for k in kept] if reduce == "mean" else results
-    own = {id(k.new.value) for k in apart}  # by identity, for what is returned twice
+    own = {id(k.new.value) for k in apart}  # by identity, because a value may be returned twice
     pmean = (
         f"what is trained is the same on all replicas, or it learns from one's rows alone. Pass the gradients through "
         f"jax.lax.pmean(grads, {axis_name!r}) before the update"
@@ -179,9 +179,9 @@ def refuse_one_replicas_rows(
 
 
 def _trained(apart: Sequence[Kept], others: Sequence[Numbered]) -> list[Kept]:
-    """Those of the leaves on which one of the other results depends, or which depend on each other.
+    """Returns the leaves on which one of the other results depends, or which depend on each other.
 
-    Statistics may go into others, as an average into one without its bias; nothing comes back from there.
+    One statistic may be computed from another, as a bias-corrected average from the average, but not in a circle.
     """
 
     def goes_into(k: Kept, result: Numbered) -> bool:
@@ -199,12 +199,12 @@ def _trained(apart: Sequence[Kept], others: Sequence[Numbered]) -> list[Kept]:
 
 
 def _is_sum(jaxpr: Any, k: Kept, axis_name: str) -> bool:
-    """Whether a leaf is what it was and something that does not depend on it: a count, a total."""
+    """Returns True if a leaf is its old value plus something that does not depend on it: a count, a total."""
     to_it = added(jaxpr, k.old.number, k.new.number)
     alone = [Value(False, None, int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
     return to_it is not None and not any(v.sources for v in varying(jaxpr, alone, axis_name, to_it))
 
 
 def _is_key(x: Any) -> bool:
-    """Whether it holds PRNG keys, which may differ: typed ones, or (of the old style) two words each."""
+    """Returns True if it holds PRNG keys, which may differ: typed keys, or old-style keys of two words each."""
     return is_key(x) or x.dtype == jnp.uint32 and x.shape[-1:] == (2,)

@@ -38,11 +38,11 @@ from .terms import finished
 Leaves = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
 Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
-"""Stores what a step gives: the state after, its leaves, the metrics, and what of NNX objects in the batch changed."""
+"""Stores the results of a step: the state, its leaves, the metrics, and the updates of NNX objects in the batch."""
 
 
 class StepOptions(NamedTuple):
-    """The arguments of `train_step`, checked."""
+    """The checked arguments of `train_step`."""
 
     accumulate_steps: int
     shard_optimizer: bool | None
@@ -57,7 +57,7 @@ class StepOptions(NamedTuple):
 
     @property
     def reserved(self) -> tuple[str, ...]:
-        """The metrics that the step gives itself."""
+        """The names of the metrics that the step itself adds."""
         return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
 
 
@@ -73,29 +73,29 @@ class Program:
         options: StepOptions,
         label: str,
     ) -> None:
-        """`loss_of(sync)` is the loss with its BatchNorms synchronised or not, `view` what the optimizer sees."""
+        """Takes `loss_of(sync)`, the loss with BatchNorms synchronised or not; the optimizer sees `view(params)`."""
         self.config, self.loss_of, self.tx, self.view = config, loss_of, tx, view
         self.options, self.label = options, label
         n = config.mesh.size
         cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
         scatter = (lambda x: cut_axis(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
-        self.never: set[tuple[tuple[int, ...], int]] | None = None  # what is not cut so; not known before a batch
+        self.never: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
         self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
-        # Not synchronised, because there one replica's NaN is everybody's.
+        # BatchNorms are not synchronised here, because a NaN of one replica would reach all others.
         alone, name = loss_of(False), f"find_nonfinite_{label}"
         self.flags = Compiled(_flags(alone, steps, name))
         self.compiled: Recent[Any, Any] = Recent()
-        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that XLA has compiled already
-        self.steps = 0  # that were called
-        self.check: Check | None = None  # under way
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
+        self.steps = 0  # calls so far
+        self.check: Check | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
 
     def shardings(self, state: TrainState) -> TrainState:
-        """Where each part of a state lies: a prefix of its tree."""
+        """Returns the sharding of each part of a state, as a prefix of its tree."""
         everywhere = cast(Any, replicated(self.config.mesh))
         params = opt_state = everywhere
         if self.options.shard_params:
@@ -106,16 +106,16 @@ class Program:
         return TrainState(step=everywhere, params=params, opt_state=opt_state, state=everywhere, key=key)
 
     def axis(self, x: Any, n: int) -> int | None:
-        """Which axis a leaf of the optimizer's state is cut along, over n devices: as its parameter is, if that is."""
+        """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""
         return shard_axis(x, n, self.never or ()) if self.options.shard_params else cut_axis(x, n)
 
     def _look(self, jaxpr: Any, whole: Sequence[Any]) -> None:
-        """Keeps what the loss's scans run over."""
+        """Records the shapes of the parameters that the loss's scans iterate over, each with the axis."""
         if self.never is not None:
             self.never |= {(tuple(whole[i].shape), axis) for i, axis in run_over(jaxpr, len(whole))}
 
     def learn(self, state: TrainState, batch: Scattered) -> None:
-        """Before the first batch: traces the loss, to see what its scans run over."""
+        """Traces the loss on the first batch, to find which parameters its scans iterate over."""
         if self.options.shard_params and self.never is None:
             self.never = set()
             try:
@@ -125,7 +125,7 @@ class Program:
                 raise
 
     def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
-        """The state's own arrays, where it belongs; what is there already stays the same array."""
+        """Puts the state's arrays, after `owned`, where they belong; one that is there already stays the same array."""
 
         def place(to: Any, part: Tree) -> Tree:
             return jax.tree.map(lambda x: at(owned(x), to), part)
@@ -136,9 +136,9 @@ class Program:
         return jax.tree.map(place, self.shardings(state), state)
 
     def __call__(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
-        """One step, dispatched; `flat` is the state's, which whoever looked at its leaves has.
+        """Dispatches one step; `flat` is the flattened state, which the caller has already.
 
-        What it gives is what `keep` makes of `(state, its leaves, metrics, updates)`: no Ctrl-C comes before that.
+        It returns what `keep` makes of `(state, its leaves, metrics, updates)`; a first Ctrl-C waits until then.
         """
         if self.options.shard_params and self.never is None:
             self.learn(state, batch)
@@ -182,20 +182,20 @@ class Program:
         else:
             program = None
         if program is not None:
-            program.make_ready(*named)  # which takes long, and here it can be interrupted
+            program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
         args = *leaves, *batch._arrays
         try:
             program = self.of(state, layout, treedef)
             if program not in self._compiled and is_plain():
-                program.lower(*args).compile()  # likewise
+                program.lower(*args).compile()  # takes long, too
                 self._compiled.add(program)
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
                 raise
-        # JAX refuses one of the arguments, which it calls operands[3]; here it has its name.
+        # JAX has refused an argument by a name such as operands[3]. This program gives it the name in the state.
         return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
@@ -204,8 +204,8 @@ class Program:
         return self.of(state, batch._layout).lower(state, batch._arrays)
 
     def of(self, state: TrainState, layout: Layout, treedef: Any = None) -> Any:
-        """The compiled function of `(state, arrays of the batch)`; with a treedef, of the leaves of both."""
-        # Inside of another jit the options are that one's to choose, and JAX refuses any.
+        """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both."""
+        # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
         traced = takes_options(self.config.mesh) and not trace_state_clean()
         key = layout, treedef, traced
         found = self.compiled.used(key)
@@ -221,7 +221,7 @@ class Program:
         return found
 
     def _one_by_one(self, treedef: Any, layout: Layout) -> Any:
-        """The step as programs for one device each."""
+        """Returns the step as programs for one device each."""
         key = layout, treedef, "one by one"
         found = self.compiled.used(key)
         if found is None:
@@ -233,33 +233,33 @@ class Program:
 
     def compiler_options(self, state: TrainState) -> CompilerOptions:
         wire = self.options.reduce_dtype
-        arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses what is none
+        arrays = [x for x in jax.tree.leaves(state.params) if hasattr(x, "dtype")]  # JAX refuses the rest
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
         return compiler_options(self.config.mesh, sent, bool(self.options.shard_params))
 
     def on(self, mesh: Mesh, **changed: Any) -> Program:
-        """The same step on other devices, with these of its options changed."""
+        """Returns the same step on other devices, with these options changed."""
         options = self.options._replace(**changed)
         return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
 
     def like(self, **changed: Any) -> Program:
-        """The same step on the same devices, with these of its options changed."""
+        """Returns the same step on the same devices, with these options changed."""
         options = self.options._replace(**changed)
         return Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
 
     @staticmethod
     def view_of_state(state: Tree) -> Tree:
-        """What of the state is updated by the loss, in numbers that round: no counts, no keys."""
+        """Returns the inexact arrays of the state that the loss updates, by path: no counts, no keys."""
         tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
-        """The equation: new parameters of the old ones and of the gradient of the mean over the whole batch."""
+        """Computes the new parameters from the old ones and the gradient of the mean over the whole batch."""
         return self.updated(state, batch, self.gradients(state, batch))
 
     def updated(self, state: TrainState, batch: Scattered, found: Gradients) -> tuple[TrainState, dict[str, Any], Tree]:
-        """The state after the step, the metrics, and what of NNX objects in the batch has changed."""
+        """Returns the state after the step, the metrics, and the updates of NNX objects in the batch."""
         loss, metrics = found.out
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
@@ -282,7 +282,7 @@ class Program:
             after, opt_state = choose(after, before), choose(opt_state, state.opt_state)
             new_state, count = choose(new_state, state.state), choose(count, state.step)
             updates = choose(updates, _before(updates, batch))
-            if axis:  # or the compiler gathers both, and chooses one then
+            if axis:  # otherwise the compiler gathers both before it chooses
                 after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh, axis))
             metrics["skipped"] = ~finite
         if shard and not self.options.shard_params:
@@ -291,12 +291,12 @@ class Program:
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics, updates
 
     def _compare_replicas(self, state: TrainState) -> None:
-        """Every so many steps begins to compare the replicas of the state; raises for what was found some steps ago."""
+        """Starts to compare the replicas every `check_replicas` steps; raises for a difference found some steps ago."""
         every, mesh = self.options.check_replicas, self.config.mesh
         self.steps += 1
         if self.steps % every == 0:
             self.check = start(state, mesh)
-        # Not at once, for that waits for the step; but at the same step in all processes.
+        # Not read at once, because that waits for the step. All processes read it at the same step.
         if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
             check, self.check = self.check, None
             check.result("train_step")
@@ -307,7 +307,7 @@ class Program:
         return report(found, self.view(state.params))
 
     def operands(self, state: TrainState, batch: Scattered) -> tuple[tuple[Tree, Held], Scattered, Scattered | None]:
-        """What the replicas' program takes: parameters and what is held, the batch as one argument, the step's key."""
+        """Returns the operands of the replicas' program: parameters and `Held`, the batch as one argument, the key."""
         rows, given = nodes_of(batch)
         layout, params = rows._layout, state.params
         inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
@@ -320,7 +320,7 @@ class Program:
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
         if spans_processes(layout.mesh):
-            # Of metrics with an entry per row each process takes its own, when the program has run.
+            # Metrics with an entry per row stay scattered: each process takes its own rows after the program has run.
             arrays = [
                 x if isinstance(leaf, Whole | Shard) else Scattered((x,), one)
                 for x, leaf, one in zip(outputs._arrays, layout.arrays, layout.each, strict=True)
@@ -329,16 +329,16 @@ class Program:
         return self.read(state, found)
 
     def read(self, state: TrainState, found: Gradients) -> Gradients:
-        """What the replicas found, with all of the state after."""
+        """Returns what the replicas found, with the values of all terms and the whole state after the step."""
         return found._replace(out=finished(found.out), state=left(state.state, found.state))
 
 
 def _raise_nonfinite(error: Exception) -> None:
-    """Raises a `FloatingPointError` for what JAX makes of a NaN in a step with `jax_debug_nans`."""
+    """Raises a `FloatingPointError` for the errors that JAX raises for a NaN in a step with `jax_debug_nans`."""
     settings: Any = jax.config
     if not (settings.jax_debug_nans or settings.jax_debug_infs):
         return
-    # JAX runs the program again, to find the operation: with a state that is donated already, and then without an end.
+    # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
     is_jax = type(error).__name__ == "InternalFloatingPointError"
     if is_jax or isinstance(error, FloatingPointError | RecursionError) or "deleted" in str(error):
         raise FloatingPointError(
@@ -350,7 +350,7 @@ def _raise_nonfinite(error: Exception) -> None:
 
 
 def _flags(loss: Loss, steps: int, name: str) -> Any:
-    """What says of each replica and row whether the gradient is finite."""
+    """Returns a function that finds for each replica and each row whether the gradient is finite."""
     once = on_replicas(flags(loss, steps), name)
     several = pulled(flags(loss._replace(pulls=True), steps), loss, steps, name)
 
@@ -367,9 +367,9 @@ def _flags(loss: Loss, steps: int, name: str) -> Any:
 
 
 def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainState, Leaves]:
-    """The state, with a copy of each array that the batch holds, too: `state.key`, the parameters as a teacher's.
+    """Copies each array of the state that is also in the batch: `state.key`, or the parameters as those of a teacher.
 
-    What is donated must not be an argument as well: on several CPU devices that ends the process.
+    An array must not be both donated and an argument: on several CPU devices that ends the process.
     """
     held = {id(x) for x, leaf in zip(batch._arrays, batch._layout.arrays, strict=True) if isinstance(leaf, Whole)}
     leaves, treedef = flat
@@ -380,7 +380,7 @@ def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainS
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:
-    """The key of this step, as a keyword argument; each replica and microbatch folds it further."""
+    """Returns the key of this step, as a keyword argument; each replica and microbatch folds it further."""
     if state.key is None:
         return None
     key = jax.random.fold_in(state.key, state.step)
@@ -388,14 +388,14 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
 
 
 def entered(state: Tree, given: Held | None) -> Held:
-    """The state, with that of the NNX objects in the batch."""
+    """Returns the state together with that of the NNX objects in the batch."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
 def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
-    """The state with what the step has changed of it, and what has changed of the objects in the batch."""
+    """Returns the state with the changes of the step, and the changes of the NNX objects in the batch."""
     if isinstance(state, Mapping):
         return found
     mine, updates = of_model(found)
@@ -403,14 +403,14 @@ def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
 
 
 def of_model(state: Tree) -> tuple[Tree, Tree]:
-    """What of the state of several NNX objects is the first one's, the model's, and that of the others."""
+    """Splits the state of several NNX objects into that of the first, the model, and that of the others."""
     flat = nnx.to_flat_state(state)
     first, others = ([(path, v) for path, v in flat if (path[0] == 0) is mine] for mine in (True, False))
     return nnx.from_flat_state(first), nnx.from_flat_state(others)
 
 
 def _before(updates: Tree, batch: Scattered) -> Tree:
-    """What the variables of these updates, of NNX objects in the batch, were."""
+    """Returns the values before the step of the variables in `updates`, which belong to NNX objects in the batch."""
     _, given = nodes_of(batch)
     if given is None:
         return updates  # there are none
@@ -425,7 +425,7 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
 
 
 def jit_of_state(program: Any, state: TrainState, layout: Layout, options: CompilerOptions) -> Any:
-    """The function of `(state, arrays of the batch)`: names in it are those of the state."""
+    """Returns the jitted function of `(state, arrays of the batch)`; JAX's errors name the leaves of the state."""
 
     def train_step(state: TrainState, arrays: tuple[Any, ...]) -> tuple[TrainState, dict[str, Any], Tree]:
         return program.step(state, Scattered(arrays, layout))
@@ -435,10 +435,10 @@ def jit_of_state(program: Any, state: TrainState, layout: Layout, options: Compi
 
 
 def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout, options: CompilerOptions) -> Any:
-    """The same of the state's leaves and the batch's arrays, one after the other; `of_leaves` reads what it gives.
+    """Returns the same function of the state's leaves, followed by the batch's arrays; `of_leaves` reads its results.
 
-    What calls it has looked at the leaves, and JAX need not flatten the state once more: it sorts the keys of every
-    dict, and most of what a call costs in Python is that.
+    The caller has the leaves already, so JAX need not flatten the state again. That would sort the keys of every dict,
+    which is most of what a call costs in Python.
     """
     count = treedef.num_leaves
 
@@ -455,20 +455,20 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
 
 
 def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """What `Keep` takes, of what a program of leaves gave."""
+    """Returns the arguments of `Keep`, from the results of a program of leaves."""
     (first, opt_state, last), metrics, updates, unflatten = out
     leaves = [*first, *opt_state, *last]
     return unflatten(leaves), leaves, metrics, updates
 
 
 def _own_rows(out: Any) -> Any:
-    """What a program of the state gave; of metrics with an entry per row this process's own rows."""
+    """Returns the results of a program of the state; metrics with an entry per row keep this process's rows only."""
     state, metrics, updates = out
     return state, map_scattered(lambda s: join(s, "sharded"), metrics), updates
 
 
 def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """The same, of what a program of the state gave."""
+    """Returns the arguments of `Keep`, from the results of a program of the state."""
     state, metrics, updates = out
     return state, jax.tree.leaves(state), metrics, updates
 
@@ -485,18 +485,18 @@ def _jit(program: Any, fn: Any, donated: tuple[int, ...], where: Any, to: Any, o
 
 
 CompilerOptions = dict[str, bool | int]
-# Bytes that travel together: a seventh of the gradients, so that the last of them, when nothing is left to compute, are
-# few, but neither so few that their start takes longer than they do, nor more than XLA takes by itself.
+# Limits of the bytes that are sent together, a seventh of the gradients. The last of them are sent when nothing is left
+# to compute, so they should be few. With less, starting would take longer than sending; the most is XLA's own default.
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
 def compiler_options(mesh: Mesh, sent: int, gathers: bool = False) -> CompilerOptions:
-    """For a training step on these devices, of `sent` bytes of gradients: `compiler_options` of `jax.jit`.
+    """Returns the `compiler_options` of `jax.jit` for a step on these devices that sends `sent` bytes of gradients.
 
     With `gathers` the step gathers its parameters as it uses them.
 
-    What the user has set in `XLA_FLAGS` stays, and what this compiler does not know is left out. On TPUs XLA's defaults
-    are kept. `benchmarks/overlap.py` shows what this is worth, and with `--options` what others would be.
+    Options that the user has set in `XLA_FLAGS` are left out; all are, if the compiler does not know one of the others.
+    On TPUs XLA's defaults are kept. `benchmarks/overlap.py` measures the gain; `--options` is for other options.
     """
     if not takes_options(mesh):
         return {}
@@ -510,26 +510,26 @@ def takes_options(mesh: Mesh) -> bool:
 
 
 def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
-    """On n GPUs."""
+    """Returns the options for n GPUs."""
     bucket = min(max(sent // 7, _LEAST), _MOST)
-    # XLA puts gathers together across the pieces that jdp has made: of a small model all into one.
+    # XLA combines gathers across the pieces that jdp has made: those of a small model all into one.
     once = {"xla_gpu_all_gather_combine_threshold_bytes": bucket} if gathers else {}
     return once | {
         "xla_gpu_all_reduce_combine_threshold_bytes": bucket,
-        # XLA counts what comes out of a reduce-scatter, 1/n of what goes in, and so waits for n times as much: for all
-        # gradients of most models.
+        # XLA counts the bytes that come out of a reduce-scatter, 1/n of those that go in. With the same threshold it
+        # would wait for n times as many, which are all gradients of most models.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket // n,
     }
 
 
 @functools.cache
 def _known(mesh: Mesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
-    """Whether the compiler takes these options: XLA refuses a program for one that it does not know."""
+    """Returns True if the compiler knows these options; XLA refuses a program if it does not know one of them."""
     probe = jax.jit(lambda: 0, out_shardings=replicated(mesh), compiler_options=dict(options))
     try:
         probe.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "INVALID_ARGUMENT" not in str(error):
-            raise  # memory was full, say: that tells nothing of the options, and nothing is kept of it
+            raise  # out of memory, for example: that says nothing about the options, and is not cached
         return False
     return True

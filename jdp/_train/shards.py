@@ -1,4 +1,4 @@
-"""A loss of parameters that are cut over the replicas: how it gets them whole, and where their gradients are summed."""
+"""The loss of parameters that are cut over the replicas: where they are gathered, and their gradients summed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .._jax.pieces import Sharded, run_in_pieces
 
 
 def axes_of_shards(signature: Signature) -> Tree:
-    """For each leaf of what a gradient is taken of the axis that it is cut along; -1 where it is whole."""
+    """Returns the axis along which each differentiated leaf is cut, as a tree; -1 if the leaf is whole."""
     (axes, _), _, _ = signature.fill([leaf.axis if isinstance(leaf, Shard) else -1 for leaf in signature.leaves])
     return axes
 
 
 class Shards(NamedTuple):
-    """Of what a gradient is taken of, what is cut over the replicas, and how the loss gets it whole."""
+    """The differentiated leaves, which of them are cut over the replicas, and how the loss gets these whole."""
 
     leaves: list[Any]
     names: list[str]
-    axes: list[int]  # -1 where a leaf is whole
+    axes: list[int]  # -1 if a leaf is whole
     treedef: Any
     signature: Signature
-    sent_as: Callable[[Any], Any]  # the dtype in which gradients of a dtype travel
-    apart: bool  # whether microbatches are added before anything is summed over the replicas
+    sent_as: Callable[[Any], Any]  # a gradient's dtype to the one sent; None: unchanged
+    apart: bool  # whether gradients of microbatches are added before they are summed over the replicas
 
     @staticmethod
     def of(signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool) -> Shards | None:
-        """None where all of them are gathered already."""
+        """Returns the shards, or None if all parameters are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
@@ -47,22 +47,22 @@ class Shards(NamedTuple):
         return self.signature.layout.mesh
 
     def before(self, is_ratio: bool) -> float:
-        """What a gradient is divided by before it travels in a narrow dtype: about what makes a mean of it."""
+        """Returns the divisor of a gradient that is sent in a narrow dtype: roughly the one that makes it a mean."""
         return float(sum(self.signature.layout.sizes) if is_ratio else self.mesh.size)
 
     def undivided(self, total: Any, is_ratio: bool) -> Any:
-        """A sum over the replicas that has come back, no longer divided: in 32 bits, whose range it does not leave."""
+        """Multiplies a sum over the replicas by its divisor `before`: in 32 bits, whose range it does not leave."""
         if self.sent_as(total.dtype) is None:
             return total
         return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(is_ratio)
 
     def shapes(self) -> Tree:
-        """The shapes of the whole arrays."""
+        """Returns the tree with the shape of the whole array for each leaf that is cut."""
         pairs = zip(self.leaves, self.axes, strict=True)
         return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.mesh.size) for x, axis in pairs])
 
     def taken(self) -> Tree:
-        """What the gradient is taken of: what is cut itself, or zeros in the places of the whole arrays."""
+        """Returns what is differentiated: the parts themselves, or (if `apart`) zeros of the whole shapes."""
         if not self.apart:
             return self.treedef.unflatten(self.leaves)
         return jax.tree.map(
@@ -70,11 +70,11 @@ class Shards(NamedTuple):
         )
 
     def at(self, number: Any) -> Shards:
-        """For a microbatch of this number: or the compiler gathers once, outside of the loop."""
+        """Makes the shards depend on a microbatch number; otherwise the compiler gathers once, outside of the loop."""
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.apart else self
 
     def function(self, jaxpr: Any, shapes: Tree, is_ratio: bool) -> Callable[..., Any]:
-        """The function that a jaxpr was traced from, of what is taken in place of the whole arrays."""
+        """Returns the function that a jaxpr was traced from; it takes what `taken` returns, not the whole arrays."""
         name = self.signature.axis_name
         gather_of = parts_of(name) if self.apart else summing(name, self.sent_as, self.before(is_ratio))
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]

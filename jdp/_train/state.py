@@ -27,17 +27,17 @@ from .._page import Page, in_notebook
 
 
 class TrainState(struct.PyTreeNode):
-    """What a step takes and gives back: a plain pytree, in whose shapes is no number of devices.
+    """The state that a step takes and returns: a plain pytree, whose shapes do not depend on the number of devices.
 
-    Made by `step.init`; Orbax saves and restores it, onto any number of devices. `state.replace(...)`
-    is the state with other parts.
+    `step.init` makes it. Orbax saves it, and restores it onto any number of devices. `state.replace(...)`
+    returns the state with other parts.
 
     Attributes:
         step: the number of updates so far, a 0-d int32.
-        params: `variables["params"]`, whole on every replica; cut over them with `shard_params=True`.
-        opt_state: the optimizer's state; cut over the replicas with `shard_optimizer=True`.
+        params: `variables["params"]`, replicated; cut over the replicas with `shard_params=True`.
+        opt_state: the optimizer's state, replicated; cut over the replicas with `shard_optimizer=True`.
         state: the other collections of the variables (`batch_stats`), by name.
-        key: the typed PRNG key that the steps' keys are made of, or None.
+        key: the typed PRNG key that the steps' keys are derived from, or None.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np, optax
@@ -68,7 +68,7 @@ class TrainState(struct.PyTreeNode):
 
 
 def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
-    """The state before the first step, as a function of the variables and the key, which it copies."""
+    """Returns a function of the variables and the key, which it copies; it makes the state before the first step."""
 
     def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
         others = dict(variables)
@@ -79,7 +79,7 @@ def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
 
 
 def checked_key(key: Any) -> Any:
-    """A typed key, of one that may be of the old style."""
+    """Returns the key as a typed key; it may be given in the old style."""
     if key is None:
         return None
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
@@ -91,7 +91,7 @@ def checked_key(key: Any) -> Any:
 
 
 def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | None:
-    """The first path at which two trees of arrays differ in structure, shape or dtype, and how; None if nowhere."""
+    """Returns the first path where two trees of arrays differ in structure, shape or dtype, and how; else None."""
     a, b = ({jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(t)} for t in (found, expected))
     for path in [*b, *(p for p in a if p not in b)]:
         if path not in a or path not in b:
@@ -108,13 +108,13 @@ def _short(x: Any) -> str:
 
 
 def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
-    """A `RuntimeError` for arrays that an earlier step has freed: JAX passes them on, and may crash."""
+    """Raises a `RuntimeError` for arrays that an earlier step has freed: JAX would pass them on, and may crash."""
     try:
-        # Each step asks each leaf: no Python for it, and not even the look-up of a method.
+        # Every step checks every leaf, so no Python code runs per leaf, and no method is looked up.
         if not any(map(type(leaves[0]).is_deleted, leaves)):
             return
-    except (AttributeError, TypeError):  # of several types: a key among arrays; numbers, tracers
-        kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # to which no tracer belongs
+    except (AttributeError, TypeError):  # leaves of several types: a key among arrays; numbers, tracers
+        kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # never a tracer's
         if not any(x.is_deleted() for x in leaves if type(x) in kinds):
             return
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -127,41 +127,41 @@ def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
 
 
 class Given:
-    """What a step gave last. Only arrays that a step made may be donated to the next: all others are copied first."""
+    """The last results of a step. Only arrays that a step made may be donated to the next; others are copied first."""
 
     def __init__(self, donates: bool) -> None:
-        self.last: Any = None  # as the user got it
+        self.last: Any = None  # as the user received it
         self.leaves: Sequence[Any] = ()  # of the state
         self._donates = donates
         if donates:
             _steps.add(self)
 
     def keep(self, last: Any, leaves: Sequence[Any]) -> None:
-        """Remembers what a step gives now."""
+        """Remembers the results of a step."""
         if self._donates and self.leaves and not self.leaves[0].is_deleted():
-            # Another state than the last went in, and the last is still good for a step.
+            # A state other than the last went in, so the last is not freed, and can still be passed to a step.
             _older.update((id(x), x) for x in self.leaves)
         self.last, self.leaves = last, leaves
 
     def has(self, leaves: Sequence[Any]) -> bool:
-        """Whether these are the leaves that it gave last. Each step asks it, so there is no Python for each leaf."""
+        """Returns True if the step returned these leaves last. Every step calls it, so no Python code runs per leaf."""
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
     def owned(self) -> Callable[[Any], Any]:
-        """A function that gives what a step made as it is, once, and a copy of all else that a step would donate."""
+        """Returns a function that returns arrays made by a step unchanged (once), and copies others before donation."""
         if not self._donates:
             return lambda x: x
         made: set[int] | None = None
 
         def owned(x: Any) -> Any:
             nonlocal made
-            if made is None:  # not before it is asked: a step on the state that it gave last asks nothing
+            if made is None:  # on the first call only: a step on the state that it returned last makes none
                 made = {id(x) for step in _steps for x in step.leaves}.union(_older)
             if id(x) in made:
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
             if isinstance(x, np.ndarray):
-                return x.copy()  # for JAX may use its memory as it is
+                return x.copy()  # because JAX may use its memory without a copy
             return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
 
         return owned
@@ -169,11 +169,11 @@ class Given:
 
 _steps: weakref.WeakSet[Given] = weakref.WeakSet()
 _older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Arrays that steps gave before their last, and that are not donated yet, by their id."""
+"""Arrays, by id, that steps returned before their last results, and that are not donated yet."""
 
 
 def refuse_more(more: Sequence[Any], spelling: str) -> None:
-    """A `TypeError` for a batch in several arguments."""
+    """Raises a `TypeError` for a batch in several arguments."""
     if more:
         raise TypeError(
             f"jdp.train_step: a step is called with {1 + len(more)} arguments for the batch; a batch is one tree of "
@@ -182,7 +182,7 @@ def refuse_more(more: Sequence[Any], spelling: str) -> None:
 
 
 def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.last") -> str:
-    """What is told beside a KeyboardInterrupt: where the state is that training goes on with."""
+    """Returns the note for a `KeyboardInterrupt`, which says with which state training can go on."""
     if done:
         return f"jdp.train_step: interrupted when a step was done; {last} is the {what} after it. Go on with {last}."
     if any(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(state)):
@@ -197,7 +197,7 @@ VERB = "train_step"
 
 
 def checked_optimizer(tx: Any) -> optax.GradientTransformation:
-    """An optax transformation, or what has the two functions of one, as `optax.MultiSteps`."""
+    """Returns an optax transformation; makes one of an object with its two functions, such as `optax.MultiSteps`."""
     if isinstance(tx, type) or not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(
             f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation (for NNX an nnx.Optimizer, too). "
@@ -207,7 +207,7 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
 
 
 def opt_shapes(tx: Any, params: Tree) -> Tree:
-    """The shapes of the optimizer's state; a `TypeError` where the transformation needs more than a step passes it."""
+    """Returns the shapes of the optimizer's state; raises a `TypeError` if `tx` needs more than a step passes."""
     shapes = jax.eval_shape(tx.init, params)
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         if not hasattr(x, "dtype"):
@@ -217,14 +217,14 @@ def opt_shapes(tx: Any, params: Tree) -> Tree:
             )
     try:
         jax.eval_shape(functools.partial(_updates, tx), params, shapes, params, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception as error:  # what else is wrong with it is told when the step is traced
+    except Exception as error:  # other errors are raised when the step is traced
         if str(error).startswith("jdp."):
             raise
     return shapes
 
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
-    """What an optimizer sees of these parameters: it was made of the model, or of the wrapper, one level above."""
+    """Returns a function from params to what the optimizer sees: the model's, or its wrapper's, one level above."""
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "
@@ -242,18 +242,18 @@ def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
 
 
 def _of_wrapper(state: Tree) -> Tree:
-    """A model's state as part of its wrapper's."""
+    """Returns a model's state as part of its wrapper's."""
     return nnx.as_pure(nnx.from_flat_state([(("module", *path), v) for path, v in nnx.to_flat_state(state)]))
 
 
 def update(
     tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: Mesh, axis: Axis | None
 ) -> tuple[Tree, Tree, Tree]:
-    """`(params before, params after, opt_state after)`, all cut over the replicas where there is an `axis` for each.
+    """Returns `(params before, params after, opt_state after)`, all cut over the replicas if `axis` is given.
 
-    Outside of the replicas' program: there the compiler knows the whole arrays, and cuts norms, factored moments
-    and whatever else a transformation computes of them correctly. A transformation that ran on each
-    replica's part would be another one.
+    It runs outside of the replicas' program. There the compiler knows the whole arrays, and partitions correctly the
+    norms, factored moments and whatever else a transformation computes from them. A transformation that ran on
+    each replica's part would compute something else.
     """
     constrain = jax.lax.with_sharding_constraint
     if axis:
@@ -284,9 +284,9 @@ def update(
 
 
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
-    """What the transformation makes of the gradients; `value` goes to those that take it.
+    """Returns the updates that the transformation makes, and its state after; `value` goes to those that take it.
 
-    Whether one does is not to be seen: `optax.chain` takes any argument, and passes it on to all that take more.
+    Whether one takes it cannot be seen: `optax.chain` takes any argument, and passes it on to all that take more.
     """
     run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
@@ -321,7 +321,7 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
 
 
 def _refuse_other_parameters(tx: Any, opt_state: Tree, params: Tree, error: Exception) -> None:
-    """Raises a `ValueError` where the optimizer's state is of other parameters, which is why its update has failed."""
+    """Raises a `ValueError` if the update failed because the optimizer's state belongs to other parameters."""
     try:
         expected = jax.eval_shape(tx.init, params)
     except Exception:
@@ -335,7 +335,7 @@ def _refuse_other_parameters(tx: Any, opt_state: Tree, params: Tree, error: Exce
 
 
 def _clips_each_row(opt_state: Tree) -> bool:
-    """Whether there is the state of DP-SGD in it. optax.contrib is not imported, because that takes a while."""
+    """Returns True if it holds the state of DP-SGD. optax.contrib is not imported, because that takes a while."""
 
     def is_one(x: Any) -> bool:
         return type(x).__name__ == "DifferentiallyPrivateAggregateState"
@@ -344,7 +344,7 @@ def _clips_each_row(opt_state: Tree) -> bool:
 
 
 def whole(tree: Tree, mesh: Mesh) -> Tree:
-    """The tree, gathered: whole on every device."""
+    """Gathers the tree, so that it is replicated."""
 
     def gather(path: Any, x: Any) -> Any:
         with jax.named_scope(f"gather.{path_name(path)}"):
@@ -354,25 +354,25 @@ def whole(tree: Tree, mesh: Mesh) -> Tree:
 
 
 class Bytes(NamedTuple):
-    """Bytes on each device: of leaves that are cut over the devices, and of whole ones."""
+    """Bytes on each device: of leaves that are cut over the devices, and of replicated ones."""
 
     cut: int
     whole: int
 
 
 def cut_axis(x: Any, n: int) -> int | None:
-    """The first axis that n devices divide; None where the array stays whole."""
+    """Returns the first axis whose size n divides; None if the array stays whole."""
     if n == 1:
         return None
     return next((axis for axis, size in enumerate(x.shape) if size and size % n == 0), None)
 
 
 Axis = Callable[[Any, int], int | None]
-"""The axis that an array is cut along over n devices; None where it stays whole."""
+"""Returns the axis along which an array is cut over n devices; None if it stays whole."""
 
 
 def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
-    """Where each array of a tree lies when all that can be cut is cut."""
+    """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:
         return cut_along(mesh, axis(x, mesh.size))
@@ -381,7 +381,7 @@ def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
 
 
 def bytes_of(tree: Tree, to: Tree) -> Bytes:
-    """What a tree really takes, by the arrays' own shardings; of what is traced, by those that it will have, `to`."""
+    """Returns the bytes that a tree takes with its arrays' shardings; traced arrays will have those in `to`."""
     cut = whole = 0
     targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
     for x, target in zip(jax.tree.leaves(tree), targets, strict=True):
