@@ -25,7 +25,7 @@ AbsentError.__name__ = AbsentError.__qualname__ = DesyncError.__name__
 
 
 def client() -> Any:
-    """The client of JAX's coordination service; None where JAX runs as one process."""
+    """Returns the client of JAX's coordination service; None if JAX runs as one process."""
     return job().client
 
 
@@ -33,45 +33,45 @@ _OF_THE_PARENT: list[Any] = []
 
 
 def forget_in_child() -> None:
-    """In a child by `os.fork`, which is none of the job: at its end JAX would tell all that its parent has left."""
+    """Takes a child of `os.fork` out of the job, because JAX would report at its end that the parent has left."""
     state = job()
     for name in ("client", "service", "preemption_sync_manager"):
-        _OF_THE_PARENT.append(getattr(state, name, None))  # kept: its destructor speaks to the others, too
+        _OF_THE_PARENT.append(getattr(state, name, None))  # kept alive, because its destructor reports to the others, too
         setattr(state, name, None)
 
 
 def own_process() -> int:
-    """`jax.process_index()`, without starting JAX's backend, which would wait for that of every other process."""
+    """Returns `jax.process_index()` without starting JAX's backend, which would wait for all other processes."""
     return job().process_id
 
 
 def process_count() -> int:
-    """`jax.process_count()`, likewise."""
+    """Returns `jax.process_count()` without starting JAX's backend."""
     return job().num_processes
 
 
 def coordinator() -> str:
-    """`"host:port"` at which the processes meet; empty where this version of JAX does not say."""
+    """Returns the `"host:port"` of the coordination service; empty if this version of JAX does not tell."""
     return job().coordinator_address or ""
 
 
 def get(key: str, seconds: float) -> str | None:
-    """The value of a key, once it is there; None when the time is over."""
+    """Waits for the value of a key, and returns it; None after so many seconds."""
     return _value("DEADLINE_EXCEEDED", client().blocking_key_value_get, key, max(1, int(seconds * 1000)))
 
 
 def now(key: str) -> str | None:
-    """The value of a key, or None."""
+    """Returns the value of a key now; None if there is none."""
     return _value("NOT_FOUND", client().key_value_try_get, key)
 
 
 def under(folder: str) -> list[tuple[str, str]]:
-    """The keys that begin so, and their values."""
+    """Returns the keys that begin with `folder`, and their values."""
     return _value("NOT_FOUND", client().key_value_dir_get, folder) or []
 
 
 def put(key: str, text: str) -> None:
-    """Sets the value of a key, also where it has one."""
+    """Sets the value of a key, whether it has one or not."""
     _value(None, client().key_value_set, key, text, True)
 
 
@@ -80,7 +80,7 @@ def delete(key: str) -> None:
 
 
 def _value(absent: str | None, call: Any, *args: Any) -> Any:
-    """What a call of the service gives; None where its error is that what was asked for is absent."""
+    """Returns the result of a call of the service; None if its error has `absent` in it."""
     try:
         return call(*args)
     except jax.errors.JaxRuntimeError as error:
@@ -96,10 +96,10 @@ _LEFT = "jdp/left/"
 
 
 def left_key(process: int) -> str:
-    """What a process sets that ends its program in good order."""
+    """Returns the key that a process sets when it ends its program in good order."""
     return f"{_LEFT}{process}"
 
 
 def ended() -> set[int]:
-    """The processes that have ended their programs in good order."""
+    """Returns the processes that have ended their programs in good order."""
     return {int(key.removeprefix(_LEFT)) for key, _ in under(_LEFT)}

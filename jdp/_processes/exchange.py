@@ -1,4 +1,4 @@
-"""The processes tell each other texts, in the order of their calls: `tell(what, x) == {0: its x, 1: its x, ...}`."""
+"""The processes exchange texts, in the order of their calls: `tell(what, x) == {0: its x, 1: its x, ...}`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import jax
 from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
 from .watch import HINT, limits, named, watch
 
-_SLICE = 1.0  # seconds after which a process that waits says so, and looks who has not come, or has ended
-_KEPT = 64  # entries that a process leaves in the coordination service, before it deletes the oldest
+_SLICE = 1.0  # seconds after which a waiting process writes that it waits, and looks which others are absent
+_KEPT = 64  # entries of a process in the coordination service, before it deletes the oldest
 
 
 class Exchange:
-    """The calls of the processes that share a mesh, numbered; each can leave an entry for a call.
+    """The numbered calls of the processes that share a mesh; each process can write an entry for a call.
 
-    Entries go through JAX's coordination service, which process 0 keeps. What comes with every batch goes through a
-    collective, and leaves an entry only where it has to wait, or where the processes differ.
+    Entries go through JAX's coordination service, which process 0 runs. What is exchanged with every batch goes through
+    a collective, and needs an entry only if a process has to wait, or if the processes differ.
     """
 
     calls = 0  # of all exchanges
@@ -37,7 +37,7 @@ class Exchange:
         self._left: collections.deque[str] = collections.deque()
 
     def next_call(self, what: str) -> Call:
-        """The next call of all, which is `what` here."""
+        """Begins the next call of the group, which is `what` in this process."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"jdp.{what}: called from thread {threading.current_thread().name!r}, and the calls before came from "
@@ -50,11 +50,11 @@ class Exchange:
         return Call(self, what, f"{self._group}/{self._number}")
 
     def tell(self, what: str, entry: Any, seconds: float) -> dict[int, Any]:
-        """Leaves an entry for the next call, and gives those of all processes; raises as `Call.wait` does."""
+        """Writes an entry for the next call, and returns those of all processes; raises as `Call.wait` does."""
         return self.next_call(what).tell(entry, seconds)
 
     def come_to(self, program: str) -> None:
-        """This process is about to run a program, as all are."""
+        """Notes that this process is about to run a program, which all processes run."""
         watch.moved(self._group, program)
 
     def dispatching(self, seconds: float | None = None) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ class Exchange:
         return watch.dispatching(self._group, self.processes, seconds)
 
     def dispatched(self, output: jax.Array | None) -> None:
-        """That program runs; this is one of its outputs. None where it is being traced."""
+        """Notes that the program runs; this is one of its outputs, or None while it is being traced."""
         if output is not None:
             watch.dispatched(self._group, self.processes, output)
 
@@ -75,28 +75,28 @@ class Exchange:
 
 
 class Call:
-    """A call that all processes make; each can leave an entry for it."""
+    """A call that all processes make; each can write an entry for it."""
 
     def __init__(self, exchange: Exchange, what: str, key: str) -> None:
         self.exchange, self.what, self._key = exchange, what, key
         self._began = time.monotonic()
 
     def leave(self, entry: Any = None) -> None:
-        """Leaves this process's entry; None says that it waits here."""
+        """Writes the entry of this process; None says that it waits here."""
         text = json.dumps([self.what, entry], separators=(",", ":"))
         with watch.waiting(self.what, limits.step):  # for process 0
             self.exchange.leave(f"{self._key}/{self.exchange.here}", text)
 
     def entries(self) -> dict[int, Any]:
-        """What those have left who have come.
+        """Returns the entries of the processes that have come to this call.
 
         Raises:
-            DesyncError: to one of them it is another call.
+            DesyncError: one of them makes another call.
         """
         found = self._found()
         if {what for what, _ in found.values()} <= {self.what}:
             return {process: entry for process, (_, entry) in found.items()}
-        end = time.monotonic() + 2 * _SLICE  # in which those who wait for others have left word, too
+        end = time.monotonic() + 2 * _SLICE  # the processes that wait have written so by then
         while len(found) < len(self.exchange.processes) and time.monotonic() < end:
             time.sleep(_SLICE / 20)
             found = self._found()
@@ -109,22 +109,22 @@ class Call:
         )
 
     def _found(self) -> dict[int, tuple[str, Any]]:
-        """To those who have come: which call it is, and what they have left."""
+        """Returns by process which call each of those that have come makes, and its entry."""
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in under(f"{self._key}/")}
 
     def tell(self, entry: Any, seconds: float) -> dict[int, Any]:
-        """Leaves an entry, and gives those of all processes; raises as `wait` does."""
+        """Writes an entry, and returns those of all processes; raises as `wait` does."""
         self.leave(entry)
         return self.told_by(self.exchange.processes, seconds)
 
     def told_by(self, processes: Sequence[int], seconds: float) -> dict[int, Any]:
-        """What these processes have left, once it is there; raises as `wait` does."""
+        """Returns the entries of these processes once they are there; raises as `wait` does."""
         found: dict[int, Any] = {}
 
         def are_there(seconds: float) -> bool:
             found.update(self.entries())
             missing = [p for p in processes if found.get(p) is None]
-            if missing and missing[0] in found:  # it waits here, and will see that there is something to say
+            if missing and missing[0] in found:  # it waits here, and will see that it has to write an entry
                 time.sleep(_SLICE / 20)
             elif missing:
                 get(f"{self._key}/{missing[0]}", seconds)
@@ -139,7 +139,7 @@ class Call:
         Raises:
             DesyncError: a process did not come to this call within so many seconds, has ended, or makes another call.
         """
-        with watch.waiting(self.what, seconds + 2 * _SLICE) as is_over:  # who waits has said so by then
+        with watch.waiting(self.what, seconds + 2 * _SLICE) as is_over:  # a process that waits has written so by then
             while not ready(_SLICE):
                 gone = ended()
                 found = self.entries()
@@ -153,7 +153,7 @@ class Call:
                     self._give_up(absent, gone)
 
     def _give_up(self, absent: list[int], gone: set[int]) -> None:
-        """Raises, unless those who have not come are busy, or all have come, and are well."""
+        """Raises unless the absent processes are busy, or all have come and are well."""
         silent = [p for p in watch.silent(self.exchange.processes) if p not in gone]
         seconds = time.monotonic() - self._began
         late = [p for p in absent if seconds > limits.compile or not watch.is_busy(p)]
@@ -184,7 +184,7 @@ def exchange_of(processes: tuple[int, ...]) -> Exchange:
 
 
 def by_value(entries: Mapping[int, Any]) -> str:
-    """Who has what: `processes 0, 1 have x; process 2 has y`."""
+    """Returns which processes have which value: `processes 0, 1 have x; process 2 has y`."""
     merged: dict[str, list[int]] = {}
     for process, value in sorted(entries.items()):
         merged.setdefault(str(value), []).append(process)

@@ -1,34 +1,35 @@
-"""The watch: each process leaves word of where it is; who waits too long for the others learns where these are.
+"""The watch: each process writes where it is, and a process that waits too long learns where the others are.
 
-The states of a process. The main thread changes them; two other threads (`last_words.py`) look, and end the process
-where it waits in vain.
+The states of a process. The main thread changes them. Two other threads (`last_words.py`) look, and end the process
+if it waits in vain.
 
-* At its own work (`moved` was called last). It waits for nobody, and blames nobody. Those who have waited for
-  `limits.step` blame it if it has not moved for as long: "did not come to it".
-* In a call (`waiting`). The main thread looks itself, and raises; `is_cut_off` ends it where process 0 is silent.
+* At its own work (`moved` was called last). It does not wait, and blames no other process. Processes that have waited
+  for `limits.step` blame it if it has not moved for as long: "did not come to it".
+* In a call (`waiting`). The main thread looks itself, and raises. `is_cut_off` ends it if process 0 is silent.
 * Saving and restoring. `Checkpointer` waits for the others in a collective of JAX's, which is watched as a dispatch. A
   process that writes for long is late after `limits.compile` only. Orbax's own barriers, while it writes, are not
   watched: JAX gives them up.
-* Entering a dispatch. `Exchange.come_to` moves, and `dispatching` notes what is about to be waited for, before the
-  program is called: one CPU device computes in the thread that dispatches, which comes back when the others have come.
-  In there it is
-  - tracing and comparing (`preparing`): it waits for nobody but in calls.
-  - compiling (`compiling`, by `same_program` and by JAX's own events): it does not wait, and until `limits.compile` it
-    is not late to the others either.
-  - in the dispatch: it waits, since the last of these. Who does not come, has ended or is silent is named.
-* A program runs (`dispatched`). It waits until an output is ready: the oldest that runs counts, and then the newest.
-* In a callback, also in a dispatch: a device waits for Python, which the frames of Python's threads show. All have come
-  to the program then. The processes that are in no callback name the one that is, after `limits.step`.
+* Entering a dispatch. `Exchange.come_to` moves, and `dispatching` notes what the process is about to wait for, before
+  it calls the program. The reason is that a single CPU device computes in the thread that dispatches, and the call
+  returns only when the others have come. During the dispatch the process is
+  - tracing and comparing (`preparing`): it waits only in calls.
+  - compiling (`compiling`, by `same_program` and by JAX's own events): it does not wait, and until `limits.compile` the
+    others do not consider it late.
+  - in the dispatch: it waits, since the last of these. A process that does not come, has ended or is silent is named.
+* A program runs (`dispatched`). The process waits until an output is ready. The oldest running program counts, and
+  then the newest.
+* In a callback, also during a dispatch: a device waits for Python, which the frames of Python's threads show. All
+  processes have come to the program then. Processes that are in no callback name the one that is, after `limits.step`.
 
 How a process ends, and how the others learn of it:
 
-* The end of the script, `sys.exit(0)`, `raise SystemExit(3)`: `_leave` tells the last position, and then that it has
-  ended. A process that waits for it in a later call or program says so at once.
-* An exception, `sys.exit(3)`, `exit(3)`: a word of failure, for which all look each half second.
-* `os._exit`, SIGKILL, no memory: the others of its machine see that there is no such process. Elsewhere a connection
-  breaks. A process that fails with that error waits 3 s, in which its listener may learn which one has ended.
-* SIGSTOP: no sign of life. It is named after half of `limits.step` where this machine says that it is stopped, else
-  after all of it. The coordination service is in process 0: of that one `is_cut_off` tells.
+* The end of the script, `sys.exit(0)`, `raise SystemExit(3)`: `_leave` writes the last position, and then that the
+  process has ended. A process that waits for it in a later call or program says so at once.
+* An exception, `sys.exit(3)`, `exit(3)`: the process writes its failure, and all others look for one each half second.
+* `os._exit`, SIGKILL, no memory: the others of its machine see that the process is gone. Elsewhere a connection breaks.
+  A process that fails with that error waits 3 s, so that its listener can learn which process has ended.
+* SIGSTOP: no sign of life. The process is named after half of `limits.step` if this machine says that it is stopped,
+  and after all of it otherwise. The coordination service is in process 0, so `is_cut_off` reports that one.
 """
 
 from __future__ import annotations
@@ -60,29 +61,29 @@ class Limits:
 
 limits = Limits()
 _FOLDER = "jdp/at/"
-_BEAT = 2.0  # seconds between two words of where this process is
-_SILENCE = 3 * _BEAT  # which those who are well and within reach do not keep
-_FEW = 64  # processes, which may all ask for all
-_DEAD = ("", "Z", "X")  # states of Linux: no such process, or nothing of it but its code
+_BEAT = 2.0  # seconds between two notes of where this process is
+_SILENCE = 3 * _BEAT  # a process that is well and within reach is never silent for so long
+_FEW = 64  # up to so many processes, each may ask for all others
+_DEAD = ("", "Z", "X")  # states of Linux: no such process, or only its exit code is left
 HINT = (
     "Call it in all processes, also what stands under `if jax.process_index() == 0`; for work that takes one process "
     "longer, jdp.distributed.initialize(timeout=...)."
 )
 _SAME = f"; all processes make the same calls in the same order. {HINT}"
-_SMALL = 4096  # bytes of what may be held while it is computed, and a moment longer
+_SMALL = 4096  # bytes of an output that may be kept alive until it is computed
 
 
 class Place(NamedTuple):
-    """Where a process is, as it tells the others."""
+    """Where a process is, as it writes it for the others."""
 
-    beat: int  # how often it has told
+    beat: int  # how often it has written
     machine: str
     pid: int
     doing: str  # the last call or program that it came to
     idle: float  # seconds since
     compiles: bool
-    positions: dict[str, int]  # in each group's calls and programs, to which all of the group come in one order
-    called_back: float = 0.0  # seconds that what runs there has been in one call back into Python
+    positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
+    called_back: float = 0.0  # seconds since the running program called back into Python
 
 
 class Pending(NamedTuple):
@@ -93,8 +94,8 @@ class Pending(NamedTuple):
     position: int
     what: str
     since: float
-    output: Callable[[], Any]  # one of its outputs; None where nobody holds it any more
-    seconds: float | None = None  # that it may take the others to come to it; None: limits.step
+    output: Callable[[], Any]  # returns one of its outputs; None if no reference to it is left
+    seconds: float | None = None  # how long the others may take to come to it; None: limits.step
 
     def is_done(self) -> bool:
         x = self.output()
@@ -124,21 +125,21 @@ class Watch:
         self._gone: list[int] = []
 
     def moved(self, group: str, what: str) -> None:
-        """This process has come to the next call or program of a group."""
+        """Notes that this process has come to the next call or program of a group."""
         self._positions[group] = self._positions.get(group, 0) + 1
         self._doing, self._since, self._compiles_since = what, time.monotonic(), None
 
     def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
-        """What it came to last is a program, which runs now."""
+        """Notes that the program that this process came to last runs now."""
         held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
         self._newest = Pending(group, processes, self._positions[group], self._doing, time.monotonic(), held)
 
     @contextlib.contextmanager
     def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> Iterator[None]:
-        """In here the main thread dispatches the program that it came to last.
+        """Marks a block: the main thread dispatches the program that it came to last.
 
-        A CPU device that is the only one of its process computes in that thread, and a program may wait for the
-        others before there is an output to ask.
+        A CPU device that is the only one of its process computes in that thread, so a program may wait for the
+        others before it has an output that could be asked.
         """
         pending = Pending(group, processes, 0, "", time.monotonic(), lambda: None, seconds)
         with self._in_dispatch(pending):
@@ -146,7 +147,7 @@ class Watch:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """In here it traces and compares the program first, and waits for nobody but in calls that say so."""
+        """Marks a block: the main thread traces and compares the program, and waits only in calls that say so."""
         with self._in_dispatch(None):
             yield
         if self._dispatch is not None:
@@ -161,12 +162,12 @@ class Watch:
             self._dispatch = before
 
     def compiling(self, whether: bool) -> None:
-        """This process begins, or ends, to compile a program: until then, and `limits.compile`, it is not late."""
-        self._since, self._told = time.monotonic(), 0.0  # which the others are to hear at once
+        """Notes that this process begins or ends to compile a program; it is not late before `limits.compile`."""
+        self._since, self._told = time.monotonic(), 0.0  # written at once for the others
         self._compiles_since = self._since if whether else None
 
     def compile_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Of `jax.monitoring`: between these two JAX compiles, the user's own programs too."""
+        """Listens to `jax.monitoring`: between these two events JAX compiles, also programs of the user."""
         if event.endswith("/jaxpr_to_mlir_module_duration"):
             self.compiling(True)
         elif event.endswith("/backend_compile_duration"):
@@ -174,7 +175,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[Callable[[], bool]]:
-        """In here the main thread waits for the others; gives a function that tells whether the seconds are over."""
+        """Marks a block: the main thread waits for the others. Yields a function that tells if the time is up."""
         began, before = time.monotonic(), self._waits
         self._waits = what, began, began + seconds
         try:
@@ -183,20 +184,20 @@ class Watch:
             self._waits = before
 
     def is_busy(self, process: int) -> bool:
-        """Whether it compiles a program, or has come to something, or compiled, less than the time-out ago."""
+        """Returns True if it compiles, or has compiled or come to something less than `limits.step` ago."""
         if process not in self._places:
             return False
         place, since = self._places[process]
         return place.compiles or place.idle + time.monotonic() - since <= limits.step
 
     def silent(self, processes: Sequence[int], least: float | None = None) -> list[int]:
-        """Those of which there has been no sign of life for so many seconds, as far as `look` has learnt."""
+        """Returns the processes without a sign of life for at least so many seconds, as far as `look` has learnt."""
         least = max(_SILENCE, limits.step / 2) if least is None else least
         heard = {p: self._learnt - since for p, (_, since) in self._places.items()}
         return [p for p in processes if p != own_process() and heard.get(p, 0) > least]
 
     def why_silent(self, silent: Sequence[int]) -> str:
-        """In words, of all of them."""
+        """Returns in words why these processes are taken for silent."""
         seconds = time.monotonic() - max(self._places[p][1] for p in silent)
         sign = f"{'have' if len(silent) > 1 else 'has'} given no sign of life for {seconds:.0f} s"
         places = [self._places[p][0] for p in silent]
@@ -205,12 +206,12 @@ class Watch:
         return f"{sign} ({'stopped' if self._stopped(silent) else 'its Python does not run'}; on this machine)"
 
     def _stopped(self, silent: Sequence[int]) -> bool:
-        """Whether the system says of each of them that it is stopped."""
+        """Returns True if the operating system says of each of them that it is stopped."""
         places = [self._places[p][0] for p in silent]
         return bool(places) and all(p.machine == _machine() and _state(p.pid) in ("T", "t") for p in places)
 
     def look(self) -> str | None:
-        """Tells where this process is, and looks for the others; gives, in words, why it is to wait no longer."""
+        """Writes where this process is, and looks for the others; returns in words why it should stop waiting."""
         now = time.monotonic()
         pending, waits = self._still_running(), self._waits
         self._see_callbacks(pending)
@@ -218,11 +219,11 @@ class Watch:
             self._tell()
         self._rounds += 1
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
-        # To process 0 it costs nothing to ask itself; where there are many, the others ask when they have to.
+        # Process 0 asks itself, which costs nothing. In a large job the others ask only when they have to.
         many = own_process() != 0 and process_count() > _FEW
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
-        # Asked before where they are: who ends says that first, and where it has come to is known by then.
+        # This comes before `_learn`: a process writes its last position and then its end, so both are known here.
         left = ended() if waited > _BEAT or self.silent([*self._places], _SILENCE) else set()
         self._learn()
         if dead := self._dead():
@@ -241,7 +242,7 @@ class Watch:
         )
 
     def _why_in_vain(self, pending: Pending, left: set[int]) -> str | None:
-        """Says why this process should wait for a program no longer; None where it should."""
+        """Returns in words why this process should not wait for a program any longer; None if it should."""
         waited = time.monotonic() - pending.since
         gone = [p for p in pending.processes if p in left and self._position(p, pending) < pending.position]
         if gone:
@@ -261,12 +262,12 @@ class Watch:
                 f"jax.pure_callback, io_callback, jax.debug.callback). Look at what that function waits for; for work "
                 f"that takes one process longer, jdp.distributed.initialize(timeout=...)."
             )
-        if waited > limits.compile + _SILENCE:  # who compiles too long is late by then
+        if waited > limits.compile + _SILENCE:  # a process that compiles for too long is late by then
             return f"all processes have come to it: the devices, or the network between them, stand still{_SAME}"
         return None
 
     def is_cut_off(self) -> str | None:
-        """The same, where the coordination service does not answer; called every half second, from another thread."""
+        """Returns the same if the coordination service does not answer; another thread calls it every half second."""
         # Looks are counted, not seconds: where something holds Python's lock, neither thread runs.
         self._looks = self._looks + 1 if self._rounds == self._seen else 0
         self._seen = self._rounds
@@ -292,7 +293,7 @@ class Watch:
         return self._pending or self._dispatched_now()
 
     def _dispatched_now(self) -> Pending | None:
-        """The program that the main thread is dispatching, where it neither compiles it nor waits in a call."""
+        """Returns the program that the main thread dispatches, unless it compiles it or waits in a call."""
         dispatch = self._dispatch
         if dispatch is None or self._waits is not None or self._compiles(time.monotonic()):
             return None
@@ -310,7 +311,7 @@ class Watch:
         self._callbacks = {f: before.get(f, now) for f in frames}  # kept, so that no other can be taken for one
 
     def _pause(self) -> float:
-        """Seconds between two looks for the others: one process answers them all."""
+        """Returns the seconds between two looks for the others; one process answers the looks of all."""
         return max(_BEAT / 2, process_count() / _FEW)
 
     def _warn(self, why: str, of: object) -> None:
@@ -320,7 +321,7 @@ class Watch:
             print(f"jdp: {why}; process {own_process()} waits", file=sys.stderr)
 
     def _dead(self) -> list[int]:
-        """Those of this machine that do not run any more, also when this looked before, and have not said why."""
+        """Returns the processes of this machine that were gone in two looks and have not written why."""
         machine = _machine()
         here = [p for p, (place, _) in self._places.items() if place.machine == machine]
         before, self._gone = self._gone, [p for p in here if _state(self._places[p][0].pid) in _DEAD]
@@ -362,7 +363,7 @@ class Watch:
         return [p for p, place in places.items() if place.called_back > limits.step]
 
     def _late(self, pending: Pending) -> list[int]:
-        """Those who have come least far, of those who have not come to it, and have not moved either."""
+        """Returns the processes that lag furthest behind this program and have not moved for `limits.step`."""
         behind = {}
         for process in pending.processes:
             place, since = self._places.get(process, (_NOWHERE, 0.0))
@@ -388,7 +389,7 @@ def named(processes: Sequence[int]) -> str:
 
 
 def _machine() -> str:
-    """This machine, and which of its networks and of its lists of processes."""
+    """Returns the name of this machine, and its namespaces of networks and processes."""
     spaces = []
     with contextlib.suppress(OSError):  # not Linux
         spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
@@ -396,7 +397,7 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> str:
-    """Linux's letter for what a process of this machine does; "" where there is none, "?" where Linux does not say."""
+    """Returns Linux's letter for the state of a process of this machine; "" if it is gone, "?" if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
