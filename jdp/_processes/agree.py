@@ -22,11 +22,11 @@ CONTAINERS = "containers"
 
 
 def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -> Callable[..., Any]:
-    """The jitted function, compared with that of the other processes once for each shapes of its arguments.
+    """Returns the jitted function, which is compared with that of the other processes once for new shapes.
 
     Compared are the label, the versions, the order of the devices, the shapes and dtypes of the operands (`roots`
-    names the arguments) and the StableHLO. Compiled before it runs, for the others wait in its first collective no
-    longer than a time-out.
+    names the arguments) and the StableHLO. The program is compiled before it runs, because the others wait in its
+    first collective no longer than a time-out.
     """
     devices = tuple(devices)
     processes = tuple(sorted({d.process_index for d in devices}))
@@ -55,7 +55,7 @@ def same_program(program: Any, devices: Iterable[Any], roots: tuple[str, ...]) -
 
 
 def _operands(args: Any, roots: tuple[str, ...], names: Sequence[str] | None) -> dict[str, str]:
-    """The dtype and shape of each operand, by its path or by the name given."""
+    """Returns the dtype and shape of each operand, by its path or by the name given."""
     leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if hasattr(x, "dtype")]
     paths = names or [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in leaves]
     return {path: f"{x.dtype}{list(x.shape)}" for path, (_, x) in zip(paths, leaves, strict=True)}
@@ -89,7 +89,7 @@ def _compare(
 
 
 def difference(trees: dict[int, dict[str, str]]) -> str | None:
-    """The first path at which the processes' trees differ, and who has what there; None if nowhere."""
+    """Returns the first path where the processes' trees differ, and what each has there; None if they are equal."""
     paths = dict.fromkeys(path for tree in trees.values() for path in tree)
     apart = [path for path in paths if len({tree.get(path) for tree in trees.values()}) > 1]
     apart.sort(key=lambda path: path == CONTAINERS)  # a path says more
@@ -116,11 +116,11 @@ def _version(package: str) -> str:
 
 
 _LONGEST = 2**19  # characters of a text that goes through the coordination service
-_KINDS = 4  # of processes, whose texts are compared
+_KINDS = 4  # of processes: so many texts are compared
 
 
 def _everybody(exchange: Exchange, label: str, values: dict[int, Any], text: str) -> dict[int, str]:
-    """A text of each kind of process, by the first of its kind; all processes know by now that they differ."""
+    """Returns the text of each kind of process, sent by the first of its kind; all know already that they differ."""
     kinds: dict[Any, int] = {}
     for process, value in sorted(values.items()):
         if len(kinds) < _KINDS:
@@ -136,7 +136,7 @@ def _everybody(exchange: Exchange, label: str, values: dict[int, Any], text: str
 
 
 def _first_line(texts: dict[int, str]) -> str:
-    """The first line of the programs that is not the same everywhere."""
+    """Returns the first line of the programs that differs between processes, and the line of each."""
     lines = {process: text.splitlines() for process, text in texts.items()}
     for number in range(max(map(len, lines.values()))):
         each = {p: (t[number].strip() if number < len(t) else "no such line") for p, t in lines.items()}

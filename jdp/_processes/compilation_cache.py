@@ -44,7 +44,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
 
 
 def _opened(path: str) -> int:
-    """A descriptor of the folder, which is this user's and nobody else's: it stays that one, whatever is renamed."""
+    """Returns a descriptor of the folder, which only this user may use; renaming does not change which one it is."""
     if "://" in path:
         raise OSError("it is no folder of this machine's; for cloud storage set JAX_COMPILATION_CACHE_DIR")
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -62,7 +62,7 @@ def _opened(path: str) -> int:
 
 
 def _say(path: str, error: OSError) -> None:
-    """Once on each machine."""
+    """Prints, once on each machine, that the folder cannot be used."""
     if os.environ.get("JDP_LOCAL_PROCESS_ID", "0") == "0":
         print(f"jdp: compiled programs cannot be kept in {path}: {error}; this run goes on without", file=sys.stderr)
 
@@ -70,15 +70,15 @@ def _say(path: str, error: OSError) -> None:
 class Programs:
     """What `put` was told `get` gives back, to the last bit, to any process of any run, or None.
 
-    A file for each program, written beside and renamed, so that no reader sees half of one, with the SHA-256 of its
-    name and of the program in front: what is damaged, or has another's name, is deleted, compiled and written anew. The
-    folder holds `limit` bytes, and what the processes have written since each looked last, a thirty-second of that at
-    most.
+    Each program is a file. It is written under another name and renamed, so that no reader sees half of it. The SHA-256
+    of its name and of the program stands in front: a file that is damaged, or has the name of another program, is
+    deleted, and the program is compiled and written again. The folder holds `limit` bytes, and at most a thirty-second
+    of that more, which the processes have written since each looked last.
     """
 
     def __init__(self, folder: int, path: str, limit: int = LIMIT) -> None:
         self._folder, self._path, self._limit = folder, path, limit
-        self._unseen = limit  # bytes that may have come since this process has looked
+        self._unseen = limit  # bytes that may have been added since this process looked
         self._said = False
 
     def get(self, key: str) -> bytes | None:
@@ -140,13 +140,13 @@ def _digest(name: str, data: bytes) -> bytes:
 
 
 def _name(key: str) -> str:
-    """The name of a program's file. JAX's key is the program, the versions, the options and the devices."""
+    """Returns the name of a program's file. JAX's key covers the program, versions, options and devices."""
     return hashlib.sha256(f"{key} {_machine()}".encode()).hexdigest() + _SUFFIX
 
 
 @functools.cache
 def _machine() -> str:
-    """What code this machine runs: a home directory is seen by machines with other processors."""
+    """Returns which code this machine can run: machines with other processors may share the home directory."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return platform.machine()

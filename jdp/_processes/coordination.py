@@ -36,7 +36,7 @@ def forget_in_child() -> None:
     """Takes a child of `os.fork` out of the job, because JAX would report at its end that the parent has left."""
     state = job()
     for name in ("client", "service", "preemption_sync_manager"):
-        _OF_THE_PARENT.append(getattr(state, name, None))  # kept alive, because its destructor reports to the others, too
+        _OF_THE_PARENT.append(getattr(state, name, None))  # kept alive: its destructor reports to the others, too
         setattr(state, name, None)
 
 

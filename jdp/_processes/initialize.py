@@ -34,7 +34,7 @@ def initialize(
     compilation_cache: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> None:
-    """Makes this process one of a job of many: `jax.distributed.initialize`, by which no fault hangs the others.
+    """Makes this process one of a job of many. It is `jax.distributed.initialize`, and no fault hangs the others.
 
     Call it first, before anything asks JAX for devices. It needs no arguments where one of these has started the
     processes; the first that is found counts:
@@ -49,42 +49,42 @@ def initialize(
     * Slurm, Kubernetes, a TPU pod; the detection is JAX's own.
 
     A worker of Ray Train is one of its group, whatever else is set. `JAX_COORDINATOR_ADDRESS` says where the processes
-    meet, also where the launcher says something else. Of several processes on a machine each has the GPU of its local
-    rank; `JAX_LOCAL_DEVICE_IDS` says otherwise, and so does a `CUDA_VISIBLE_DEVICES` with fewer GPUs than processes.
+    meet, also if the launcher says something else. If a machine has several processes, each uses the GPU of its local
+    rank, unless `JAX_LOCAL_DEVICE_IDS` says otherwise, or `CUDA_VISIBLE_DEVICES` has fewer GPUs than processes.
 
-    Where nothing says that there are other processes it does nothing, so that the same script runs alone. Where
-    something says that there are (`WORLD_SIZE`, `PMI_SIZE`, ...), and the rest is not known, it is an error: a job of
-    several processes never falls apart into several of one. Where JAX's own `initialize` has run already (Ray Train
-    calls it for GPUs), the job stays as it is, and gets what is promised here but for the times that JAX was told then.
-    Call this in the thread that trains.
+    If there is no sign of other processes it does nothing, so that the same script runs alone. If there is one
+    (`WORLD_SIZE`, `PMI_SIZE`, ...), and the rest is unknown, it is an error: a job of several processes never falls
+    apart into several jobs of one. If JAX's own `initialize` has run already (Ray Train calls it for GPUs), the job
+    stays as it is. It gets what is promised here, with the times that JAX was told then. Call this in the thread that
+    trains.
 
     What JAX leaves waiting for minutes, or for ever, ends within seconds:
 
-    * an exception: the process prints it, tells the others, and ends (JAX would wait in its exit for the others);
-      they print whose it was, and end. So it is in a thread, too, if this was called there.
-    * a dead process: those of its machine name it within seconds; the others have a collective that breaks, or wait
-      `timeout`.
+    * an exception: the process prints it, tells the others, and ends (JAX would wait for the others at exit). They
+      print which process has failed, and end. The same holds in a thread, if this was called there.
+    * a dead process: the others of its machine name it within seconds. On other machines a collective breaks, or they
+      wait `timeout`.
     * a stuck or stopped process, or a network that is cut: the others wait `timeout` for it. At a call of jdp they
-      raise a `jdp.distributed.DesyncError` that names it; where they wait for a program that was dispatched, each says
-      who has not come to it, or gives no sign of life, and ends with exit code 76. No time-out of NCCL or Gloo is
-      needed. A process that compiles a program is not late.
+      raise a `jdp.distributed.DesyncError` that names it. If they wait for a program that was dispatched, each says
+      which process has not come to it, or gives no sign of life, and ends with exit code 76. No time-out of NCCL or
+      Gloo is needed. A process that compiles a program is not late.
     * a second thread, whose calls would mix with the first's into wrong sums, gets a `RuntimeError`.
 
     Args:
         coordinator_address: `"host:port"` of process 0. Default: what the launcher or the cluster says.
-        num_processes: how many there are; likewise.
-        process_id: which this one is, from 0; likewise.
+        num_processes: the number of processes. Default: as above.
+        process_id: the number of this process, from 0. Default: as above.
         timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
             Longer, where one of them does long work alone between two steps (evaluates, or writes); None: for ever.
         start_timeout: seconds that it waits for the others to start, and at the first call of each kind. Where one
             does not start, JAX names it in the log, and ends the process with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
-            with SIGABRT. More than twice `timeout`, for the words above to come first.
+            with SIGABRT. Pass more than twice `timeout`, so that the messages above come first.
         shutdown_timeout: seconds that a process which has ended waits for the others to end.
         thread_guard: whether JAX refuses calls over several processes from any other thread than this one.
         quiet: whether process 0 does not print what was found.
         compilation_cache: a folder, yours alone (mode 700, made if absent), where the programs that JAX compiles are
-            kept, at most about 4 GiB: who starts again reads them. It may be shared by processes, jobs and machines.
+            kept, at most about 4 GiB: a restarted job reads them. Processes, jobs and machines may share it.
             Default: the one that `jdp launch` names, else none. "none" is none. A setting of JAX's own
             (`JAX_COMPILATION_CACHE_DIR`) goes before.
         **options: further arguments of `jax.distributed.initialize` (`local_device_ids`, ...).
@@ -143,9 +143,9 @@ def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shut
 
 
 def _job(address: str | None, count: int | None, here: int | None, timeout: int, options: Any) -> dict[str, Any] | None:
-    """What `jax.distributed.initialize` is to be told, as given, or as the launcher or the cluster says.
+    """Returns the arguments of `jax.distributed.initialize`, as given, or as the launcher or the cluster says.
 
-    None for a job of one process.
+    Returns None for a job of one process.
     """
     if count == 1:
         return None
@@ -177,7 +177,7 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
 
 
 def _refuse_other_job(count: int | None, here: int | None) -> None:
-    """JAX's own `initialize` has run; what is asked for now must be what it was told."""
+    """Raises a `ValueError` if JAX's own `initialize` has run with other arguments."""
     processes, own = process_count(), own_process()
     if count not in (None, processes) or here not in (None, own):
         raise ValueError(
@@ -187,11 +187,11 @@ def _refuse_other_job(count: int | None, here: int | None) -> None:
         )
 
 
-_LATER = 3  # seconds by which the coordination service gives up before those who wait for its answer
+_LATER = 3  # seconds between the coordination service giving up and the processes that wait for its answer
 
 
 def _refuse_taken_port(bind: str) -> None:
-    """JAX says "Failed to start RPC server" (0.10), or crashes (0.12)."""
+    """Raises a `RuntimeError` if the port is in use. JAX only says "Failed to start RPC server", or crashes."""
     port = int(bind.rsplit(":", 1)[1])
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
@@ -210,7 +210,7 @@ def _refuse_taken_port(bind: str) -> None:
 
 
 def _interface_to(coordinator: str) -> str | None:
-    """The network interface that leads to `"host:port"`; None where the hostname serves, or all is on one machine.
+    """Returns the network interface that leads to `"host:port"`; None if the hostname serves, or all is on one machine.
 
     Gloo listens at the address that the hostname resolves to, and on Debian that is 127.0.1.1, where only processes of
     the same machine can reach it.

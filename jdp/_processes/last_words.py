@@ -1,4 +1,4 @@
-"""A process that fails tells the others, and ends at once; one that hears of it ends as well."""
+"""A process that fails writes so, and ends at once; a process that reads it ends as well."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .exchange import Exchange
 from .watch import watch
 
 _FAILED = "jdp/failed"
-_CONNECTIONS = ("Gloo", "NCCL")  # by whose names an error says that a connection is broken
-_ending = threading.Event()  # this process is about to end, and has said why
-_GRACE = 1.0  # seconds in which a process may fail by itself, and say more, before it ends for another's sake
+_CONNECTIONS = ("Gloo", "NCCL")  # an error with one of these names says that a connection is broken
+_ending = threading.Event()  # set when this process is about to end, and has said why
+_GRACE = 1.0  # seconds that a process has to fail by itself, and say more, before it ends because of another
 
 
 @functools.cache  # once
@@ -34,12 +34,12 @@ def install() -> None:
     before, own = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != own:  # a child, by os.fork, whose end is nobody else's
+        if os.getpid() != own:  # a child of os.fork, whose end does not concern the job
             before(kind, error, trace)
             _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
             return
         _let_the_listener_speak(str(error))
-        # What JAX does at exit waits for the others, and they may be waiting for this process.
+        # JAX waits for the others at exit, and they may be waiting for this process.
         interrupted = issubclass(kind, KeyboardInterrupt)
         if interrupted:
             print(f"jdp: process {own_process()} was interrupted", file=sys.stderr)
@@ -62,9 +62,9 @@ def install() -> None:
 
 
 def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
-    """Has the process end with this thread where it fails: Python would go on, and end with code 0.
+    """Makes the process end when this thread fails. Python alone would go on, and end with code 0.
 
-    Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) has it, and says so.
+    Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) reports it itself.
     """
     before, own = threading.excepthook, os.getpid()
 
@@ -88,12 +88,12 @@ _before_leaving: list[Callable[[], None]] = []
 
 
 def before_leaving(wait: Callable[[], None]) -> None:
-    """Has `wait` called at the end of the program, before the others hear that this process has left."""
+    """Registers `wait`, called at the end of the program before this process writes that it has left."""
     _before_leaving.append(wait)
 
 
 class _Exit:
-    """The last call of `sys.exit`: its code, how many calls were made over the processes before it, and whose it is."""
+    """The last call of `sys.exit`: its code, the number of calls over the processes before it, and its process."""
 
     code, calls, process = 0, -1, 0
 
@@ -101,7 +101,8 @@ class _Exit:
 def _note_exits() -> None:
     """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there.
 
-    So it does that of `exit` and `quit`, which `site` adds; `raise SystemExit(3)` calls nothing that could note it.
+    The code of `exit` and `quit`, which `site` adds, is noted as well. `raise SystemExit(3)` calls no function that
+    could note it.
     """
 
     def noted(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
@@ -120,18 +121,18 @@ def _note_exits() -> None:
 
 
 def _tell(what: str) -> None:
-    """Leaves word of a failure, where none is yet: the first is the one that counts."""
+    """Writes a failure, unless there is one already: the first counts."""
     try:
         client().key_value_set(_FAILED, json.dumps([own_process(), what[:2000]]))
-    except Exception:  # somebody was first, or the coordination service is gone, and all hear of that
+    except Exception:  # another process was first, or the coordination service is gone, which all notice
         pass
 
 
 def _let_the_listener_speak(error: str) -> None:
     """Waits up to three seconds with an error that the end of another process may have caused.
 
-    Meanwhile the listener may learn which process that was. It then says so and ends this process, so that the name
-    stands last in the output.
+    In that time the listener may learn which process that was. It then says so and ends this process, so that the name
+    is the last line of the output.
     """
     over = time.monotonic() + 3 * _GRACE
     while _ending.is_set() or (time.monotonic() < over and any(name in error for name in _CONNECTIONS)):
@@ -142,28 +143,28 @@ def _end(code: int) -> None:
     _ending.set()
     sys.stdout.flush()
     sys.stderr.flush()
-    if own_process() == 0:  # all others hear of a failure through this one, and abort where it goes before them
+    if own_process() == 0:  # the others read of a failure through this process, and abort if it ends first
         time.sleep(_GRACE + 2 * _pause())
     os._exit(code)
 
 
 def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> None:
-    """The end of the program, in good order: who waits for this process in a later call need not wait on."""
+    """Ends the program in good order: a process that waits for this one in a later call can stop waiting."""
     if os.getpid() != own:
         if _Exit.process == os.getpid():
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(_Exit.code)  # JAX's end needs its threads, which a child by os.fork has not
+            os._exit(_Exit.code)  # JAX needs its threads to end, and a child of os.fork has none of them
         return
-    if _Exit.code and _Exit.calls == Exchange.calls:  # else it was caught, and the program went on
+    if _Exit.code and _Exit.calls == Exchange.calls:  # otherwise it was caught, and the program went on
         _tell(f"SystemExit: {_Exit.code}")
         _end(_Exit.code)
     try:
         for wait in _before_leaving:
             wait()
-    finally:  # a program that has failed on the device raises there; Python prints what, and the others go on
+    finally:  # a program that has failed on a device raises here; Python prints the error, and the others go on
         leaving.set()
-        listener.join()  # a thread inside of JAX's client would abort the interpreter as it ends
+        listener.join()  # a thread inside of JAX's client would abort the interpreter at its end
         with contextlib.suppress(Exception):
             watch.end()
         with contextlib.suppress(Exception):
@@ -171,7 +172,7 @@ def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> No
 
 
 def _time(leaving: threading.Event) -> None:
-    """Ends this process where it waits too long, and the coordination service does not say for whom."""
+    """Ends this process if it waits too long and the coordination service does not answer."""
     while not leaving.wait(0.5):
         why = watch.is_cut_off()
         if why is not None:
@@ -185,21 +186,21 @@ def _short(what: str) -> str:
 
 
 def _pause() -> float:
-    """Seconds between two looks: one process answers them all."""
+    """Returns the seconds between two looks; one process answers the looks of all."""
     return max(0.5, process_count() / 500)
 
 
 def _listen(leaving: threading.Event) -> None:
-    """Looks for word of a failure, and ends this process, too; or where it waits too long for the others."""
+    """Looks for a failure of another process, and ends this one as well; also if it waits too long for the others."""
     with contextlib.suppress(DesyncError):
-        watch.look()  # where this process is, the others know at once: it may die before it looks again
+        watch.look()  # the others know at once where this process is: it may die before it looks again
     while not leaving.wait(_pause()):
         if client() is None:
             return  # jax.distributed.shutdown, which the program has called
         try:
             word, why = now(_FAILED), watch.look()
         except DesyncError:
-            continue  # the coordination service is gone, and JAX ends the process for it; or is out of reach
+            continue  # the coordination service is gone, and JAX ends this process; or it is out of reach
         if word is not None:
             break
         if why is not None:

@@ -1,4 +1,4 @@
-"""What a launcher says to the processes that it starts: how many they are, which this is, and where they meet."""
+"""A launcher tells the processes that it starts how many they are, which each is, and where they meet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 
 class Said(NamedTuple):
-    """Where the processes meet, how many they are, which this is, and what else JAX's `initialize` is to be told."""
+    """Where the processes meet, how many they are, which this is, and further arguments of JAX's `initialize`."""
 
     address: str | None
     processes: int | None
@@ -33,7 +33,7 @@ class Launcher(NamedTuple):
     address: Callable[[Launcher], str | None] = lambda launcher: None
 
     def speaks(self) -> bool:
-        """Whether it has started this process: all it sets is there. Of jdp's and JAX's own, the size decides."""
+        """Returns True if it has started this process: its variables are set. For jdp's and JAX's the size suffices."""
         if self in OWN:
             return self.size in os.environ
         return (number(self.size) or 1) > 1 and number(self.rank) is not None and all(map(os.environ.get, self.meet))
@@ -49,14 +49,14 @@ def _of_skypilot(launcher: Launcher) -> str:
 
 
 def _on_one_machine(launcher: Launcher) -> str | None:
-    """An address of this machine, if all processes are there: the same for each, and no other job's."""
+    """Returns an address of this machine if all processes are here: the same for each, and not that of another job."""
     if number(launcher.local_size) != number(launcher.size):
         return None
     return _at("127.0.0.1", number("JAX_COORDINATOR_PORT") or 16_384 + _launcher_pid(launcher.size) % 16_384)
 
 
 def _mpi(size: str, rank: str, local_rank: str, local_size: str) -> Launcher:
-    """MPI's launchers do not say where to meet. JAX detects that for Open MPI 4, and for all of them in Slurm."""
+    """Makes a launcher of MPI, which does not say where to meet. JAX detects that for Open MPI 4 and in Slurm."""
     return Launcher(size, rank, local_rank, local_size, (), _on_one_machine)
 
 
@@ -84,13 +84,13 @@ _HELPS = {launcher.size: _BY_MPI for launcher in LAUNCHERS if launcher.address i
 
 
 def number(name: str) -> int | None:
-    """The number in an environment variable, if there is one."""
+    """Returns the number in an environment variable; None if there is none."""
     text = os.environ.get(name, "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def several() -> list[str]:
-    """The variables that say that there are other processes."""
+    """Returns the variables that say that there are other processes."""
     numbered = NUMBERED if not any(map(number, SIZES)) else ()
     return [name for name in SIZES if (number(name) or 1) > 1] + [name for name in numbered if name in os.environ]
 
@@ -102,10 +102,10 @@ class Alone:
 
 
 def astray() -> str | None:
-    """What says that JAX has several processes, in words, where `initialize` was never called; None elsewhere.
+    """Returns the variables that say that this is one of several processes, if `initialize` was not called; else None.
 
-    Only jdp's launcher and JAX's own variables say so. Under the others, as under `srun` or `mpirun`, programs may be
-    meant to work each for itself.
+    Only the variables of jdp's launcher and of JAX count. Other launchers, such as `srun` and `mpirun`, may start
+    programs that work independently.
     """
     if Alone.meant or jax.distributed.is_initialized():
         return None
@@ -114,7 +114,7 @@ def astray() -> str | None:
 
 
 def incomplete(address: str | None, count: int | None, here: int | None) -> str:
-    """An error: what says that there are several processes, and what is missing to make one job of them."""
+    """Returns an error text: why there are several processes, and what is missing to make one job of them."""
     said = several()
     spoke = [launcher for launcher in (*LAUNCHERS, SLURM) if launcher.size in said]
     names = ["JAX_COORDINATOR_ADDRESS", *said, *(name for one in spoke for name in (one.rank, *one.meet))]
@@ -137,7 +137,7 @@ def incomplete(address: str | None, count: int | None, here: int | None) -> str:
 
 
 def launched() -> Said:
-    """What the launcher says that has started this process; nothing where none is known, or JAX is to detect it."""
+    """Returns what the launcher of this process says; nothing if it is unknown, or if JAX should detect it."""
     launcher = next((launcher for launcher in LAUNCHERS if launcher.speaks()), SLURM)
     options: dict[str, Any] = {}
     if _has_own_devices(launcher):
@@ -155,7 +155,7 @@ def launched() -> Said:
 
 
 def _has_own_devices(launcher: Launcher) -> bool:
-    """Whether this process sees fewer GPUs than there are processes here: then somebody has divided them already."""
+    """Returns True if this process sees fewer GPUs than there are processes here: they are divided already."""
     visible, rank = os.environ.get("CUDA_VISIBLE_DEVICES"), number(launcher.local_rank)
     if visible is None or rank is None:
         return False
@@ -163,7 +163,7 @@ def _has_own_devices(launcher: Launcher) -> bool:
 
 
 def _launcher_pid(name: str) -> int:
-    """The process that has started those of this machine: the nearest above that has not been given the variable.
+    """Returns the process that started those of this machine: the nearest ancestor without the variable.
 
     Scripts may stand between the two, and MPICH's mpiexec puts each process into a session of its own.
     """
@@ -183,7 +183,7 @@ def _at(host: str, port: int) -> str:
 
 
 def ray_train() -> Any:
-    """The module ray.train, where this is the process of one of its workers; else None."""
+    """Returns the module ray.train if this process is one of its workers; else None."""
     train = sys.modules.get("ray.train")
     try:
         return train if train is not None and train.get_context() is not None else None
@@ -192,10 +192,10 @@ def ray_train() -> Any:
 
 
 def ray_worker() -> Said | None:
-    """What Ray Train says, where this is the process of one of its workers.
+    """Returns what Ray Train says if this process is one of its workers; else None.
 
-    It stands above all others: who has started Ray itself (Slurm) has left variables, too. For workers on CPUs Ray
-    starts no job of JAX. The first worker chooses where they meet, and Ray tells the others.
+    It comes before all others, because the launcher of Ray itself (Slurm) has set variables, too. For workers on CPUs
+    Ray starts no job of JAX. The first worker chooses where they meet, and Ray tells the others.
     """
     train = ray_train()
     if train is None:
@@ -212,10 +212,10 @@ def ray_worker() -> Said | None:
 
 
 def ray_has_given_notice() -> bool:
-    """Whether Ray has told this worker that a node of its group will be taken away.
+    """Returns True if Ray has told this worker that a node of its group will be taken away.
 
-    Not by `ray.train.get_preemption_info`, which has all workers wait for each other, and for ever: at every step that
-    is slow, and who hangs would never be named.
+    `ray.train.get_preemption_info` is not used, because all workers wait for each other in it, without a time-out. That
+    is slow at every step, and a worker that hangs would never be named.
     """
     module = sys.modules.get("ray.train.v2._internal.execution.context")
     context = getattr(module, "_train_context", None)
