@@ -22,7 +22,7 @@ Note = dict[str, str]
 
 
 def remedies(test: str, failure: str, platform: str, n: int) -> list[str]:
-    """What is known to help where `test` failed so, the likeliest first."""
+    """Returns what is known to help where `test` failed so, the likeliest first."""
     if test == "start":
         return _start(failure)
     if failure == "error":
@@ -66,7 +66,7 @@ def _start(failure: str) -> list[str]:
 
 
 def notes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> list[Note]:
-    """The traps that this machine is in: `problem`s fail the examination, `note`s do not."""
+    """Returns the traps that this machine is in: `problem`s fail the examination, `note`s do not."""
     platform = devices[0]["platform"] if devices else ""
     problems, harmless = _problems(facts, platform, environ), _notes(facts, platform, len(devices), environ)
     return [{"level": "problem", "text": text} for text in problems] + [

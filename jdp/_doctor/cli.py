@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def examine(
     chosen: str | None, links: bool, seconds: float, size: int, deterministic: bool = False
 ) -> dict[str, Any]:
-    """The whole report, as `--json` prints it."""
+    """Returns the whole report, as `--json` prints it."""
     environ = dict(os.environ)
     machine = facts(environ)
     examination = Examination(environ, seconds, chosen)

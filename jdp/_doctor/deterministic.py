@@ -18,7 +18,7 @@ STEPS = 20
 
 
 def train(devices: Sequence[Device], replicas: int) -> str:
-    """The SHA-256 of the state and the losses of 20 steps: a convolution, a softmax, products and Adam."""
+    """Returns the SHA-256 of the state and the losses of 20 steps: a convolution, a softmax, products and Adam."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:

@@ -32,7 +32,7 @@ def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, floa
 
 
 def pairs(n: int) -> tuple[list[tuple[int, int]], str]:
-    """The pairs of devices that are tested, and in words which they are."""
+    """Returns the pairs of devices that are tested, and in words which they are."""
     every = list(itertools.permutations(range(n), 2))
     if n <= FEW:
         return every, "all pairs of devices"
@@ -42,7 +42,7 @@ def pairs(n: int) -> tuple[list[tuple[int, int]], str]:
 
 
 def plan(n: int, deterministic: bool = False) -> list[tuple[str, tuple[int, ...]]]:
-    """The tests, as name and numbers of the devices: each device, then all of them, then pair by pair.
+    """Returns the tests, as name and numbers of the devices: each device, then all of them, then pair by pair.
 
     Last, if it is asked for, `deterministic` training on 1, 2, 4 ... devices.
     """
@@ -74,7 +74,7 @@ class Examination:
             self._worker.close()
 
     def start(self) -> Result:
-        """A worker whose JAX runs: its devices, or the failure."""
+        """Returns a worker whose JAX runs: its devices, or the failure."""
         self.close()
         seconds = 2 * self.seconds  # drivers are slow
         self._worker = Worker(self.environ, seconds)
@@ -86,7 +86,7 @@ class Examination:
         return answer
 
     def run(self, tests: Iterable[tuple[str, tuple[int, ...]]], devices: Sequence[Result], size: int) -> list[Result]:
-        """The results of all the tests, in their order; the ones that were left out say why.
+        """Returns the results of all the tests, in their order; the ones that were left out say why.
 
         At the worst every test hangs: then it ends after `ENOUGH` deadlines and starts of JAX for each kind.
         """
@@ -151,7 +151,7 @@ def compared(results: list[Result]) -> None:
 
 
 def _worded(answer: Result, names: list[str], pair: bool = False) -> str:
-    """The failure as a sentence; of a `pair`, the names are said already."""
+    """Returns the failure as a sentence; of a `pair`, the names are said already."""
     if answer["failure"] != "wrong":
         printed = answer.get("printed", "")
         return answer["text"] + (f'; it printed: "{printed}"' if printed else "")

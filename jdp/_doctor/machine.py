@@ -29,7 +29,7 @@ QUERY = ("index", "name", "driver_version", "compute_cap", "memory.total", "memo
 
 
 def facts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The system, memory, versions, settings that matter, and what `nvidia-smi` says."""
+    """Returns the system, memory, versions, settings that matter, and what `nvidia-smi` says."""
     total, available = memory()
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -54,7 +54,7 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def address() -> str | None:
-    """What the hostname stands for, as Gloo finds it; `None` where nothing says."""
+    """Returns what the hostname stands for, as Gloo finds it; `None` where nothing says."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return None
@@ -71,7 +71,7 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of jdp and of what it runs on, where present."""
+    """Returns the versions of jdp and of what it runs on, where present."""
     found = {"jdp": __version__}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -103,7 +103,7 @@ def nvidia_smi(seconds: float = 10) -> dict[str, Any]:
 
 
 def nvlink(seconds: float = 10) -> bool:
-    """Whether NVLink joins GPUs of this machine; `False` where `nvidia-smi` does not say so."""
+    """Returns True if NVLink joins GPUs of this machine; `False` where `nvidia-smi` does not say so."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=seconds)
         return re.search(r"\bNV\d+\b", topology.stdout) is not None

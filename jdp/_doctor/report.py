@@ -18,7 +18,7 @@ def show(report: Mapping[str, Any], out: TextIO) -> None:
 
 
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
-    """The report, piece by piece, in the order in which it is read."""
+    """Yields the report, piece by piece, in the order in which it is read."""
     yield Title("Machine")
     yield Table(("", ""), _machine(report["machine"]))
     yield Title("Devices")

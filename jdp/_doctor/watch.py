@@ -20,7 +20,7 @@ _TELLING = re.compile(r"^F\d{4} |error|fatal|failed|unknown flag|cannot|not foun
 
 
 def command(reply: int, seconds: int) -> list[str]:
-    """How to start the process of the tests: the same Python with the same modules in reach."""
+    """Returns how to start the process of the tests: the same Python with the same modules in reach."""
     # The alarm is the kernel's: an import that never ends does not outlive the deadline, even if we are killed.
     code = f"import signal, sys; signal.alarm({seconds}); sys.path[:] = {sys.path!r}; "
     return [sys.executable, "-c", code + f"from jdp._doctor.worker import serve; serve({reply})"]
@@ -52,7 +52,7 @@ class Worker:
         self.close()
 
     def ask(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """The answer; or that it hangs (no line in `seconds`) or died, and then the process is gone.
+        """Returns the answer; or that it hangs (no line in `seconds`) or died, and then the process is gone.
 
         The request `None` waits for the process to be ready.
         """
@@ -74,7 +74,7 @@ class Worker:
         return {"failure": "hang" if hangs else "died", "text": text, "printed": self.printed}
 
     def _line(self, deadline: float) -> bytes | None:
-        """The next line; `None` where the deadline passed, `b""` where the process ended first."""
+        """Returns the next line; `None` where the deadline passed, `b""` where the process ended first."""
         while b"\n" not in self._unread:
             readable, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
@@ -118,7 +118,7 @@ class Worker:
 
 
 def telling(text: str, lines: int = 3) -> str:
-    """The last lines that speak of an error, or else the last lines.
+    """Returns the last lines that speak of an error, or else the last lines.
 
     Example:
         >>> telling("loading\\nerror: no such device\\n  @ 0x7f01\\n  @ 0x7f02\\n  @ 0x7f03")

@@ -29,7 +29,7 @@ from .._core.layout import cut_along, replicated
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:
-    """The devices of `--devices`: a count, or names and indices between commas."""
+    """Returns the devices of `--devices`: a count, or names and indices between commas."""
     if spec is None:
         return resolve_devices("doctor", None)
     if spec.isdecimal():
@@ -147,7 +147,7 @@ MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
 
 
 def words(device: int, count: int, seed: int) -> np.ndarray:
-    """What device number `device` is filled with: `count` words of 32 bits, other ones for every seed."""
+    """Returns what device number `device` is filled with: `count` words of 32 bits, other ones for every seed."""
     return _ramp(count, PLACE, device * DEVICE + seed)
 
 
@@ -157,7 +157,7 @@ def _ramp(count: int, slope: int, shift: int) -> np.ndarray:
 
 
 def must_be(test: str, n: int, at: int, count: int, seed: int) -> np.ndarray | None:
-    """What device number `at` of `n` holds when each had `count` words; `None`: nothing is asked of it."""
+    """Returns what device number `at` of `n` holds when each had `count` words; `None`: nothing is asked of it."""
     if test in ("copy", "permute"):
         return words(0, count, seed) if at == 1 else None
     if test == "broadcast":
@@ -176,7 +176,7 @@ def _filled(test: str, devices: Sequence[Device], count: int) -> jax.Array:
 
 
 def first_wrong(found: np.ndarray, expected: np.ndarray) -> dict[str, Any] | None:
-    """The first word that differs, and how many do; `None` where all agree."""
+    """Returns the first word that differs, and how many do; `None` where all agree."""
     if found.shape != expected.shape:
         return {"text": f"{found.shape} words instead of {expected.shape}"}
     wrong = np.flatnonzero(found != expected)
@@ -206,7 +206,7 @@ def _shifted(x: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def measure(test: str, devices: Sequence[Device], count: int, repeats: int) -> dict[str, Any]:
-    """The median seconds of the test, `{"seconds": ...}`, or the first word that went wrong.
+    """Returns the median seconds of the test, `{"seconds": ...}`, or the first word that went wrong.
 
     Every repeat moves other numbers, so that what an earlier one left in memory cannot pass for a result.
     """
@@ -223,7 +223,7 @@ def measure(test: str, devices: Sequence[Device], count: int, repeats: int) -> d
 
 
 def compute(device: Device, count: int) -> dict[str, Any]:
-    """Numbers to the device, a sum, a product of matrices and back: exact, since they are small and whole."""
+    """Sends numbers to the device, computes there, and reads the result: exact, because they are small and whole."""
     host = words(device.id, count, 7)
     found = np.asarray(_shifted(jax.device_put(host, device), np.uint32(5)))
     if wrong := first_wrong(found, host + np.uint32(5)):
@@ -236,7 +236,7 @@ def compute(device: Device, count: int) -> dict[str, Any]:
 
 
 def link(test: str, devices: Sequence[Device], count: int) -> dict[str, Any]:
-    """One test at both sizes: `{"latency": s, "bandwidth": s}` in seconds, or what went wrong."""
+    """Runs one test at both sizes: `{"latency": s, "bandwidth": s}` in seconds, or what went wrong."""
     n = len(devices)
     small, large = (-(-c // n) * n for c in (1024, count))  # the devices share these without a rest
     taken: dict[str, Any] = {"bytes": 4 * large}

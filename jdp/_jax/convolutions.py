@@ -91,7 +91,7 @@ def _transpose(linear: Callable[..., Any], x: Any, cotangent: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], *operands: Any) -> Any:
-    """What the function gives, with its convolutions rewritten."""
+    """Returns what the function gives, with its convolutions rewritten."""
     return jax.extend.core.jaxpr_as_fun(rewrite(jax.make_jaxpr(function)(*operands), _rule))(*operands)[0]
 
 

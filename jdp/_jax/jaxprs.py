@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 
 def inside(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation holds."""
+    """Yields the jaxprs that an equation holds."""
     for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
         if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
             yield value
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, closed or open, nested ones too."""
+    """Yields the equations of a jaxpr, closed or open, nested ones too."""
     for eqn in _opened(jaxpr).eqns:
         yield eqn
         for inner in inside(eqn):
@@ -34,7 +34,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def first(jaxpr: Any, primitive: str) -> Any:
-    """The first equation with the primitive of this name, nested ones too; None where there is none."""
+    """Returns the first equation with the primitive of this name, nested ones too; None where there is none."""
     return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
 
 
@@ -44,7 +44,7 @@ def _opened(jaxpr: Any) -> Any:
 
 
 def constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a traced function has closed over, nested ones too."""
+    """Yields the arrays that a traced function has closed over, nested ones too."""
     yield from getattr(jaxpr, "consts", ())
     for eqn in _opened(jaxpr).eqns:
         yield from (v.val for v in eqn.invars if is_literal(v))
@@ -53,12 +53,12 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_literal(v: Any) -> bool:
-    """Whether an equation's operand is a value that stands there itself, and no variable."""
+    """Returns True if an equation's operand is a value that stands there itself, and no variable."""
     return hasattr(v, "val")
 
 
 def axes(eqn: Any) -> tuple[Any, ...]:
-    """The axes that an equation communicates over, or asks its place on; none for all that is no collective."""
+    """Returns the axes that an equation communicates over, or asks its place on; none for all that is no collective."""
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     if names is None:
         if eqn.primitive.name in _COLLECTIVES:  # else one that is not seen would run where it must not
@@ -68,7 +68,7 @@ def axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def is_sum_over(eqn: Any, axis_name: str) -> bool:
-    """Whether it is a sum over all members of this one axis."""
+    """Returns True if it is a sum over all members of this one axis."""
     return eqn.primitive.name == "psum" and axes(eqn) == (axis_name,) and eqn.params.get("axis_index_groups") is None
 
 
@@ -87,7 +87,7 @@ def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
 
 
 def communicates(jaxpr: Any) -> bool:
-    """Whether there is a collective in it, for which devices wait for each other."""
+    """Returns True if there is a collective in it, for which devices wait for each other."""
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
 
 
@@ -128,7 +128,7 @@ def _ordered_effects() -> tuple[type, ...]:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """What an equation makes of these values."""
+    """Returns what an equation makes of these values."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
@@ -138,7 +138,7 @@ Env = dict[Any, Any]
 
 
 def env_of(jaxpr: Any, operands: Sequence[Any]) -> Env:
-    """The values of what a jaxpr has closed over, and of what comes in."""
+    """Returns the values of what a jaxpr has closed over, and of what comes in."""
     inner, consts = _opened(jaxpr), getattr(jaxpr, "consts", ())
     return dict(zip([*getattr(inner, "constvars", ()), *inner.invars], [*consts, *operands], strict=True))
 
@@ -242,7 +242,7 @@ class Segmented:
         return found[::-1]
 
     def keeps(self, j: int) -> list[Any]:
-        """The variables that segment j makes and a later segment needs."""
+        """Returns the variables that segment j makes and a later segment needs."""
         return [v for eqn in self.segments[j] for v in eqn.outvars if v in self.later[j]]
 
 
@@ -316,7 +316,7 @@ def _rewritten(eqn: Any, rule: Rule) -> Any:
 
 
 def _inside(x: Any, rule: Rule) -> Any:
-    """The jaxprs among an equation's parameters."""
+    """Returns the jaxprs among an equation's parameters."""
     if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
         new = type(x)(_inside(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
@@ -391,7 +391,7 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[An
 
 
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
-    """The variables that output `new` adds to input `old` of a closed jaxpr without calls.
+    """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
 
     A maximum with other variables is one such sum, and so is a choice between the input and something else, of which
     it is what decides. None where the output is no such sum, as an average with a momentum is none.
@@ -422,7 +422,7 @@ _ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min",
 
 
 def is_exchanged(value: Value) -> bool:
-    """Whether a collective has brought something of other replicas into it."""
+    """Returns True if a collective has brought something of other replicas into it."""
     return value.reduced is not None and value.reduced.primitive.name != "axis_index"
 
 
@@ -465,7 +465,7 @@ def _collective(eqn: Any, value: Value) -> Value:
 
 
 def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
-    """The groups, with those that have a replica in common as one."""
+    """Returns the groups, with those that have a replica in common as one."""
     found: list[frozenset[int]] = []
     for group in groups:
         apart = [g for g in found if g.isdisjoint(group)]
@@ -547,7 +547,7 @@ def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] =
 
 
 def source_line(eqn: Any) -> str:
-    """The user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
+    """Returns the user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     loaded = [sys.modules[name] for name in ("jax", "flax", __name__.partition(".")[0]) if name in sys.modules]
     libraries = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)

@@ -60,7 +60,7 @@ _JITS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 def without_calls(jaxpr: Any) -> Any:
-    """The closed jaxpr, with the bodies of what is jitted in place of the calls."""
+    """Returns the closed jaxpr, with the bodies of what is jitted in place of the calls."""
 
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
@@ -91,7 +91,7 @@ class _View(NamedTuple):
         return found if found.itemsize < own.itemsize and jnp.issubdtype(found, jnp.floating) else own
 
     def order(self) -> tuple[int, ...]:
-        """The parameter's axes, as they follow each other in it."""
+        """Returns the parameter's axes, as they follow each other in it."""
         axes = tuple(range(self.source.aval.ndim))
         for eqn in self.eqns:
             axes = tuple(axes[i] for i in eqn.params.get("permutation", range(len(axes))))
@@ -118,13 +118,13 @@ class _Piece:
         return {v: view for v, view in self.views.items() if v not in self.within}
 
     def takes(self, views: dict[Any, _View], most: int) -> bool:
-        """Whether these fit into it."""
+        """Returns True if these fit into it."""
         have = dict.fromkeys(self.sources)
         want = have | dict.fromkeys(view.source for view in views.values())
         return not have or len(want) == len(have) or sum(map(_bytes, want)) <= most
 
     def reads(self) -> list[Any]:
-        """What comes from outside of it, but for parameters."""
+        """Returns what comes from outside of it, but for parameters."""
         own = {v for eqn in self.eqns for v in eqn.outvars}.union(self.views)
         found = [v for eqn in self.eqns for v in eqn.invars if not is_literal(v)]
         return [*dict.fromkeys(v for v in found if v not in own)]
@@ -157,7 +157,7 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
 
 
 def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
-    """The views that an equation has a body for, where they can be gathered.
+    """Returns the views that an equation has a body for, where they can be gathered.
 
     A checkpoint's are all. Of what a scan runs over it is what is cut along another axis than that of the scan.
     """
@@ -217,7 +217,7 @@ def _run(
     shards: Sequence[Any],
     values: Sequence[Any],
 ) -> list[Any]:
-    """What a piece makes, of the shards of its parameters and of what else is given."""
+    """Returns what a piece makes, of the shards of its parameters and of what else is given."""
     env: Env = dict(zip(given, values, strict=True))
     mine = {v: sharded[v]._replace(value=x) for v, x in zip(piece.sources, shards, strict=True)}
     for source in dict.fromkeys(view.source for view in piece.gathered.values()):
@@ -243,7 +243,7 @@ def _seen(x: Any, view: _View) -> Any:
 
 
 def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
-    """A view of what is cut, cut itself."""
+    """Returns a view of what is cut, cut itself."""
     value, axis, gather = sharded[view.source]
     order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
     is_cast = any(dtype != view.source.aval.dtype for dtype in dtypes)
@@ -259,7 +259,7 @@ def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
 
 
 def _checkpoint(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
-    """A checkpoint of the user's own, with its body in pieces."""
+    """Returns a checkpoint of the user's own, with its body in pieces."""
     (jaxpr,) = inside(eqn)
     cut = [None if is_literal(v) else within.get(v) for v in eqn.invars]
     values = [x.value if x else read(env, v) for v, x in zip(eqn.invars, cut, strict=True)]
@@ -273,7 +273,7 @@ def _checkpoint(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> li
 
 
 def _loop(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
-    """A scan, with its body in pieces."""
+    """Returns a scan, with its body in pieces."""
     (jaxpr,), params = inside(eqn), eqn.params
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)
     cut = [None if is_literal(v) else within.get(v) for v in xs]
@@ -293,7 +293,7 @@ def _loop(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any
 
 
 def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
-    """Which of its first operands a closed jaxpr's scans run over, each with the axis."""
+    """Returns which of its first operands a closed jaxpr's scans run over, each with the axis."""
     found: set[tuple[int, int]] = set()
 
     def look(jaxpr: Any, operands: Sequence[tuple[int, tuple[int, ...]] | None]) -> None:

@@ -41,7 +41,7 @@ Tried: nothing public says where it is kept; `nnx.capture` itself sets it, and r
 
 @functools.cache
 def _found(module: str, name: str) -> Any:
-    """What a module has by this name, dots in it allowed; None where this version has it not."""
+    """Returns what a module has by this name, dots in it allowed; None where this version has it not."""
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
@@ -76,7 +76,7 @@ def _clean_state() -> Any:
 
 
 def concrete_value(tracer: Any) -> Any:
-    """The array that a tracer of an eager transformation wraps; None under `jit` or `vmap`.
+    """Returns the array that a tracer of an eager transformation wraps; None under `jit` or `vmap`.
 
     Without JAX's own method the first call of each program is slower.
 
@@ -93,7 +93,7 @@ def concrete_value(tracer: Any) -> Any:
 
 
 def compilations(jitted: Iterable[Any]) -> int | None:
-    """How many programs these jitted functions have compiled; None where this version of JAX does not say.
+    """Returns how many programs these jitted functions have compiled; None where this version of JAX does not say.
 
     Without it `jdp.explain` reports no number of compilations.
 
@@ -105,7 +105,7 @@ def compilations(jitted: Iterable[Any]) -> int | None:
 
 
 def is_described(device: Any) -> bool:
-    """Whether the device is one of a topology, for which programs are compiled and on which nothing runs.
+    """Returns True if the device is one of a topology, for which programs are compiled and on which nothing runs.
 
     Without it `jdp.topology` raises, and with it `jdp plan` for machines that are not there.
 
@@ -149,7 +149,7 @@ def found_by_cluster(
     address: str | None, count: int | None, here: int | None, ids: Sequence[int] | None, method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None]:
-    """Where the processes meet, how many they are and which this is, completed by JAX's detection of clusters.
+    """Returns where the processes meet, how many they are and which this is, completed by JAX's detection of clusters.
 
     Without it, `jdp.distributed.initialize` must be told the three, but for what it knows itself (`jdp launch`, JAX's
     variables, torchrun).
@@ -257,7 +257,7 @@ def keep_programs(programs: Any, folder: str) -> bool:
 
 
 def callbacks() -> list[types.FrameType]:
-    """The calls back into Python that programs on the devices make now: one for each thread at most.
+    """Returns the calls back into Python that programs on the devices make now: one for each thread at most.
 
     Without the name none is seen, and processes that wait for a callback which blocks say so after half an hour only.
 

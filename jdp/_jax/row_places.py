@@ -144,7 +144,7 @@ _SMALL = 1 << 12  # elements of a constant that are compared
 
 
 def _derivative(eqn: Any) -> Any:
-    """The jaxpr of a custom derivative."""
+    """Returns the jaxpr of a custom derivative."""
     avals = [v.aval for v in eqn.invars]
     inexact = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
@@ -159,7 +159,7 @@ def _derivative(eqn: Any) -> Any:
 
 
 def _draws_by_place(*avals: Any) -> bool:
-    """Whether each random number depends on its key and its place alone, and not on how many are drawn."""
+    """Returns True if each random number depends on its key and its place alone, and not on how many are drawn."""
     keys = [aval for aval in avals if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)]
     is_by_place: Any = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     return bool(is_by_place) and bool(keys) and all("fry" in str(aval.dtype) for aval in keys)
@@ -192,12 +192,12 @@ def _each(e: _Eqn) -> bool:
 
 
 def _apart(key: str) -> Callable[[_Eqn], bool]:
-    """What works along one axis, or some, which are not that of the rows."""
+    """Returns what works along one axis, or some, which are not that of the rows."""
     return lambda e: _each(e) and e.j not in jax.tree.leaves(e.params[key])
 
 
 def _without(key: str) -> Callable[[_Eqn], bool]:
-    """What takes axes away."""
+    """Returns what takes axes away."""
 
     def rule(e: _Eqn) -> bool:
         gone = e.params[key]

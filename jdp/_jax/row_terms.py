@@ -149,7 +149,7 @@ _SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
 
 
 def _degree(values: Sequence[Value], small: float = _SMALL) -> int | None:
-    """The degree of a sum, in which a small constant counts for nothing."""
+    """Returns the degree of a sum, in which a small constant counts for nothing."""
     degrees = {v.degree for v in values if v.number is None or v.number > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
@@ -164,7 +164,7 @@ def _lasting(values: Sequence[Value]) -> Fault | None:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """What is known of a value that is one of the two."""
+    """Returns what is known of a value that is one of the two."""
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
     fault = _lasting([a, b]) or a.fault or b.fault
@@ -187,7 +187,7 @@ class Reader:
         return tuple(self.around[::-1])
 
     def read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What is known of a jaxpr's outputs, from what is known of its inputs."""
+        """Returns what is known of a jaxpr's outputs, from what is known of its inputs."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), _opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update(zip(getattr(jaxpr, "constvars", ()), map(self.rows.constant, consts), strict=False))
@@ -226,7 +226,7 @@ class Reader:
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
     def one(self, eqn: Any, name: str, values: list[Value], out: Any) -> Value:
-        """An output of an equation without a jaxpr inside."""
+        """Returns an output of an equation without a jaxpr inside."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
         summed = self.summed(eqn, name, out)
@@ -263,7 +263,7 @@ class Reader:
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> Value:
-        """What an equation makes of the number of rows."""
+        """Returns what an equation makes of the number of rows."""
         if name == "dim_as_value":
             size, at = _parameter(eqn, "dim"), self.at()
             if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
@@ -341,7 +341,7 @@ class Reader:
         return 0
 
     def chosen(self, eqn: Any, which: Value, cases: Sequence[Value], out: Any) -> Value:
-        """One of the cases."""
+        """Returns one of the cases."""
         if which.guards:
             which = CONST  # a number in place of what is not finite
         return self.made(eqn, [*cases, which], _degree(cases), out, True)
@@ -383,19 +383,19 @@ class Reader:
 
 
 def _counted(value: Value) -> Value:
-    """What is known of a value that was made again for each row."""
+    """Returns what is known of a value that was made again for each row."""
     return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
 
 
 def _collected(value: Value) -> Value:
-    """What a collective makes of a value."""
+    """Returns what a collective makes of a value."""
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
         return Value(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
 
 
 def _guards(eqn: Any, name: str, values: list[Value]) -> bool:
-    """Whether a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
+    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
     if name in ("eq", "ne", "lt", "le", "gt", "ge"):
         return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
     return name == "is_finite" or name in _OF_BOOLS and all(v.guards for v in values)

@@ -73,7 +73,7 @@ class Places:
         return self._whole[: _most(len(self._whole), self._replicas, self._devices)]
 
     def blame(self, culprit: Worker) -> bool:
-        """Whether the culprit's place is left out from now on: it failed at once, as in the attempt before."""
+        """Returns True if the culprit's place is left out from now on: it failed at once, as in the attempt before."""
         place = self.left[culprit.rank % len(self.left)]  # the ranks of this machine follow each other
         by_itself = culprit.code not in (FOR_ANOTHER, WAITED, -signal.SIGTERM)
         at_once = by_itself and culprit.ended - culprit.started < _AT_ONCE
@@ -85,7 +85,7 @@ class Places:
 
 
 def _most(processes: int, replicas: int | None, devices: int) -> int:
-    """The most processes, up to this number, whose devices together divide the replicas."""
+    """Returns the most processes, up to this number, whose devices together divide the replicas."""
     return next(n for n in range(processes, -1, -1) if replicas is None or n == 0 or replicas % (n * devices) == 0)
 
 

@@ -96,7 +96,7 @@ class Job:
 
 
 def parse(argv: list[str]) -> Job:
-    """The job that the command line asks for; prints what is wrong with it and exits with 2 otherwise."""
+    """Returns the job that the command line asks for; prints what is wrong with it and exits with 2 otherwise."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
     script, args, module = (given.pop(name) for name in ("script", "args", "module"))
@@ -254,7 +254,7 @@ _CPU_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 def environments(
     job: Job, attempt: int, gpus: int, base: Mapping[str, str], places: Sequence[int] | None = None
 ) -> list[dict[str, str]]:
-    """One environment for each process of this node, in the order of their ranks; `base` is what they share.
+    """Returns one environment for each process of this node, in the order of their ranks; `base` is what they share.
 
     `places`: those of the `job.processes` places that have a process, and the GPUs that are theirs; all, if not said.
     """
@@ -281,7 +281,7 @@ def environments(
 
 
 def described(job: Job, gpus: int, env: Mapping[str, str]) -> str:
-    """What is started, in words; `env` is that of the first process."""
+    """Returns what is started, in words; `env` is that of the first process."""
     count, nodes = job.processes, job.nodes
     script = " ".join(job.command[1:3] if job.command[1] == "-m" else job.command[1:2])
     said = f"{count} process{'es' * (count > 1)} of {script}"

@@ -91,7 +91,7 @@ class Printer:
             self._changed.notify_all()
 
     def has_written(self, seconds: float) -> bool:
-        """Whether all is written, now or within this time."""
+        """Returns True if all is written, now or within this time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._left, seconds)
 
@@ -189,12 +189,12 @@ class Reader(threading.Thread):
         self._until = time.monotonic() + 5  # a process that fled to a session of its own may go on writing
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it has, now or within this time."""
+        """Returns True if it has, now or within this time."""
         self.join(seconds)
         return not self.is_alive()
 
     def last_words(self, rank: int) -> list[bytes]:
-        """The last lines that the process wrote to stderr: from its traceback on, or the last few."""
+        """Returns the last lines that the process wrote to stderr: from its traceback on, or the last few."""
         tail = list(self._lines[rank, _STDERR].tail)
         start = next((i for i, line in enumerate(tail) if b"Traceback (most recent call last)" in line), None)
         return tail[-_SHORT_TAIL:] if start is None else tail[start:]

@@ -30,7 +30,7 @@ class Worker:
     code: int | None = None
 
     def end(self) -> str:
-        """How it ended, in words."""
+        """Returns how it ended, in words."""
         how = f"failed with exit code {self.code}"
         if self.code == WAITED:
             how = "gave up, for it waited in vain for another,"
@@ -111,7 +111,7 @@ class Crew:
 
     @staticmethod
     def pipes(workers: Sequence[Worker]) -> list[tuple[IO[bytes], int, int]]:
-        """What the workers write: `(pipe, rank, file descriptor it was written to)`."""
+        """Returns what the workers write: `(pipe, rank, file descriptor it was written to)`."""
         found = []
         for worker in workers:
             for fd, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)):
@@ -135,7 +135,7 @@ class Crew:
             _launch_guard.kill_group(worker.process.pid)
 
     def culprit(self) -> Worker | None:
-        """The worker whose failure brought the others down, or `None` if none failed by itself."""
+        """Returns the worker whose failure brought the others down, or `None` if none failed by itself."""
         failed = [worker for worker in self.workers if worker.code and worker.ended < self.killed]
 
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when

@@ -154,21 +154,21 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _on_host(tree: Tree, mesh: Mesh) -> Tree:
-    """The tree as numpy's arrays, each with all rows."""
+    """Returns the tree as numpy's arrays, each with all rows."""
     tree = map_scattered(lambda s: s._layout.fill(_everywhere(s, mesh)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
 def _everywhere(s: Scattered, mesh: Mesh) -> list[Any]:
-    """The arrays of what is scattered, without padding, with all rows on each device; one device's copies."""
+    """Returns the arrays of what is scattered, without padding, with all rows on each device; one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
     return [x.addressable_data(0) for x in run(list(s._arrays))]
 
 
 def _whole_batch(batch: Scattered, one: Mesh) -> Scattered:
-    """The batch of all replicas as that of one."""
+    """Returns the batch of all replicas as that of one."""
     layout, rows = batch._layout, (sum(batch._layout.sizes),)
 
     def leaf(x: Any) -> Any:

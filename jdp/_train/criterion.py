@@ -79,7 +79,7 @@ def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
 
 
 def with_last(inputs: Scattered, arrays: Sequence[Any], leaves: Sequence[Leaf]) -> Scattered:
-    """The arguments, and a list of arrays as the last of them."""
+    """Returns the arguments, and a list of arrays as the last of them."""
     layout, last = inputs._layout, jax.tree.structure([0] * len(arrays))
     treedef = jax.tree_util.treedef_tuple([*layout.treedef.children(), last])
     return Scattered((*inputs._arrays, *arrays), layout.of(treedef, (*layout.leaves, *leaves)))
@@ -113,7 +113,7 @@ class Passes:
         self.reduce = on_replicas(_reduce(wire, scatter), label, gather, verb)
 
     def can_be_one(self, replicas: Tree, inputs: Scattered) -> bool:
-        """Whether the backward pass may keep what the forward pass has made."""
+        """Returns True if the backward pass may keep what the forward pass has made."""
         layout, (diff, _) = inputs._layout, replicas
         is_uneven = len({*layout.rows}) > 1
         plain = self.steps == 1 and layout.per_device == 1 and layout.is_cut and not self.loss.rows
@@ -154,7 +154,7 @@ class Passes:
         return _settled(_as_one(second, layout))
 
     def cotangents(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> _Found:
-        """The first of two passes, and the loss of what it gives."""
+        """Returns the first of two passes, and the loss of what it gives."""
         found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
         outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
         (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas[0], replicas[1], inputs)
@@ -189,7 +189,7 @@ class Passes:
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
-    """What a replica runs on its gradients, for them to be reduced."""
+    """Returns what a replica runs on its gradients, for them to be reduced."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
@@ -215,7 +215,7 @@ def _leaves(tree: Tree) -> list[Any]:
 
 
 def _of_all_rows(s: Scattered) -> Any:
-    """One array, without its padding, in the order of the batch."""
+    """Returns one array, without its padding, in the order of the batch."""
     return _all_rows(s)[0]
 
 
@@ -228,7 +228,7 @@ def _constrained(x: Any, axis: int | None, layout: Layout) -> Any:
 
 
 def padded(x: Any, leaf: Any, layout: Layout) -> Any:
-    """An array of all rows as the replicas have it."""
+    """Returns an array of all rows as the replicas have it."""
     if not isinstance(leaf, Cut):
         return x
     return _constrained(pad(x, leaf, len(layout.devices)), leaf.axis, layout)
@@ -244,7 +244,7 @@ def _child(inputs: Scattered, i: int) -> Tree:
 
 
 def _plus(found: Tree, direct: Tree) -> Tree:
-    """A tree of scattered arrays with what is to be added to them."""
+    """Returns a tree of scattered arrays with what is to be added to them."""
     if not jax.tree.leaves(direct):
         return found
     return jax.tree.map(lambda s, x: Scattered((s._arrays[0] + x,), s._layout), found, direct, is_leaf=is_scattered)
@@ -255,7 +255,7 @@ def _whole(x: Any, layout: Layout) -> Scattered:
 
 
 def _everywhere(tree: Tree, layout: Layout) -> Tree:
-    """The tree with arrays that are the same on all replicas; what is scattered stays so."""
+    """Returns the tree with arrays that are the same on all replicas; what is scattered stays so."""
     return jax.tree.map(lambda x: x if is_scattered(x) else _whole(x, layout), tree, is_leaf=is_scattered)
 
 
@@ -264,7 +264,7 @@ def _a_tuple(s: Scattered) -> Tree:
 
 
 def _as_one(tree: Tree, layout: Layout) -> Scattered:
-    """A tree of scattered arrays as one."""
+    """Returns a tree of scattered arrays as one."""
     parts, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     layouts = [part._layout for part in parts]
     like = layouts[0] if layouts and all(x.sizes == layouts[0].sizes for x in layouts) else layout
@@ -273,7 +273,7 @@ def _as_one(tree: Tree, layout: Layout) -> Scattered:
 
 
 def _settled(s: Scattered) -> Scattered:
-    """The same, with the value of each sum of terms in it."""
+    """Returns the same, with the value of each sum of terms in it."""
     tree = leaf_by_leaf(s)
     if not any(map(is_marker, jax.tree.leaves(tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)))):
         return s

@@ -72,7 +72,7 @@ class OnDevices:
         return arrays
 
     def cut(self, each: Sequence[Sequence[Any]], axes: Sequence[int]) -> list[Any]:
-        """The arrays of which each device has a part along these axes."""
+        """Returns the arrays of which each device has a part along these axes."""
         arrays = []
         for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
             shape = tuple(n * self.mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
@@ -127,7 +127,7 @@ def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> 
 
 
 def _on_device(shapes: Any, device: Any) -> Any:
-    """The shapes, of arrays on this device."""
+    """Returns the shapes, of arrays on this device."""
     to = SingleDeviceSharding(device)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to, weak_type=x.weak_type), shapes)
 
@@ -205,7 +205,7 @@ class Deterministic:
     def _turns(
         self, turn: Turn, states: list[list[Any]], batches: list[list[Any]], cotangents: list[list[Any]]
     ) -> list[Parts]:
-        """What each device gives: its replicas take turns, and all devices begin with their first.
+        """Returns what each device gives: its replicas take turns, and all devices begin with their first.
 
         Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
         """
@@ -230,13 +230,13 @@ class Deterministic:
         ]
 
     def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
-        """What turn k of device d takes of the batch."""
+        """Returns what turn k of device d takes of the batch."""
         return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
 
     def _operands(
         self, state: list[Any], batch: list[Any], d: int, k: int, pick_own: Any = None, cotangents: Sequence[Any] = ()
     ) -> list[Any]:
-        """What the program of a turn takes."""
+        """Returns what the program of a turn takes."""
         index = self._indices[d][k]
         own = pick_own(cotangents, index) if cotangents else []
         return [*state, *self._chunk(batch, d, k), *own, index]
@@ -253,15 +253,15 @@ class Deterministic:
         return sums, taken
 
     def _whole(self, batch: list[Any]) -> list[Any]:
-        """What of a batch the update may ask for: the arrays of NNX objects, no rows."""
+        """Returns what of a batch the update may ask for: the arrays of NNX objects, no rows."""
         return [x if leaf.axis is None else None for x, leaf in zip(batch, self._layout.arrays, strict=True)]
 
     def _placed(self, state: TrainState) -> TrainState:
-        """The state, with what is cut over the devices cut again."""
+        """Returns the state, with what is cut over the devices cut again."""
         return self._program.placed(state) if self._program.options.shard_optimizer else state
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
-        """The metrics, with those that have an entry for each row: chunks, which are to be gathered."""
+        """Returns the metrics, with those that have an entry for each row: chunks, which are to be gathered."""
         numbers = numbers_of_rows(out)
         if not numbers:
             return metrics
@@ -278,7 +278,7 @@ class Deterministic:
         return metrics | jax.tree.map(fill, {k: metrics[k] for k in rows}, rows, is_leaf=lambda x: x is None)
 
     def _turn(self, call_of: CallOf, operands: Sequence[Any], leaves: Sequence[Leaf] = ()) -> Turn:
-        """The programs of a replica's turn; `leaves` are those of the cotangents among the operands."""
+        """Returns the programs of a replica's turn; `leaves` are those of the cotangents among the operands."""
         run, count, n = one_replica(call_of, self.__name__), self._treedef.num_leaves, len(self._layout.arrays)
         outs: list[Outputs] = []
 
@@ -296,7 +296,7 @@ class Deterministic:
         return Turn(found, parts, outs[-1])
 
     def _judge(self, forward: Turn) -> tuple[Any, list[Leaf]]:
-        """The program of the loss of all rows, for one device; and what the cotangents that it gives are."""
+        """Returns the program of the loss of all rows, for one device; and what the cotangents that it gives are."""
         out, passes = forward.out, Passes(self._program.loss, self._program.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
@@ -354,7 +354,7 @@ class Deterministic:
         return jax.jit(update, donate_argnums=0 if self._program.options.donate else ()), trees
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """The programs, for the processes to compare; each is compiled once for each device."""
+        """Returns the programs, for the processes to compare; each is compiled once for each device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
@@ -380,7 +380,7 @@ class Deterministic:
         return Lowered("\n".join(x.as_text() for x in lowered[:: len(devices)]), compile)
 
     def _shapes_of_all(self, forward: Turn, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The shapes of what a criterion's program takes: what is gathered, the whole batch, and the sums."""
+        """Returns the shapes of what a criterion's program takes: what is gathered, the whole batch, and the sums."""
         out, rows = forward.out, []
         for i in numbers_of_rows(out):
             shape: list[int] = [*(out.values[i].shape or (1,))]

@@ -95,7 +95,7 @@ class Followed:
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
-        """What the trace for any number of rows says of these leaves; or what those of two numbers both say."""
+        """Returns what the trace for any number of rows says of these leaves; or what those of two numbers both say."""
         if self.rows is None or not self._is_judged:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):

@@ -207,7 +207,7 @@ def _gathered(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms,
 
 
 def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
-    """The form and the summands of a loss: as those of a metric, but that a vector stands for its mean."""
+    """Returns the form and the summands of a loss: as those of a metric, but that a vector stands for its mean."""
     if is_marker(x):
         return _marked(x, name, followed, at, weight)
     x = jnp.asarray(x)
@@ -226,7 +226,7 @@ def _mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
 
 
 def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """The form and the summands of a term, whose first array is the one with number `at`."""
+    """Returns the form and the summands of a term, whose first array is the one with number `at`."""
     if isinstance(x, Combination):
         return _combination(x, name, followed, at, weight)
     for i in range(at, at + len(vars(x))) if followed.is_known else ():
@@ -274,7 +274,7 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
 
 
 def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """The form and the value of what is no marker: entries per row, or a mean over the rows."""
+    """Returns the form and the value of what is no marker: entries per row, or a mean over the rows."""
     if isinstance(x, float):
         x = jnp.asarray(x)
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None

@@ -69,7 +69,7 @@ class Added(NamedTuple):
 def gradients(
     loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None
 ) -> CallOf:
-    """What a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
+    """Returns what a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a
     leaf the axis that its sum is cut along. Parameters that are cut have gradients that are cut alike; where they come
@@ -134,7 +134,7 @@ def local(
     before: Held,
     shards: Shards | None = None,
 ) -> tuple[Added, float]:
-    """What a replica adds before anything is reduced, and the weight of all replicas together."""
+    """Returns what a replica adds before anything is reduced, and the weight of all replicas together."""
 
     def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
         mine = shards and shards.at(number)
@@ -189,7 +189,7 @@ class Forward(NamedTuple):
 
 
 def weight_of_all(layout: Layout, steps: int) -> float:
-    """The weight of all replicas' microbatches together."""
+    """Returns the weight of all replicas' microbatches together."""
     # With nothing cut there is one run; of several processes one each, and the mean of those.
     return sum(layout.sizes) / _unit(layout, steps) if layout.is_cut else float(len(layout.used))
 
@@ -207,7 +207,7 @@ def microbatches(
     values: Sequence[Any],
     before: Held,
 ) -> Added:
-    """What all microbatches add: `one(number, operands, state, rows, weight)` is a microbatch."""
+    """Returns what all microbatches add: `one(number, operands, state, rows, weight)` is a microbatch."""
     layout = signature.layout
     rows, unit = layout.sizes[replica] if layout.is_cut else 1, _unit(layout, steps)
 
@@ -220,7 +220,7 @@ def microbatches(
 
 
 def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int) -> list[Any]:
-    """The operands of one microbatch: its rows, and keys of its own."""
+    """Returns the operands of one microbatch: its rows, and keys of its own."""
     if rows == size:
         return list(values)
     part = []
@@ -246,7 +246,7 @@ def differentiate(
     weight: float,
     shards: Shards | None = None,
 ) -> Added:
-    """The terms, the gradients and the state of one microbatch."""
+    """Returns the terms, the gradients and the state of one microbatch."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     rows = size if signature.layout.is_cut else None
@@ -291,7 +291,7 @@ def differentiate(
 def _by_rows(
     function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
 ) -> Callable[..., Any]:
-    """The function that was traced, where each replica's part in shared statistics weighs as its rows do."""
+    """Returns the function that was traced, where each replica's part in shared statistics weighs as its rows do."""
     chunks = signature.layout.rows
     if len({*chunks}) == 1:
         return function
@@ -332,7 +332,7 @@ def formed(
 
 
 def _product(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """The sum of the products of values with their cotangents; those of integers have none."""
+    """Returns the sum of the products of values with their cotangents; those of integers have none."""
     pairs = zip([x for x in map(jnp.asarray, values) if has_cotangent(x)], cotangents, strict=True)
     return sum((jnp.sum(x * ct).real for x, ct in pairs), jnp.zeros(()))
 
@@ -342,13 +342,13 @@ def has_cotangent(x: Any) -> bool:
 
 
 def _count_depends(jaxpr: Any, first: int) -> bool:
-    """Whether the count of a `jdp.Mean`, the third output, may have a derivative by one of the first inputs."""
+    """Returns True if the count of a `jdp.Mean`, the third output, may have a derivative by one of the first inputs."""
     inputs = [i < first for i in range(len(jaxpr.in_avals))]
     return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
 
 
 def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
-    """The function that a jaxpr was traced from."""
+    """Returns the function that a jaxpr was traced from."""
     run = jax.extend.core.jaxpr_as_fun(jaxpr)
     return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
 
@@ -377,7 +377,7 @@ def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, siz
 
 
 def _as_before(after: Tree, before: Tree) -> Tree:
-    """The state in the dtypes it came in: a step that changed them would compile once more."""
+    """Returns the state in the dtypes it came in: a step that changed them would compile once more."""
     if jax.tree.structure(after) != jax.tree.structure(before):
         return after
     return jax.tree.map(lambda new, old: new if new is old else jnp.asarray(new).astype(old.dtype), after, before)
@@ -388,7 +388,7 @@ One = Callable[[Any, Any, int, Tree], Added]
 
 
 def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
-    """All microbatches of `size` rows, and last one of the rest, one after the other."""
+    """Returns all microbatches of `size` rows, and last one of the rest, one after the other."""
     whole, rest = divmod(rows, size)
     if whole + bool(rest) <= 1:
         return one(0, 0, rows, state)

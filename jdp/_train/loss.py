@@ -54,7 +54,7 @@ class Division(NamedTuple):
         return {w.position: cut.index(w.position) for w in self.wanted if not w.nodes and w.position in cut}
 
     def is_diff(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """Whether a variable of the NNX objects is differentiated."""
+        """Returns True if a variable of the NNX objects is differentiated."""
         return any(path[0] in w.nodes and nnx.filterlib.to_predicate(w.wrt)(path[1:], variable) for w in self.wanted)
 
 
@@ -127,7 +127,7 @@ def loss_of(
     criterion: Criterion | None,
     sync: bool,
 ) -> Loss:
-    """The loss of a call that was divided so; `sync` synchronises its BatchNorms."""
+    """Returns the loss of a call that was divided so; `sync` synchronises its BatchNorms."""
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
@@ -166,7 +166,7 @@ def loss_of(
 
 
 def called(criterion: Any, *args: Any) -> Any:
-    """What a criterion returns; what it raises says where it came from."""
+    """Returns what a criterion returns; what it raises says where it came from."""
     try:
         return criterion(*args)
     except Exception as error:
@@ -180,7 +180,7 @@ def called(criterion: Any, *args: Any) -> Any:
 
 
 def checked_scalar(loss: Any, verb: str) -> Any:
-    """The loss that a criterion returned, which is a real 0-d array; a `TypeError` for anything else."""
+    """Returns the loss that a criterion returned, which is a real 0-d array; a `TypeError` for anything else."""
     if isinstance(loss, jax.Array) and not loss.ndim and jnp.issubdtype(loss.dtype, jnp.floating):
         return loss
     if isinstance(loss, tuple):
@@ -195,7 +195,7 @@ def checked_scalar(loss: Any, verb: str) -> Any:
 
 
 def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
-    """A `TypeError` for what cannot be called."""
+    """Returns the criterion; raises a `TypeError` if it cannot be called."""
     if criterion is None or callable(criterion) and not isinstance(criterion, type):
         return criterion
     what = f"the class {criterion.__name__}" if isinstance(criterion, type) else f"a {type(criterion).__name__}"
@@ -216,7 +216,7 @@ def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
 
 
 def assemble(division: Division, found: Gradients, args: Sequence[Any]) -> tuple[Tree, ...]:
-    """One tree of gradients for each argument that is differentiated."""
+    """Returns one tree of gradients for each argument that is differentiated."""
     known, state = found.grads
     known |= {p: found.row_grads[i] for p, i in division.rows.items()}
     for w in division.wanted:
@@ -275,7 +275,7 @@ def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS
 
 
 def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
-    """The metrics, which are a dict without the names of the step's own."""
+    """Returns the metrics, which are a dict without the names of the step's own."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         what = "n array alone" if isinstance(metrics, jax.Array) else f" {type(metrics).__name__}"
@@ -314,7 +314,7 @@ def variables_loss(
     criterion: Criterion | None,
     sync: bool,
 ) -> Loss:
-    """The loss of `loss_fn(variables, batch[, key])`: of the parameters; the other collections are held."""
+    """Returns the loss of `loss_fn(variables, batch[, key])`: of the parameters; the other collections are held."""
     sync_over = axis_name if sync else None
     if sync:
         loss_fn = synced(loss_fn, axis_name)

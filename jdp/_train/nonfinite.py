@@ -67,7 +67,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
 
 
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:
-    """What `flags` found, in words."""
+    """Returns what `flags` found, in words."""
     if not jax.tree.leaves(params):
         return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -160,7 +160,7 @@ class Batches:
         self._plan = f"{data.count} rows, {batch_size=}, {seed=}, {start=}, {epochs=}, {drop_last=}"
 
     def __len__(self) -> int:
-        """How many batches there are from `start` on."""
+        """Returns how many batches there are from `start` on."""
         if self._epochs is None:
             raise TypeError(f"jdp.{VERB}: epochs is None, and it never ends; it has no length. Pass epochs.")
         return max(0, self._epochs * self.per_epoch - self.start)
@@ -200,7 +200,7 @@ class Batches:
             yield reading.popleft().result()
 
     def _rows(self) -> Iterator[np.ndarray]:
-        """The rows of each batch, of all processes."""
+        """Yields the rows of each batch, of all processes."""
         epoch, order = None, np.arange(self._data.count)
         numbers = itertools.count(self.start)
         for number in numbers if self._epochs is None else itertools.islice(numbers, len(self)):
@@ -221,7 +221,7 @@ class Batches:
         return np.concatenate(own), [len(chunk) for chunk in own]
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
-        """A batch, and what the other processes are told of it."""
+        """Returns a batch, and what the other processes are told of it."""
         axes = axes_of_batch(self._config, batch, None)
         found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
         assert found.outline is not None
@@ -229,7 +229,7 @@ class Batches:
 
 
 def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of so many rows in an epoch."""
+    """Returns the order of so many rows in an epoch."""
     # PCG64 by name: numpy's default may become another.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)
 

@@ -94,7 +94,7 @@ _STATICS = (bool, int, str)
 
 
 def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
-    """What decides how the leaves are cut, and what of them is part of the program; None, if seldom seen."""
+    """Returns what decides how the leaves are cut, and what of them is part of the program; None, if seldom seen."""
     key: list[Any] = [len(args)]
     leaves: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
@@ -109,7 +109,7 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
 
 
 def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
-    """The same of one argument that is not cut yet; False, if seldom seen."""
+    """Returns the same of one argument that is not cut yet; False, if seldom seen."""
     if type(x) in NESTED and is_deep(x):
         return False
     try:

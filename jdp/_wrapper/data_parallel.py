@@ -451,7 +451,7 @@ class DataParallel(nnx.Module, Generic[M]):
         cut: Mapping[str, Scattered],
         home: Tree = None,
     ) -> Any:
-        """The four steps; with parameters beside NNX objects what it returns, and the updates of these.
+        """Runs the four steps; with parameters beside NNX objects what it returns, and the updates of these.
 
         `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
         the parameters tells where results go, if not all of them do.
@@ -478,13 +478,13 @@ class DataParallel(nnx.Module, Generic[M]):
         return steps == _STEPS and _NAMES.isdisjoint(vars(self))
 
     def _stays(self, params: Tree, home: Tree, in_place: bool) -> bool:
-        """Whether results stay over the replicas, for they come back where the parameters live."""
+        """Returns True if results stay over the replicas, for they come back where the parameters live."""
         if in_place:
             return bool(jax.tree.leaves(params))
         return not jax.tree.leaves(home) or lives_replicated(home, self._config.mesh)
 
     def _gather(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
-        """The last step: the output where the user wants it, the state where the parameters live."""
+        """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
         home = "sharded" if stay else None
         device = home if self.output_device is None else self.output_device
         if not stateful:
@@ -508,7 +508,7 @@ class DataParallel(nnx.Module, Generic[M]):
     if not TYPE_CHECKING:  # to which every name would be known then
 
         def __getattr__(self, name: str) -> Any:
-            """What is not there: of torch's names, what to call instead."""
+            """Raises an `AttributeError`; for a name of torch's it says what to call instead."""
             if name not in INSTEAD or "_config" not in vars(self):
                 has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
                 way = f"; its module has one. Read dp.module.{name}" if has else ""

@@ -242,7 +242,7 @@ class _Total:
 
 
 def _shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:
-    """The shapes that a metric has in every batch; of entries for each row, all but their number."""
+    """Yields the shapes that a metric has in every batch; of entries for each row, all but their number."""
     for form in forms.each:
         if form.axis is None:
             yield [next(sums).shape for _ in range(form.summands)]
@@ -266,12 +266,12 @@ def _described(form: Form, shapes: list[Any]) -> str:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype in which the host adds."""
+    """Returns the dtype in which the host adds."""
     if dtype.kind in "fiub":
         return np.float64 if dtype.kind == "f" else np.uint64 if dtype == np.uint64 else np.int64
     return np.complex128 if dtype.kind == "c" else np.float64
 
 
 def _host(x: Any) -> Any:
-    """A Python number for what has no shape, else the array."""
+    """Returns a Python number for what has no shape, else the array."""
     return x.item() if np.ndim(x) == 0 else np.asarray(x)

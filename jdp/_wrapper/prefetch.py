@@ -80,7 +80,7 @@ class Prefetched(Iterator[Tree]):
         return next(self._batches)
 
     def __len__(self) -> int:
-        """The number of all batches, those included that were taken."""
+        """Returns the number of all batches, those included that were taken."""
         if self._several:
             raise TypeError(
                 "jdp.prefetch: each process has as many batches as its loader gives, and goes on until all have run "
@@ -145,7 +145,7 @@ def refuse_one_batch(batches: Any, verb: str) -> None:
 
 
 def _on_host(batches: Any) -> Callable[[Any], Any]:
-    """What makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
+    """Returns what makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
     # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
     data = sys.modules.get("torch.utils.data")  # who has a loader of torch's has imported it
     fresh = (
@@ -167,7 +167,7 @@ def _on_host(batches: Any) -> Callable[[Any], Any]:
 
 
 def _copy(x: np.ndarray) -> np.ndarray:
-    """A copy that begins where XLA wants it to, so that a CPU device takes it as it is."""
+    """Returns a copy that begins where XLA wants it to, so that a CPU device takes it as it is."""
     if x.dtype.hasobject:
         return x.copy()
     copy = aligned(x.shape, x.dtype)
@@ -196,7 +196,7 @@ def is_tensor(x: Any) -> bool:
 
 
 def numpy_of(tensor: Any, verb: str) -> np.ndarray:
-    """A torch tensor as a numpy array, in the same memory where that is the host's."""
+    """Returns a torch tensor as a numpy array, in the same memory where that is the host's."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(
@@ -273,7 +273,7 @@ def together(
 
 
 def _without_rows(batch: Prepared) -> Prepared:
-    """The batch, without its rows."""
+    """Returns the batch, without its rows."""
     arrays = [
         jax.lax.slice_in_dim(x, 0, 0, axis=leaf.axis) if isinstance(leaf, Cut) else x
         for x, leaf in zip(batch.arrays, batch.layout.arrays, strict=True)

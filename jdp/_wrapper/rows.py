@@ -23,7 +23,7 @@ VERB = "batches"
 
 
 def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
-    """What sort of data this is; a `TypeError` for what has no rows to index."""
+    """Returns what sort of data this is; a `TypeError` for what has no rows to index."""
     if is_scattered(data):
         raise TypeError(f"jdp.{VERB}: data is a jdp.Scattered of {len(data)} chunks; it is cut. Pass the arrays.")
     is_tree = isinstance(data, dict | tuple) or not isinstance(data, list) and not jax.tree_util.all_leaves([data])
@@ -56,16 +56,16 @@ class Columns:
         self.count: int = _counted(data, sum(self._layout.sizes))
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
-        """What a batch of these rows is read in."""
+        """Returns what a batch of these rows is read in."""
         return [rows]
 
     def read(self, rows: np.ndarray) -> Tree:
-        """These rows of all arrays, and what is whole."""
+        """Returns these rows of all arrays, and what is whole."""
         found = zip(self._arrays, self._layout.arrays, strict=True)
         return self._layout.fill([_taken(x, rows, leaf.axis) if isinstance(leaf, Cut) else x for x, leaf in found])
 
     def join(self, parts: Sequence[Tree]) -> Tree:
-        """The batch of its parts."""
+        """Returns the batch of its parts."""
         (batch,) = parts
         return batch
 
@@ -95,11 +95,11 @@ class Rows:
         self._lock = threading.Lock()
 
     def parts(self, rows: np.ndarray) -> Sequence[int]:
-        """What a batch of these rows is read in."""
+        """Returns what a batch of these rows is read in."""
         return rows.tolist()
 
     def read(self, number: int) -> list[np.ndarray]:
-        """The leaves of a row, which is like the others."""
+        """Returns the leaves of a row, which is like the others."""
         try:
             row = self._data[number]
         except StopIteration as error:  # which would end the loop
@@ -132,7 +132,7 @@ class Rows:
         return arrays
 
     def join(self, parts: Sequence[list[np.ndarray]]) -> Tree:
-        """The batch of its rows."""
+        """Returns the batch of its rows."""
         config, treedef = self._config, self._like[0].treedef
         row = treedef.unflatten(parts[0])
         axes = axes_of_batch(config, row, None)
@@ -158,12 +158,12 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
 
 
 def _is_array_of_numbers(x: Any) -> bool:
-    """Whether a part of a row is a list of numbers, as in Hugging Face's datasets: that is an array."""
+    """Returns True if a part of a row is a list of numbers, as in Hugging Face's datasets: that is an array."""
     return isinstance(x, list) and all(isinstance(y, bool | int | float) or _is_array_of_numbers(y) for y in x)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
-    """A part of a row, as an array of numpy's."""
+    """Returns a part of a row, as an array of numpy's."""
     if isinstance(x, bool | int | float | complex | list):
         try:
             x = np.asarray(x)
