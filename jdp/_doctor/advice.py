@@ -1,4 +1,4 @@
-"""Known traps and known remedies: what the doctor says beside the facts.
+"""Known traps and known remedies: what the doctor says in addition to the facts.
 
 Those for GPUs and TPUs come from the makers' manuals and from reports of users; they were not tried on hardware here.
 Source: NCCL's troubleshooting guide (PCI access control services, shared memory, sockets); JAX's installation guide.
@@ -151,7 +151,7 @@ def _notes_for_gpus(n: int, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def cuda_extra(cards: Sequence[Mapping[str, str]]) -> str:
-    """CUDA 13 needs driver 580 and compute capability 7.5 of every card; CUDA 12 runs on less.
+    """Returns the extra for these GPUs: CUDA 13 needs driver 580 and compute capability 7.5; CUDA 12 runs on less.
 
     Example:
         >>> cuda_extra([{"driver_version": "570.86", "compute_cap": "9.0"}])

@@ -19,7 +19,7 @@ Result = dict[str, Any]
 
 
 def bandwidth(test: str, size: int, seconds: float, n: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests define them.
+    """Returns the algorithm and bus bandwidth in GB/s (10^9 bytes), as nccl-tests define them.
 
     The first is `size / seconds`, with the bytes of the whole buffer that is summed, scattered, or gathered. The second
     is the first times the share of the data that a link must carry, however clever the algorithm.

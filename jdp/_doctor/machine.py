@@ -24,7 +24,7 @@ SETTINGS = re.compile(
     r"|(https?|grpc|all|no)_proxy",
     re.IGNORECASE,
 )
-OURS = ("TPU_SKIP_MDS_QUERY",)  # set by importing jax, and nobody's setting
+OURS = ("TPU_SKIP_MDS_QUERY",)  # set by importing jax, not by the user
 QUERY = ("index", "name", "driver_version", "compute_cap", "memory.total", "memory.used")
 
 
@@ -41,7 +41,7 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "memory_available_bytes": available,
         "versions": versions(),
         "settings": {
-            # Of a proxy without the password: a report is made to be pasted into an issue.
+            # The password of a proxy is left out, because a report is made to be pasted into an issue.
             k: re.sub(r"//[^/@\s]*@", "//***@", v)
             for k, v in sorted(environ.items())
             if SETTINGS.fullmatch(k) and k not in OURS
@@ -54,14 +54,14 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def address() -> str | None:
-    """Returns what the hostname stands for, as Gloo finds it; `None` where nothing says."""
+    """Returns what the hostname stands for, as Gloo finds it; `None` if it is unknown."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return None
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Bytes of memory in total, and those that a program can have now; `None` where the system does not tell."""
+    """Returns the bytes of memory in total and those that a program can have now; `None` if they are unknown."""
     total = available = None
     with contextlib.suppress(ValueError, OSError, AttributeError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_smi(seconds: float = 10) -> dict[str, Any]:
-    """`{"gpus": [...]}` by `nvidia-smi`, beside JAX and whatever JAX can see; `{"gpus": [], "gpus_error": ...}`."""
+    """Returns `{"gpus": [...]}` by `nvidia-smi`, whatever JAX can see; or `{"gpus": [], "gpus_error": ...}`."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"gpus": []}

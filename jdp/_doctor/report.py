@@ -13,12 +13,12 @@ WORDS = {"hang": "HANGS", "died": "DIES", "wrong": "WRONG", "error": "ERROR"}
 
 
 def show(report: Mapping[str, Any], out: TextIO) -> None:
-    """Prints the report, as wide as the terminal; 80 columns where there is none."""
+    """Prints the report, as wide as the terminal; 80 columns without a terminal."""
     show_blocks(blocks(report), out)
 
 
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
-    """Yields the report, piece by piece, in the order in which it is read."""
+    """Yields the pieces of the report, in the order of reading."""
     yield Title("Machine")
     yield Table(("", ""), _machine(report["machine"]))
     yield Title("Devices")

@@ -55,7 +55,7 @@ def _signals(events: Events) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_AT_ONCE = 60.0  # seconds from a process's start in which it shows whether it can be started at all
+_AT_ONCE = 60.0  # a process that fails within so many seconds of its start cannot be started at all
 
 
 class Places:
@@ -115,7 +115,7 @@ def _attempt(
         printer.say(f"{culprit.end()}{then} (restart {attempt + 1} of {job.max_restarts})")
         asked = _pause(job, attempt, events)
         return None if asked is None else 128 + asked
-    # Who presses Ctrl-C knows why they end, and a script that does not handle SIGTERM ends by it.
+    # A user who presses Ctrl-C knows why the workers end; a script that does not handle SIGTERM ends by it.
     code = culprit.code if culprit is not None and culprit.code else 0
     if culprit is not None and (asked is None or (asked != signal.SIGINT and code != -signal.SIGTERM)):
         _report(culprit, reader.last_words(culprit.rank), printer)
@@ -147,7 +147,7 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
         else:
             crew.signal(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
             printer.hurry()
-            if asked is None:  # said after that, for nobody may be reading
+            if asked is None:  # said after that, because saying it may block
                 printer.say(_handing_on(event, job))
             asked, deadline = asked or event, min(deadline, time.monotonic() + job.preemption_grace)
     return asked
@@ -160,7 +160,7 @@ def _handing_on(number: int, job: Job) -> str:
     return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
 
 
-_LAST = 2.0  # seconds in which the last lines of a job that was asked to end are written, if somebody reads them
+_LAST = 2.0  # seconds to write the last lines of a job that was asked to end, if somebody reads them
 
 
 def _wait(is_done: Callable[[float], bool], events: Events, seconds: float = math.inf) -> int | None:
@@ -189,7 +189,7 @@ def _pause(job: Job, attempt: int, events: Events) -> int | None:
 
 
 def _pause_after(attempt: int) -> float:
-    """Seconds: what has failed at once several times (a full disk, a device that is in use) may need a while."""
+    """Returns the seconds to wait: what keeps failing at once (a full disk, a device in use) may need a while."""
     return min(5.0, 0.1 * 2.0 ** min(attempt, 10))
 
 

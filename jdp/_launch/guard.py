@@ -32,11 +32,11 @@ def guard(requests: BinaryIO) -> None:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL to every process of the group, if there is one."""
+    """Sends SIGKILL to every process of the group, if there is one."""
     try:
         os.killpg(group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # nobody is left; macOS says "not permitted" when they are zombies
+        pass  # no process is left; macOS says "not permitted" when they are zombies
 
 
 def become_worker(parent: int, command: list[str]) -> None:
@@ -49,7 +49,7 @@ def become_worker(parent: int, command: list[str]) -> None:
         except (ImportError, OSError, AttributeError):
             pass  # the guard is left
     if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was told; nobody wants this worker
+        os._exit(1)  # the launcher died before the kernel was told, so this worker is not needed
     os.execv(command[0], command)
 
 

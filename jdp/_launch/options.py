@@ -168,7 +168,7 @@ def _folder(text: str) -> str | None:
 
 
 def _default_folder() -> str | None:
-    """None where there is no home."""
+    """Returns the folder for programs, if none is named; None if there is no home directory."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     path = os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "jdp")
     return path if os.path.isabs(path) else None
@@ -309,7 +309,7 @@ def _set_cpu_devices(env: dict[str, str], devices: int) -> None:
 
 
 def gpus_to_divide(job: Job, env: Mapping[str, str]) -> int:
-    """The number of GPUs to divide among the processes of this node, evenly; 0 where there is nothing to divide."""
+    """Returns the number of GPUs to divide evenly among the processes of this node; 0 if there are none to divide."""
     platforms = env.get("JAX_PLATFORMS", "")
     gpu_wanted = not platforms or any(name in platforms for name in ("cuda", "gpu"))
     if job.processes == 1 or job.cpu_devices is not None or "JAX_LOCAL_DEVICE_IDS" in env or not gpu_wanted:

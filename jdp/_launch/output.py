@@ -58,7 +58,7 @@ class Lines:
 class Printer:
     """Writes to the launcher's own stdout and stderr, never two lines into each other.
 
-    A thread of its own does: it stands still where nobody reads (a pager, Ctrl-S), and the launcher must not.
+    A separate thread writes. It blocks if the output is not read (a pager, Ctrl-S), and the launcher must not.
     """
 
     def __init__(self, on_broken: Callable[[int], None]) -> None:
@@ -72,20 +72,20 @@ class Printer:
         threading.Thread(target=self._run, name="jdp launch: printer", daemon=True).start()
 
     def say(self, text: str, lines: Sequence[bytes] = ()) -> None:
-        """A line of the launcher's own, and more on stderr; waits a moment until they are written, and no longer."""
+        """Writes a line of the launcher itself, and more, to stderr; waits for that a moment, and no longer."""
         with self._changed:
             self._add(_STDERR, [f"jdp launch: {text}\n".encode(errors="replace"), *lines])
         self.has_written(_MOMENT)
 
     def write(self, fd: int, pieces: list[bytes]) -> None:
-        """All pieces to a file descriptor. Waits while much is left to write; in a hurry they are dropped then."""
+        """Writes all pieces to a file descriptor. Waits while much is left to write; in a hurry it drops them then."""
         with self._changed:
             self._changed.wait_for(lambda: self._size < _MUCH or self.hurries)
             if pieces and self._size < _MUCH:
                 self._add(fd, pieces)
 
     def hurry(self) -> None:
-        """From now on nobody waits until somebody reads: the job is to end, and a process that cannot write cannot."""
+        """Drops output that is not read from now on: the job must end, and a process that cannot write cannot end."""
         with self._changed:
             self.hurries = True
             self._changed.notify_all()
@@ -108,8 +108,8 @@ class Printer:
             if fd not in self._broken:
                 try:
                     _write(fd, self._over_bars(pieces) if os.isatty(fd) else b"".join(pieces))
-                except BrokenPipeError:  # nobody reads any more (`| head`)
-                    self._broken.add(fd)  # the processes must not block on their pipes meanwhile
+                except BrokenPipeError:  # the reader is gone (`| head`)
+                    self._broken.add(fd)  # the processes must not block on their pipes
                     self._on_broken(signal.SIGPIPE)
                 except OSError as error:  # the disk is full
                     self._go_on_without(fd, error)
@@ -185,7 +185,7 @@ class Reader(threading.Thread):
         return bool(data)
 
     def finish(self) -> None:
-        """Has it end when what is left in the pipes is printed; call it when the processes have ended."""
+        """Makes it end when the rest in the pipes is printed; call this when the processes have ended."""
         self._until = time.monotonic() + 5  # a process that fled to a session of its own may go on writing
 
     def has_ended(self, seconds: float) -> bool:

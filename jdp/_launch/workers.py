@@ -62,7 +62,7 @@ class Guard:
         )
 
     def tell(self, line: bytes) -> None:
-        """`+GROUP` or `-GROUP`: one that is to be killed then, or no more."""
+        """Writes `+GROUP` or `-GROUP`: a group that must be killed at the end, or must not any more."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed it; the kernel still guards the workers
             self._process.stdin.write(line)
@@ -140,7 +140,7 @@ class Crew:
 
         # The kernel closes the connections of a killed process before it reports its end, which takes a while when
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
-        # And process 0 stays until all have heard that it has failed, who then end before it does.
+        # And process 0 stays until all others have learnt that it has failed; they end before it does.
         def blame(worker: Worker) -> tuple[bool, bool, bool, float]:
             others = worker.code in (FOR_ANOTHER, -signal.SIGTERM)
             return worker.code != -signal.SIGKILL, others, worker.code == WAITED, worker.ended
