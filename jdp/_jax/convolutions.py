@@ -14,7 +14,7 @@ from .jaxprs import bind, first, rewrite
 
 
 def canonical(jaxpr: Any) -> Any:
-    """The jaxpr, with every convolution in the one layout that is fast on a CPU, and so its derivatives to any order.
+    """Returns the jaxpr with every convolution, and its derivatives of any order, in the layout that is fast on a CPU.
 
     XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
     entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
@@ -41,10 +41,10 @@ def _rule(eqn: Any) -> Callable[..., Any] | None:
 
 @functools.cache
 def _primitive() -> Any:
-    """What stands for JAX's own primitive, with the same parameters, and is transposed only when it is compiled.
+    """Returns a primitive in place of JAX's own, with the same parameters, which is transposed when it is compiled.
 
-    Had it been transposed before, JAX would make convolutions of other layouts when it differentiates it. So its
-    transposes and batches are what JAX makes of its own primitive, rewritten in turn.
+    If it were transposed before, JAX would make convolutions of other layouts in its derivatives. So its transposes and
+    batches are those of JAX's own primitive, rewritten in turn.
     """
     from jax.interpreters import ad, batching, mlir
 

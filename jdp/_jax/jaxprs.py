@@ -34,7 +34,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def first(jaxpr: Any, primitive: str) -> Any:
-    """Returns the first equation with the primitive of this name, nested ones too; None where there is none."""
+    """Returns the first equation with the primitive of this name, nested ones too; None if there is no such one."""
     return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
 
 
@@ -87,7 +87,7 @@ def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
 
 
 def communicates(jaxpr: Any) -> bool:
-    """Returns True if there is a collective in it, for which devices wait for each other."""
+    """Returns True if there is a collective in it: devices wait for each other there."""
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
 
 
@@ -105,7 +105,7 @@ def _parameter(eqn: Any, name: str) -> Any:
 
 
 def ordered(jaxpr: Any) -> Any:
-    """The first equation that prints or calls in order, which JAX does on one device only; None where there is none."""
+    """Returns the first equation that prints or calls in order, which JAX does on one device only; else None."""
     jaxpr = _opened(jaxpr)
     for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
         if any(map(_is_ordered, eqn.effects)):
@@ -157,7 +157,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "cu
 
 
 def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
-    """The closed jaxpr, with the equations that are wanted at its top; raises `refuse(loop or branch)` around one.
+    """Returns the closed jaxpr with the wanted equations at its top; raises `refuse(loop or branch)` around one.
 
     With `unroll` a scan around one becomes its iterations, one after the other.
     """
@@ -193,7 +193,7 @@ class Hidden(Exception):
 
 
 def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """The closed jaxpr, with `index` where it asks for its place on the axis; `Hidden` where a loop or branch does."""
+    """Returns the closed jaxpr with `index` as its place on the axis; raises `Hidden` if a loop or branch asks."""
 
     def asks(eqn: Any) -> bool:
         return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
@@ -262,7 +262,7 @@ _CHEAP = {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul
 
 
 def recomputed(code: Segmented) -> Segmented:
-    """The same, where a segment makes again what is cheap, in place of one before that keeps it: x, not 2 * x and x."""
+    """Returns the same, but segments compute cheap values again instead of keeping them: x, not 2 * x and x."""
     made_by = {v: eqn for eqns in code.segments for eqn in eqns for v in eqn.outvars}
 
     def is_cheap(eqn: Any) -> bool:
@@ -295,7 +295,7 @@ Rule = Callable[[Any], Callable[..., Any] | None]
 
 
 def rewrite(jaxpr: Any, rule: Rule) -> Any:
-    """The jaxpr, closed or open, with the rule's functions in place of equations; itself where there are none."""
+    """Returns the jaxpr, closed or open, with the rule's functions in place of equations; itself if there are none."""
     inner = _opened(jaxpr)
     if inner is not jaxpr:
         new = rewrite(inner, rule)
@@ -327,7 +327,7 @@ _OF_ALL = {"psum", "pmax", "pmin"}
 
 
 def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callable[[str], Exception]) -> Any:
-    """The closed jaxpr, where each device is so many members of the axis, one after the other along the axis `inner`.
+    """Returns the closed jaxpr for devices that each stand for several members of the axis, along the axis `inner`.
 
     Raises `refuse(its name)` for a collective that does not go over both.
     """
@@ -374,7 +374,7 @@ SAME, VARYING = Value(False), Value(True)
 
 
 def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[Any] | None = None) -> list[Value]:
-    """What is known of the outputs of a jaxpr (or `of` other variables in it), from what is known of its inputs.
+    """Returns what is known of the outputs of a jaxpr (or `of` other variables in it), given that of its inputs.
 
     JAX's own types (`check_vma=True`) would tell, but real models do not pass that check.
     """
@@ -486,7 +486,7 @@ def _join(values: Sequence[Value]) -> Value:
 
 
 def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """`(consts, carry, xs)` of what a scan takes."""
+    """Returns the operands of a scan as `(consts, carry, xs)`."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, xs = eqn.params["ft_in"].update(list(inputs)).unpack()
         return list(consts), list(carry), list(xs)

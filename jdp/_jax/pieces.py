@@ -1,10 +1,9 @@
 """Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
 
 A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it: the backward
-pass gathers the piece again. Of what it has computed, products with parameters, convolutions, random numbers and the
-like are kept; what is made of them element by element, and products of rows with each other, are made again. What a
-scan runs over is gathered in its body, an iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP"
-(2023).
+pass gathers the piece again. Products with parameters, convolutions, random numbers and the like are kept for it.
+Values that are made of them element by element, and products of rows with each other, are computed again. What a scan
+runs over is gathered in its body, one iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Sharded(NamedTuple):
 
 
 def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: bool = False) -> list[Any]:
-    """What a closed jaxpr makes of these operands, of which some are `Sharded`: those are gathered where they are used.
+    """Returns the outputs of a closed jaxpr. Operands that are `Sharded` are gathered where they are used.
 
     A piece has parameters of at most so many bytes, or one parameter, or is one iteration of a scan.
     """
@@ -77,7 +76,7 @@ def without_calls(jaxpr: Any) -> Any:
 
 
 class _View(NamedTuple):
-    """A parameter, or what casts and transposes make of it, which is made anew wherever it is used."""
+    """A parameter, or what casts and transposes make of it; it is made again wherever it is used."""
 
     source: Any
     eqns: tuple[Any, ...] = ()
@@ -159,7 +158,7 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
 def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
     """Returns the views that an equation has a body for, where they can be gathered.
 
-    A checkpoint's are all. Of what a scan runs over it is what is cut along another axis than that of the scan.
+    A checkpoint has a body for all. A scan has one for parameters that are cut along another axis than its own.
     """
     if eqn.primitive.name in _CHECKPOINTS:
         return [*views]
@@ -189,8 +188,8 @@ _CHEAP = set(
 
 
 def _keeps(piece: _Piece) -> Callable[..., bool]:
-    """What is kept for the backward pass: not what the piece gathers, what another view of that may be, a product of
-    rows with each other, or what is `_CHEAP`.
+    """Returns what is kept for the backward pass: not what the piece gathers or another view of it, not a product of
+    rows with each other, and nothing that is `_CHEAP`.
 
     Of a value only the shape is known: an activation of as many elements as a parameter is made again, too. What is
     printed, or given to a callback, is kept: JAX would print it once more when it is made again.
@@ -297,7 +296,7 @@ def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
 
     def look(jaxpr: Any, operands: Sequence[tuple[int, tuple[int, ...]] | None]) -> None:
-        """`operands`: which one each is, or a part of, and the axes of that which it has."""
+        """Follows `operands` through the jaxpr: which one each value is, or a part of, and which of its axes it has."""
         inner = without_calls(jaxpr).jaxpr
         known = {v: x for v, x in zip(inner.invars, operands, strict=False) if x}
         for eqn in inner.eqns:

@@ -14,7 +14,7 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
-11. `_wrapped_callback`, in which `jax._src.callback` calls back into Python: `callbacks`
+11. `_wrapped_callback` of `jax._src.callback`, which calls back into Python: `callbacks`
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _missing(name: str, what: str, instead: str) -> NotImplementedError:
 
 
 def is_clean() -> bool:
-    """`trace_state_clean` by public names."""
+    """Returns the same as `trace_state_clean`, by public names."""
     return jax.extend.core.get_opaque_trace_state() == _clean_state()
 
 
@@ -105,7 +105,7 @@ def compilations(jitted: Iterable[Any]) -> int | None:
 
 
 def is_described(device: Any) -> bool:
-    """Returns True if the device is one of a topology, for which programs are compiled and on which nothing runs.
+    """Returns True if the device is one of a topology: programs are compiled for it, and do not run.
 
     Without it `jdp.topology` raises, and with it `jdp plan` for machines that are not there.
 
@@ -125,7 +125,7 @@ class Job(NamedTuple):
 
 
 def job() -> Any:
-    """JAX's own record of a job of several processes, as a `Job`. Without it jdp runs in one process only.
+    """Returns JAX's own record of a job of several processes, as a `Job`. Without it jdp runs in one process only.
 
     Tried: `jax.process_index()` and `jax.process_count()` start the backend, which waits for that of every other
     process. For the keys and values of the coordination service there is nothing public;
@@ -155,7 +155,7 @@ def found_by_cluster(
     variables, torchrun).
 
     Tried: `jax.distributed.initialize` detects as well, and raises where there is no cluster, and in a job of one
-    where JAX has started; jdp's is to do nothing there.
+    where JAX has started; jdp's `initialize` must do nothing there.
 
     Raises:
         NotImplementedError: this version of JAX has no such detection. A guess that there is one process would make
@@ -174,7 +174,7 @@ def found_by_cluster(
 
 @contextlib.contextmanager
 def absent_are_named(seconds: int) -> Iterator[None]:
-    """JAX's coordination service, if it starts in here, waits so long for all processes, and then says who is absent.
+    """Makes JAX's coordination service, if it starts in here, wait so long for all processes, and name the absent ones.
 
     JAX lets it wait for an hour. Without this the processes that have come end all the same, when their own time is
     over, and only the names of the absent are lost.
@@ -189,7 +189,7 @@ def absent_are_named(seconds: int) -> Iterator[None]:
 
 
 def gloo_goes_by(interface: str) -> None:
-    """The processes' collectives between CPUs go by this network interface, if JAX's backend has not started yet.
+    """Makes collectives between CPUs use this network interface, if JAX's backend has not started yet.
 
     JAX leaves it to Gloo, which takes the address that the hostname resolves to. Without this, CPUs of several machines
     find each other only where that is not 127.0.x.1.
@@ -200,7 +200,7 @@ def gloo_goes_by(interface: str) -> None:
 
 
 def _give(name: str, **more: Any) -> Callable[[], None]:
-    """Has JAX call this function of jaxlib with these arguments, too, if it takes them. Returns what undoes it."""
+    """Makes JAX call this function of jaxlib with further arguments, if it takes them. Returns what undoes it."""
     module = _found("jax._src.lib", "_jax")
     call = getattr(module, name, None)
     if call is None:
@@ -217,37 +217,37 @@ def _give(name: str, **more: Any) -> Callable[[], None]:
 
 
 def is_tabulated(wrapper: Any) -> bool:
-    """Whether `nnx.tabulate` calls this NNX object; it has then replaced every method by one that describes arguments.
+    """Returns True if `nnx.tabulate` calls this NNX object; every method is then one that describes its arguments.
 
     Without it `nnx.tabulate(dp, ...)` fails in Flax.
 
-    Tried: nothing public tells the method that runs who has called it.
+    Tried: nothing public tells a method its caller.
     """
     return hasattr(wrapper, "_nnx_tabulate_id")
 
 
 def keep_programs(programs: Any, folder: str) -> bool:
-    """Has JAX ask `programs.get(key)` before it compiles, and tell `programs.put(key, data)` what it has compiled.
+    """Makes JAX call `programs.get(key)` before it compiles, and `programs.put(key, data)` after it.
 
     False where this version of JAX has no place for that: then each start compiles its programs again.
 
-    Tried: JAX's own cache, by its options. It writes into the final file, so who is killed meanwhile leaves a damaged
-    one, which JAX reads, and warns of, at every start from then on. Its files have no checksum of their own: with the
-    package zstandard, of 30 flipped bits four ended the process and one gave other numbers. Only process 0 writes; on
-    CPU each process has keys of its own, and all others compile everything at every start.
+    Tried: JAX's own cache, by its options. It writes into the final file, so a process that is killed then leaves a
+    damaged one. JAX reads it, and warns of it, at every start from then on. Its files have no checksum: with the
+    package zstandard, of 30 flipped bits four ended the process and one gave other numbers. Only process 0 writes. On
+    CPU each process has its own keys, so all others compile everything at every start.
     """
     make = _found("jax._src.compilation_cache", "get_file_cache")
     if make is None:
         return False
 
     def get_file_cache(path: str) -> Any:
-        return (programs, path) if path == folder else make(path)  # the user's own, who has told JAX later
+        return (programs, path) if path == folder else make(path)  # the user's own folder, which JAX was told later
 
     module: Any = importlib.import_module("jax._src.compilation_cache")
     module.get_file_cache = get_file_cache
     write = _found("jax._src.compiler", "_cache_write")
     if write is not None:
-        # The same function, in which every process is process 0.
+        # The same function, but every process is process 0 to it.
         alone = types.SimpleNamespace(global_state=Job())
         every = types.FunctionType(write.__code__, {**write.__globals__, "distributed": alone}, write.__name__)
         module = importlib.import_module("jax._src.compiler")

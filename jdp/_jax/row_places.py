@@ -1,9 +1,9 @@
 """Tells whether a function makes each row of its results from that row of its inputs alone, at the same place.
 
 Such a function may be given more rows than there are, and the rest of its results be dropped: neither its results nor
-their derivatives change. It is told from two traces, for two numbers of rows: an array has rows along the axis in which
-they differ, and what is equal in both is the same for any number of them. A trace that cannot be followed, or that asks
-for the number of rows, is taken for one that mixes them.
+their derivatives change. Two traces for two numbers of rows show it: an array has rows along the axis that differs
+between them, and what is equal in both is the same for any number of rows. A trace that cannot be followed, or that
+asks for the number of rows, is taken for one that mixes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Mixed(Exception):
 
 
 def keeps_places(one: Any, other: Any, rows: tuple[int, int]) -> bool:
-    """Whether the function that was traced for so many rows as `one` and as `other` keeps each row at its place."""
+    """Returns True if a function keeps each row at its place; `one` and `other` are its traces for so many rows."""
     try:
         if one.effects or other.effects:
             return False  # what is printed or called for each row would be for more of them
@@ -62,7 +62,7 @@ class _Pair:
         self.rows, self.in_derivative = rows, False
 
     def axis(self, v: Any, w: Any) -> int | None:
-        """The axis that has rows: the only one in which the shapes differ, in proportion to the numbers of rows."""
+        """Returns the axis that has rows: the only one where the shapes differ, in proportion to the rows."""
         a, b = v.aval.shape, w.aval.shape
         if len(a) != len(b) or v.aval.dtype != w.aval.dtype:
             raise Mixed
@@ -187,7 +187,7 @@ _SIZED: dict[str, tuple[str, ...]] = {
 
 
 def _each(e: _Eqn) -> bool:
-    """Element by element: what has rows has them along one axis."""
+    """Accepts what works element by element: all operands and results have their rows along one axis."""
     return all(axis in (None, e.j) for axis in e.ins) and all(axis == e.j for axis in e.outs)
 
 

@@ -64,7 +64,7 @@ def _symbol() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RowCount:
-    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, by which what is made of it is known."""
+    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised."""
 
     prime: int = 0  # 0: a symbol
 
@@ -74,7 +74,7 @@ class RowCount:
         return 2 * self.prime if self.prime else _symbol()
 
     def power(self, size: Any) -> int | None:
-        """Returns the p for which a size is the number of rows ** p, times a whole number; None where there is none."""
+        """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
         power = 0
         if self.prime:
             while size and size % self.prime == 0:
@@ -149,7 +149,7 @@ _SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
 
 
 def _degree(values: Sequence[Value], small: float = _SMALL) -> int | None:
-    """Returns the degree of a sum, in which a small constant counts for nothing."""
+    """Returns the degree of a sum; a small constant does not count."""
     degrees = {v.degree for v in values if v.number is None or v.number > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
@@ -221,7 +221,7 @@ class Reader:
         return [self.one(eqn, name, values, out) for out in outs]
 
     def variance(self, value: Value) -> Value:
-        """What is known of a variance: over the rows it is no mean, if it does not meet rows as in a BatchNorm."""
+        """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
@@ -300,7 +300,7 @@ class Reader:
     def made(
         self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0
     ) -> Value:
-        """What an equation makes of values. `linear`: it is so in all that is summed; `summed`: over so many axes."""
+        """Returns what an equation makes of values. `linear`: in all that is summed; `summed`: over so many axes."""
         kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:
             return UNKNOWN
@@ -360,7 +360,7 @@ class Reader:
     def rounds(
         self, body: Any, consts: list[Value], carry: list[Value], xs: list[Value], by_rows: bool
     ) -> tuple[list[Value], list[Value]]:
-        """The carry of a loop and the other outputs of its body; `by_rows`: the rows say how many rounds there are."""
+        """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
         while True:  # each round less is known of the carry, or it is the last
             outputs = self.read(body, [*consts, *carry, *xs])
             after = [_join(a, b) for a, b in zip(carry, outputs, strict=False)]

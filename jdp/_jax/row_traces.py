@@ -66,7 +66,7 @@ class Traced:
         return list(self.jaxpr.out_avals)
 
     def axis(self, i: int) -> int | str | None:
-        """The one axis of output i whose size is a multiple of b; None where none depends on b; else what it is."""
+        """Returns the one axis of output i whose size is a multiple of b; None if none depends on b; else why not."""
         out = _opened(self.jaxpr).outvars[i]
         found = self.rows.axes(out)
         if not found:

@@ -35,15 +35,16 @@ def batches(
     size: int = 2,
     workers: int = 1,
 ) -> Batches:
-    """The batches of data that can be indexed: every row once an epoch, whatever the devices and the processes are.
+    """Yields batches of data that can be indexed: every row once an epoch, on any number of devices and processes.
 
     It yields what `dp.prefetch` yields: the containers of the data, or of a row, with a `jdp.Scattered` for each
-    array, `size` batches ahead. Of several processes each passes the same arguments, and reads only the rows of its
-    own chunks (`jdp.chunk_sizes` of the whole batch); it learns the shapes of a batch without such from the others.
+    array, `size` batches ahead. With several processes, each passes the same arguments, and reads only the rows of its
+    own chunks (`jdp.chunk_sizes` of the whole batch). A process without rows in a batch learns its shapes from the
+    others.
 
     Without a seed the rows come in the order of the data. With one, those of epoch 0, 1, ... come in the order
     `np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)`, and nothing else
-    has a part in it. (A later numpy may draw another permutation: keep its version in a run that is to go on.)
+    has a part in it. (A later numpy may draw another permutation: keep its version while a run goes on.)
 
     To go on after a restart, save `batches.taken` and pass it as `start`. It counts the batches that the loop has
     taken, over all epochs; `state.step` does not count those that `skip_nonfinite` has skipped. No row is read again
@@ -63,7 +64,7 @@ def batches(
             takes an index. A row is a number, array or tensor, or a tree of them; a list of numbers in it is an array.
             All rows have one shape and dtype, and are stacked leaf by leaf.
         batch_size: rows in a batch, over all devices of all processes.
-        seed: shuffles the rows, anew in each epoch; None keeps their order.
+        seed: shuffles the rows, differently in each epoch; None keeps their order.
         start: how many batches were taken already, in all epochs. From the end on there are none.
         epochs: how often each row comes; None never ends.
         drop_last: leaves out the last batch of each epoch where it has fewer rows.
@@ -189,7 +190,7 @@ class Batches:
         return batch
 
     def _read(self, threads: Threads) -> Iterator[tuple[Tree, Sequence[int]]]:
-        """This process's rows of each batch (None if it has none), and how many each of its replicas has of them."""
+        """Yields the rows of this process in each batch (None if it has none), and the number for each replica."""
         own = map(self._own, self._rows())
         reading: collections.deque[Reading] = collections.deque()
         while True:
@@ -211,7 +212,7 @@ class Batches:
             yield order[first : first + self._batch_size]
 
     def _own(self, rows: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
-        """Those of a batch's rows that are this process's own, and how many each of its replicas has of them."""
+        """Returns the rows of a batch that belong to this process, and how many each of its replicas has."""
         mesh, each = self._config.mesh, self._config.per_device
         if not spans_processes(mesh):
             return rows, ()
@@ -249,7 +250,7 @@ class Reading:
             threads.do(self._read, i)
 
     def result(self) -> tuple[Tree, Sequence[int]]:
-        """The batch, once it is there, and its sizes; of several parts that failed the first one's exception."""
+        """Waits for the batch, and returns it and its sizes; raises the exception of the first part that failed."""
         return self._batch.result(), self._sizes
 
     def _read(self, i: int) -> None:
@@ -278,7 +279,7 @@ class Failed:
 
 
 class Threads:
-    """Threads that do what they are told in the order in which they are told, until they are stopped."""
+    """Threads that do their tasks in the order of the calls, until they are stopped."""
 
     def __init__(self, count: int) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[int], None], int] | None] = queue.SimpleQueue()

@@ -1,7 +1,7 @@
 """The calls that a wrapper knows: one like a call that ran before goes straight to its program.
 
-Parameters that are whole on every device, and a batch that is cut already or can be handed over as it is, pass through
-scatter and replicate unchanged. That is seen here before anything runs, leaf by leaf; every other call takes all steps.
+Parameters that are replicated, and a batch that is cut already or can be handed over as it is, pass through scatter and
+replicate unchanged. This module sees that before anything runs, leaf by leaf. Every other call takes all steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ran:
 
 
 def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Flat, tuple[Any, ...]] | None:
-    """The program of a call like one that ran, and what it gave; None where this is none such, and nothing has run."""
+    """Returns the program of a call like one that ran, and its result; None if the call is new, and nothing has run."""
     config = dp._config
     if not config.calls:
         return None

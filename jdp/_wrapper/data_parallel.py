@@ -41,7 +41,7 @@ M = TypeVar("M")
 
 
 class WrapperArguments(TypedDict, total=False):
-    """The further keywords of `DataParallel`, for both of its types."""
+    """The further keywords of `DataParallel`; both of its types take them."""
 
     in_axes: Tree
     out_axes: Tree
@@ -92,7 +92,7 @@ class DataParallel(nnx.Module, Generic[M]):
     `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
     Inside another replica's program (a wrapper in a wrapper, `jax.pmap`, `jax.shard_map`) the module
     runs directly. Under `jax.jit` and the like, parameters should be replicated (as `dp.init` returns
-    them) or uncommitted: JAX refuses arrays that are committed to one device only beside others.
+    them) or uncommitted: JAX refuses arrays that are committed to a single device there.
 
     Args:
         module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
@@ -101,13 +101,13 @@ class DataParallel(nnx.Module, Generic[M]):
             devices, and its axis for `axis_name`.
         output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
             (one array over the replicas). `None` is where the parameters live: the primary device
-            for parameters there or on the host, over the replicas for replicated ones. Of several processes
-            each has its outputs on devices of its own: a device of another stands for its counterpart here, and
-            the primary device is the first of its own.
+            for parameters there or on the host, over the replicas for replicated ones. With several processes,
+            each has its outputs on its own devices: a device of another process stands for its counterpart here,
+            and the primary device is the first of its own.
         dim: the axis along which inputs are cut and outputs concatenated, negative allowed.
-        in_axes: as in `jax.vmap`, for the positional arguments after the parameters: an int, or a
+        in_axes: as in `jax.vmap`, of the positional arguments after the parameters: an int, or a
             tuple with an int or None (whole to every replica) for each. Default: `dim` for all.
-        out_axes: as in `jax.vmap`, for the outputs; None in it is the primary replica's. Default: `dim`.
+        out_axes: as in `jax.vmap`, of the outputs; None in it is the primary replica's. Default: `dim`.
         axis_name: the name of the axis inside the program, for `BatchNorm(axis_name=...)` and
             collectives of your own.
         reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
@@ -116,12 +116,12 @@ class DataParallel(nnx.Module, Generic[M]):
             is kept, or `state_axes` names it, or it is sown as an intermediate.
         state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
             filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
-        replicas: the number of replicas, where it is to be one and the same on any hardware: the batch is cut into that
+        replicas: the number of replicas, if it should be the same on any hardware: the batch is cut into that
             many chunks, and the number of devices (of all processes together) divides it. A device has consecutive
             replicas, and runs them one after the other, in the memory of one (a gradient that is taken through a call
             keeps what the backward pass needs of all of them). Sizes, masks, statistics and state are those of as many
             devices. Where replicas meet (collectives over `axis_name`, `sync_batch_norm`) those of a device run side by
-            side, in the memory of all. Of several processes each passes then the rows of its replicas by the rule for
+            side, in the memory of all. With several processes, each passes the rows of its replicas, by the rule for
             the batch of all. `None` is one for each device.
         shard_params: for NNX, cuts the parameters over the devices, each along an axis that they divide; they are
             gathered as they are used. `module` may be a function that makes it, `lambda: Net(rngs=nnx.Rngs(0))`: each
@@ -238,7 +238,7 @@ class DataParallel(nnx.Module, Generic[M]):
             variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
             *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
                 their state is updated.
-            **kwargs: likewise; also `rngs`, `mutable` and `method` for Linen.
+            **kwargs: as `args`; also `rngs`, `mutable` and `method` for Linen.
 
         Raises:
             ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
@@ -277,7 +277,7 @@ class DataParallel(nnx.Module, Generic[M]):
         whole, nodes = _nnx.take_nodes(variables) if of_objects else (variables, [])
         (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
         nodes += given
-        if nodes:  # a model, an nnx.Rngs: whole on every replica, and updated
+        if nodes:  # a model, an nnx.Rngs: replicated, and updated
             graph, *states = nnx.split(nodes)
             whole = Held(whole, graph, tuple(states))
         try:
@@ -293,7 +293,7 @@ class DataParallel(nnx.Module, Generic[M]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
     ) -> tuple[Scattered, Scattered]:
-        """Step one: cuts the arguments into chunks. A subclass may replace it, to cut batches of its own."""
+        """Cuts the arguments into chunks: step one. A subclass may replace it, to cut its own kind of batches."""
         config = self._config
         axes = None
         if config.in_axes is not None:
@@ -308,13 +308,13 @@ class DataParallel(nnx.Module, Generic[M]):
         return args, kw
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
-        """Step two: puts the parameters whole on every device; those in place stay as they are."""
+        """Replicates the parameters: step two. Those in place stay as they are."""
         config = self._config
         mesh = config.mesh if devices is config.devices else config.mesh_of(devices)
         return broadcast(tree, mesh, "DataParallel")
 
     def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
-        """Step three: runs the module on every replica, as one program.
+        """Runs the module on every replica, as one program: step three.
 
         `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
         """
@@ -331,7 +331,7 @@ class DataParallel(nnx.Module, Generic[M]):
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: Device | str | None) -> Tree:
-        """Step four: concatenates the outputs on the output device."""
+        """Concatenates the outputs on the output device: step four."""
         if isinstance(outputs, Scattered):
             return join(outputs, output_device)
         if holds_scattered(outputs):  # a batch, each array of which has its own axis
@@ -379,7 +379,7 @@ class DataParallel(nnx.Module, Generic[M]):
         """Initialises a Linen module: `dp.init(rngs, *args, **kwargs)`, the bare model's own tree, replicated.
 
         The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the
-        wrapper and back), with the same numbers, whole on every device. With `shard_params=True` the parameters are
+        wrapper and back), with the same numbers, replicated. With `shard_params=True` the parameters are
         cut over the devices, and each part is made where it lives: no device ever holds all of them.
         """
         if self._config.kind != "linen":
@@ -401,12 +401,12 @@ class DataParallel(nnx.Module, Generic[M]):
         return variables
 
     def train(self, **attributes: Any) -> Any:
-        """Training mode for an NNX module, as `flax.nnx.Module.train`; a Linen module has no mode."""
+        """Sets training mode in an NNX module, as `flax.nnx.Module.train` does; a Linen module has no mode."""
         self._needs_nnx("train")
         return super().train(**attributes)
 
     def eval(self, **attributes: Any) -> Any:
-        """Evaluation mode for an NNX module, as `flax.nnx.Module.eval`; a Linen module has no mode."""
+        """Sets evaluation mode in an NNX module, as `flax.nnx.Module.eval` does; a Linen module has no mode."""
         self._needs_nnx("eval")
         return super().eval(**attributes)
 
@@ -451,7 +451,7 @@ class DataParallel(nnx.Module, Generic[M]):
         cut: Mapping[str, Scattered],
         home: Tree = None,
     ) -> Any:
-        """Runs the four steps; with parameters beside NNX objects what it returns, and the updates of these.
+        """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
 
         `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
         the parameters tells where results go, if not all of them do.
@@ -478,7 +478,7 @@ class DataParallel(nnx.Module, Generic[M]):
         return steps == _STEPS and _NAMES.isdisjoint(vars(self))
 
     def _stays(self, params: Tree, home: Tree, in_place: bool) -> bool:
-        """Returns True if results stay over the replicas, for they come back where the parameters live."""
+        """Returns True if results stay over the replicas, because they come back where the parameters live."""
         if in_place:
             return bool(jax.tree.leaves(params))
         return not jax.tree.leaves(home) or lives_replicated(home, self._config.mesh)
@@ -493,7 +493,7 @@ class DataParallel(nnx.Module, Generic[M]):
         return self.gather(out, device), join(state, home)
 
     def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:
-        """State with a batch axis, cut like the batch."""
+        """Cuts state with a batch axis like the batch."""
         config = self._config
         how = Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis, replicas=config.replicas)
         return split(state, how)
@@ -544,7 +544,7 @@ _NAMES = {step.__name__ for step in _STEPS}
 
 
 def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
-    """A `ValueError` for state with a batch axis that has other rows than the batch."""
+    """Raises a `ValueError` for state with a batch axis that has other rows than the batch."""
     if not isinstance(inputs, Scattered) or not isinstance(kw, Scattered):
         return  # of a subclass's scatter
     for name, state in cut.items():

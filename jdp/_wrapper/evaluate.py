@@ -70,7 +70,7 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
         >>> found["mean"], found["positive"], found["y"].tolist()
         (6.0, 2, [-2.0, 4.0, 16.0])
 
-    Source: `Trainer.validate` of PyTorch Lightning, in which torch's `DistributedSampler` counts rows twice.
+    Source: `Trainer.validate` of PyTorch Lightning, where torch's `DistributedSampler` counts rows twice.
     """
     config: Config = dp._config
     variables, batches = _arguments(dp, metrics_fn, arguments)
@@ -164,7 +164,7 @@ def _program(config: Config, metrics_fn: Any, division: Division) -> Compiled:
 
 
 def _totals(loss: Loss) -> CallOf:
-    """What a replica runs: `((diff, held), *args)` to its `Totals`, of which sums are added over the replicas."""
+    """Returns what a replica runs: `((diff, held), *args)` to its `Totals`, whose sums are added over the replicas."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Totals]:
         def call(*operands: Any) -> Totals:
@@ -266,7 +266,7 @@ def _described(form: Form, shapes: list[Any]) -> str:
 
 
 def _wide(dtype: Any) -> Any:
-    """Returns the dtype in which the host adds."""
+    """Returns the dtype of the sums on the host."""
     if dtype.kind in "fiub":
         return np.float64 if dtype.kind == "f" else np.uint64 if dtype == np.uint64 else np.int64
     return np.complex128 if dtype.kind == "c" else np.float64

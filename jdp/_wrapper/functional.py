@@ -32,7 +32,7 @@ def data_parallel(
 
     Args:
         apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
-        params: its first argument, whole on every replica.
+        params: its first argument, replicated.
         batch: its further arguments: a tuple (scattered or not) is the arguments, `None` is none,
             anything else is one, a NamedTuple too.
         devices: as for `jdp.DataParallel`.

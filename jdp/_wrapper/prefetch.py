@@ -121,7 +121,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
 
 def refuse_one_batch(batches: Any, verb: str) -> None:
-    """A `TypeError` for what is one batch, or nothing to iterate over."""
+    """Raises a `TypeError` for a single batch, and for what cannot be iterated over."""
     what, spelling = None, "batch"
     if is_scattered(batches):
         what = f"a jdp.Scattered of {len(batches)} chunks, and each of them"
@@ -145,9 +145,9 @@ def refuse_one_batch(batches: Any, verb: str) -> None:
 
 
 def _on_host(batches: Any) -> Callable[[Any], Any]:
-    """Returns what makes an array of a batch one of numpy's, in memory that the loader will not fill anew."""
+    """Returns the function that makes a numpy array of one of a batch, in memory that the loader does not reuse."""
     # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
-    data = sys.modules.get("torch.utils.data")  # who has a loader of torch's has imported it
+    data = sys.modules.get("torch.utils.data")  # a user of torch's loader has imported it
     fresh = (
         data is not None
         and isinstance(batches, data.DataLoader)
@@ -176,7 +176,7 @@ def _copy(x: np.ndarray) -> np.ndarray:
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """New memory for an array of numbers, that begins where XLA wants it to."""
+    """Returns new memory for an array of numbers, aligned as XLA wants it."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
@@ -191,7 +191,7 @@ def _is_array(x: Any) -> bool:
 
 
 def is_tensor(x: Any) -> bool:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # a user of tensors has imported it
     return torch is not None and isinstance(x, torch.Tensor)
 
 
@@ -244,7 +244,7 @@ def together(
     told: collections.deque[tuple[Prepared | None, list[Any], Pending, BaseException | None]] = collections.deque()
     failed: BaseException | None = None
     while True:
-        while len(told) <= size:  # also after a failure, for the others still do
+        while len(told) <= size:  # also after a failure, because the others go on
             batch = None  # this process has run out
             try:
                 batch = None if failed is not None else next(batches, None)
