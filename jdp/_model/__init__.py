@@ -3,9 +3,9 @@
     config.py           what a wrapper was constructed with, and the kind of its module; how it cuts a batch
     linen.py            Linen: collections in, outputs and updated collections out
     nnx.py              NNX: split into a graph and its state, and updated in place
-    sync_batch_norm.py  BatchNorm over the whole batch, for both
+    sync_batch_norm.py  BatchNorm over the whole batch, of Linen and of NNX
 
-`config.py` comes first; the others stand side by side. What differs between Linen and NNX is decided here, so that
-`_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper`, `_explain` and `_plan` may
+`config.py` comes first; the others do not depend on each other. What differs between Linen and NNX is decided here, so
+that `_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper`, `_explain` and `_plan` may
 import it.
 """

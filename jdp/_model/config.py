@@ -96,7 +96,7 @@ class Config:
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
-        self._programs: dict[int, Any] = {}  # of each module, for as long as somebody else has it
+        self._programs: dict[int, Any] = {}  # of each module, as long as it is alive elsewhere
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
         self.calls: Recent[Any, Any] = Recent()  # that ran, and may go straight to their programs
@@ -107,7 +107,7 @@ class Config:
         return are_described(self.mesh)
 
     def mesh_of(self, devices: Devices) -> Mesh:
-        """The mesh of other devices than the wrapper's own, which a subclass chose for a step."""
+        """Returns the mesh of other devices than the wrapper's own, which a subclass chose for a step."""
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
 
     def refuse_described(self) -> None:
@@ -129,14 +129,14 @@ class Config:
             )
 
     def program(self, module: Any, beside: bool = False) -> Compiled:
-        """The compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
+        """Returns the compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not beside:
             return kept(module, "program", _of_function)  # one for all wrappers of it
 
         def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
-            """The outputs, without what is beside them, where they are joined along `dim`."""
+            """Returns the outputs alone, if they are joined along `dim`."""
             if out_axes is not None:
                 return ()
             out = out[0] if beside else out
@@ -156,7 +156,7 @@ class Config:
         return kept(call, ("program", beside), program, self._programs)
 
     def on(self, mesh: Mesh) -> Config:
-        """The same arguments, on other devices, each with one replica."""
+        """Returns the same arguments, on other devices, each with one replica."""
         other = object.__new__(Config)
         changed = {"mesh": mesh, "devices": tuple(mesh.devices.flat), "replicas": None, "per_device": 1}
         vars(other).update(vars(self) | changed)
@@ -175,7 +175,7 @@ class Config:
 
 
 def _name_of_axis(axis_name: str, devices: Devices) -> str:
-    """The name of the replicas' axis: the mesh's, if there is one."""
+    """Returns the name of the replicas' axis: the mesh's, if there is one."""
     if not isinstance(axis_name, str):
         raise TypeError(f"jdp.DataParallel: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
     if not isinstance(devices, Mesh) or len(devices.axis_names) != 1:
@@ -190,7 +190,7 @@ def _name_of_axis(axis_name: str, devices: Devices) -> str:
 
 
 def _checked(replicas: Any, n: int) -> int | None:
-    """The number of replicas, where one is given: a multiple of the number of devices."""
+    """Returns the number of replicas, where one is given: a multiple of the number of devices."""
     if replicas is None:
         return None
     if isinstance(replicas, bool) or not isinstance(replicas, int):
@@ -223,7 +223,7 @@ def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tre
 
 
 def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
-    """What sort of module this is; a wrapper is of the sort of what it wraps."""
+    """Returns what sort of module this is; a wrapper is of the sort of what it wraps."""
     inner = getattr(module, "_config", None)
     if isinstance(inner, Config):
         return inner.kind
@@ -231,7 +231,7 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
         return "linen"
     if isinstance(module, nnx.Pytree):
         return "nnx"
-    torch_nn = sys.modules.get("torch.nn")  # who has a module of its has imported it
+    torch_nn = sys.modules.get("torch.nn")  # a user who has one of its modules has imported it
     if torch_nn is not None and isinstance(module, torch_nn.Module):
         raise TypeError(
             f"jdp.{verb}: module is a torch.nn.Module, a {type(module).__name__}; jdp runs JAX's programs, and torch's "
@@ -256,7 +256,7 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
 
 
 def _here(devices: list[Any]) -> list[Any]:
-    """The devices of this machine with pickled platforms and ids; what is no device stays as it is."""
+    """Returns the devices of this machine with pickled platforms and ids; what is no device stays as it is."""
     found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
     missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if d is not None and here is None]
     if missing:
@@ -307,7 +307,7 @@ class BatchAxes(NamedTuple):
 
 
 def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
-    """A batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
+    """Returns a batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
     rows, nodes = scatter_batch(config, batch, "prefetch", own)
     return placed(rows) if type(batch) is Scattered else put_nodes(leaf_by_leaf(placed(rows)), nodes)
 
@@ -315,9 +315,9 @@ def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
 def scatter_batch(
     config: Config, batch: Tree, verb: str, own: BatchAxes | None = None
 ) -> tuple[Scattered, dict[int, Any]]:
-    """One batch, scattered by the `in_axes` of a door of its `own`, else by the wrapper's.
+    """Returns one batch, scattered by the `in_axes` of a door of its `own`, else by the wrapper's.
 
-    Beside it the NNX objects of the batch by number, for which it has stand-ins.
+    Also returns the NNX objects of the batch by number; stand-ins are in their places.
     """
     if type(batch) is Scattered and (batch._layout.mesh, batch._layout.per_device) == (config.mesh, config.per_device):
         return batch, {}
@@ -332,7 +332,7 @@ def scatter_batch(
 
 
 def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int, Any]]:
-    """The batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
+    """Returns the batch with stand-ins for its NNX objects, and these by number: in a step an NNX model is number 0."""
     if isinstance(batch, ARRAYS):
         return batch, {}
     first = int(config.kind == "nnx")
@@ -341,7 +341,7 @@ def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int
 
 
 def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
-    """An axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""
+    """Returns an axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""
     axes = config.in_axes if own is None else own.in_axes
     if type(axes) not in (tuple, list):
         return axes
@@ -352,7 +352,7 @@ def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
 
 
 def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
-    """The batch, scattered, as `Held`: the objects' state is whole on every replica."""
+    """Returns the batch, scattered, as `Held`: the state of the objects is replicated."""
     layout = rows._layout
     state = broadcast(state, layout.mesh, verb)
     arrays = jax.tree.leaves(state)
@@ -362,6 +362,6 @@ def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scatter
 
 
 def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
-    """The rows of a training step's batch, and the batch where there are NNX objects in it."""
+    """Returns the rows of a training step's batch, and the batch where there are NNX objects in it."""
     tree = batch._layout.fill(batch._arrays)
     return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

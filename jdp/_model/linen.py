@@ -28,7 +28,7 @@ _NO_COLLECTIONS = (
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
-    """The outputs, each with its axis of `out_axes`; as they are where that is None."""
+    """Returns the outputs, each with its axis of `out_axes`; as they are where that is None."""
     if out_axes is None:
         return out
     leaves, treedef = jax.tree.flatten(out)
@@ -39,7 +39,7 @@ def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
 def linen_function(
     apply_fn: Callable[..., Any], out_axes: Tree, reduce_state: Reduce, state_axes: Mapping[str, int]
 ) -> Callable[..., Tree]:
-    """`module.apply` with a rule for every output and every updated leaf."""
+    """Returns `module.apply` with a rule for every output and every updated leaf."""
 
     def apply(variables: Mapping[str, Tree], /, *args: Any, **kwargs: Any) -> Tree:
         try:
@@ -66,29 +66,29 @@ def linen_function(
 
 
 def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
-    """The variables without the boxes of `nn.with_partitioning`, whose axes are not those of the replicas' mesh."""
+    """Returns the variables without the boxes of `nn.with_partitioning`: their axes are those of another mesh."""
     return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
 
 
 def unbox(tree: Tree) -> Tree:
-    """The tree with the values of its boxes."""
+    """Returns the tree with the values of its boxes."""
     box = linen.Partitioned  # logically partitioned ones are of this class, too
     return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
 
 
 def is_stateful(kwargs: Mapping[str, Any]) -> bool:
-    """Whether `module.apply` returns updated collections beside the output."""
+    """Returns True if `module.apply` returns updated collections with the output."""
     return kwargs.get("mutable", False) is not False or bool(kwargs.get("capture_intermediates", False))
 
 
 def mark_sown(after: Tree, before: Tree) -> Tree:
-    """Sown values: what earlier calls have sown is whole, what this one has is a chunk."""
+    """Marks sown values: those of earlier calls are whole, those of this one are chunks."""
     kept = {id(x) for x in jax.tree.leaves(before)}
     return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 
 
 def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None, key: str | None = None) -> Tree:
-    """The updated state, each leaf cut along `axis` or reduced over the replicas.
+    """Returns the updated state, each leaf cut along `axis` or reduced over the replicas.
 
     What the call makes is no update of anything: of a mean of rows the mean over replicas is the one device's, of
     other arrays no rule is known.
@@ -114,7 +114,7 @@ def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int |
 
 
 def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
-    """Why one replica's value of what the call has made would not do for all; None where it would."""
+    """Returns why one replica's value of state that the call makes is not that of all; None if it is."""
     if not x.ndim and (reduce == "mean" or not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)):
         return None
     made = f"jdp.DataParallel: state {path} is made by the call, as {x.dtype}{list(x.shape)} on each replica; "
@@ -131,14 +131,14 @@ def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
 
 
 def module_of(apply_fn: Any) -> linen.Module | None:
-    """The Linen module that `apply_fn` is, or whose `apply` it is."""
+    """Returns the Linen module that `apply_fn` is, or whose `apply` it is."""
     if getattr(apply_fn, "__func__", None) is linen.Module.apply:
         apply_fn = apply_fn.__self__
     return apply_fn if isinstance(apply_fn, linen.Module) else None
 
 
 def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The keyword arguments of a call in one form, and whether the call returns updated collections."""
+    """Returns the keyword arguments of a call in one form, and whether the call returns updated collections."""
     if hasattr(variables, "opt_state"):  # of jdp, or of Flax
         raise TypeError(
             f"jdp.DataParallel: variables is a {type(variables).__name__}, the state of a training step; a Linen "
@@ -152,7 +152,7 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
         )
     if not kwargs:
         return kwargs, False
-    kwargs = dict(kwargs)  # in which calls that say the same say it alike, and run the same program
+    kwargs = dict(kwargs)  # in one form, so that calls that mean the same run the same program
     for name, default in (("rngs", None), ("mutable", False), ("method", None)):
         if name in kwargs and kwargs[name] is default:
             del kwargs[name]
@@ -182,7 +182,7 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
 def init_in_shards(
     module: Any, axis_name: str, mesh: Mesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tree:
-    """`init`, as a program in which each device makes its own parts of the parameters."""
+    """Runs `init` as a program: each device makes its own parts of the parameters."""
     _check_key(rngs)
     leaves, treedef = jax.tree.flatten((rngs, args, dict(kwargs)))
     at = [i for i, x in enumerate(leaves) if is_array(x)]
@@ -204,12 +204,12 @@ def init_in_shards(
 
 
 def _is_old_key(x: Any) -> bool:
-    """Of any of JAX's generators: two words, or four."""
+    """Returns True for a legacy key of any of JAX's generators: two words, or four."""
     return getattr(x, "ndim", 0) == 1 and x.dtype == "uint32"
 
 
 def _check_key(rngs: Any) -> None:
-    """A `TypeError` where the batch stands in the place of the key: Flax would print all of it."""
+    """Raises a `TypeError` if the batch stands in the place of the key: Flax would print all of it."""
     for key in rngs.values() if isinstance(rngs, Mapping) else [rngs]:
         number = isinstance(key, bool | int | float)
         if number or hasattr(key, "__array__") and not (is_array(key) and (is_key(key) or _is_old_key(key))):
@@ -221,7 +221,7 @@ def _check_key(rngs: Any) -> None:
 
 
 def place(variables: Tree, mesh: Mesh) -> Tree:
-    """New variables, whole on every device, wherever `init` made them."""
+    """Returns new variables, replicated, wherever `init` made them."""
     return jax.tree.map(lambda x: x if concrete(x) is None else put(x, replicated(mesh)), variables)
 
 

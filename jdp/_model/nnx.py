@@ -30,7 +30,7 @@ Filter = Callable[[Any, Any], bool]
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Filter, int]]:
-    """One predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type."""
+    """Returns one predicate and axis for each entry, whose key is any NNX filter, or the name of a variable type."""
 
     def below(accepts: Filter) -> Filter:
         # The state is that of [module, *arguments], so that its paths have a number before the user's own.
@@ -58,17 +58,17 @@ def _filter(kind: Any) -> Filter:
 
 
 class Held(NamedTuple):
-    """What holds stand-ins of NNX objects, or stands beside them, and these objects."""
+    """A tree with stand-ins for NNX objects, and the objects, split into a graph and their state."""
 
     others: Tree  # parameters (of an NNX module its stand-in), arguments, the collections of a state, a batch
-    graph: Any  # of the objects; None where there are none
+    graph: Any  # of the objects; None without any
     variables: Tree  # of the objects: a state, or several, which share them out
 
 
 def with_nodes(
     function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Callable[..., Tree]:
-    """`function`, called with `Held` for its parameters: returns what it does, and the updates of the objects."""
+    """Returns `function` for `Held` parameters: it returns its result, and the updates of the objects."""
 
     def call(replicas: Held, /, *args: Any, **kwargs: Any) -> Tree:
         nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
@@ -80,7 +80,7 @@ def with_nodes(
 
 
 def made_in_shards(module: Any, mesh: Mesh) -> Any:
-    """An NNX module, of a function that makes it: each device makes its own parts of the parameters."""
+    """Returns an NNX module, of a function that makes it: each device makes its own parts of the parameters."""
     if isinstance(module, nnx.Pytree):
         return module
     if not callable(module) or isinstance(module, linen.Module):
@@ -112,7 +112,7 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called without arguments; True where nobody can tell."""
+    """Returns True if a function can be called without arguments, or if its signature is unknown."""
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -126,7 +126,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 def sorted_captures(module: Any) -> Iterator[None]:
     """Takes from each `nnx.List` of the module what `nnx.capture` keeps there, as long as this runs.
 
-    It is empty, for a list sows nothing, and Flax's own split and merge cannot sort its name among the numbers.
+    It is empty, because a list sows nothing, and Flax's split and merge cannot sort its name among the numbers.
     """
     taken = []
     if hasattr(module, CAPTURES):
@@ -140,8 +140,8 @@ def sorted_captures(module: Any) -> Iterator[None]:
 
 
 def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) -> list[Any]:
-    """A replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
-    # Copies, for merge takes the variables as they are, and the objects change them in place.
+    """Returns a replica's own NNX objects; `sync_over` synchronises their BatchNorms."""
+    # Copies, because merge takes the variables as they are, and the objects change them in place.
     nodes = nnx.merge(graph, *jax.tree.map(lambda x: x, states))
     if sync_over is not None:
         sync_nodes(nodes, sync_over)
@@ -149,7 +149,7 @@ def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) 
 
 
 def fold_state(state: Tree, axis_name: str) -> Tree:
-    """The state, with the keys of its `nnx.Rngs` made the replica's own."""
+    """Returns the state, with the keys of its `nnx.Rngs` made the replica's own."""
     index = jax.lax.axis_index(axis_name)
     flat = nnx.to_flat_state(state)
     return nnx.from_flat_state([(path, _fold(v, index) if isinstance(v, nnx.RngKey) else v) for path, v in flat])
@@ -158,7 +158,7 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 def mark_updates(
     state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Tree:
-    """What of the state has changed, each leaf with its rule; before, it was in several parts."""
+    """Returns what of the state has changed, each leaf with its rule; before, it was in several parts."""
     known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
@@ -181,7 +181,7 @@ def mark_updates(
 
 
 def _of_all_rows(name: str, marked: Marked) -> Marked:
-    """A leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
+    """Returns a leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
     return dataclasses.replace(
         marked,
         alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, which each replica has updated with its own "
@@ -191,12 +191,12 @@ def _of_all_rows(name: str, marked: Marked) -> Marked:
 
 
 def enter(held: Held, axis_name: str) -> Held:
-    """What is held, as a replica's own."""
+    """Returns what is held, as a replica's own."""
     return held if held.graph is None else held._replace(variables=fold_state(held.variables, axis_name))
 
 
 def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
-    """What of the NNX objects' state has changed, each leaf with its rule."""
+    """Returns what of the NNX objects' state has changed, each leaf with its rule."""
     if before.graph is None:
         return ()
     return mark_updates(after.variables, [before.variables], reduce)
@@ -211,19 +211,19 @@ def in_evaluation(model: Any) -> Any:
 
 
 def own_values(updates: Tree) -> Tree:
-    """Updates of objects that each process has for itself: of what is whole on all processes, its own copy."""
+    """Returns updates of objects that each process has for itself: its own copy of replicated arrays."""
     return jax.tree.map(lambda x: x if x.is_fully_addressable else x.addressable_data(0), updates)
 
 
 def with_updates(state: Tree, updates: Tree) -> Tree:
-    """The state, with what `mark_updates` found changed in place of what it was."""
+    """Returns the state, with what `mark_updates` found changed in place of what it was."""
     return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **dict(nnx.to_flat_state(updates))})
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """Stands for an NNX object among the arguments; static, for which argument it was is part of the program."""
+    """Stands for an NNX object among the arguments. It is static: its place is part of the program."""
 
     index: int
 
@@ -231,7 +231,7 @@ class StandIn:
 def take_nodes(
     arguments: Tree, first: int = 0, verb: str = "DataParallel", root: str | tuple[str, ...] = ("args", "kwargs")
 ) -> tuple[Tree, list[Any]]:
-    """The arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
+    """Returns the arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
     taken: list[Any] = []
 
     def take(x: Any) -> Any:
@@ -248,17 +248,17 @@ def take_nodes(
 
 
 def stop_at_objects(x: Any) -> bool:
-    """Where flattening arguments stops: as anywhere else, and at NNX objects."""
+    """Returns where flattening arguments stops: as anywhere else, and at NNX objects."""
     return type(x) not in USUAL and (no_further(x) or is_node(x))
 
 
 def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
-    """The inverse of `take_nodes`."""
+    """Returns the inverse of `take_nodes`."""
     return jax.tree.map(lambda x: nodes[x.index] if _is_stand_in(x) else x, arguments, is_leaf=_is_stand_in)
 
 
 def stand_ins(argument: Tree) -> tuple[int, ...]:
-    """Which of the NNX objects that were taken stood in this argument."""
+    """Returns which of the NNX objects that were taken stood in this argument."""
     leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or isinstance(x, Scattered))
     return tuple(x.index for x in leaves if _is_stand_in(x))
 
@@ -268,12 +268,12 @@ def _is_stand_in(x: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-    """Whether `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
+    """Returns True if `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
     return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # which takes longer to say no
 
 
 def _fold(variable: Any, index: Any) -> Any:
-    """The key of an `nnx.Rngs`, or each of an array of them, folded with the replica's index."""
+    """Returns the key of an `nnx.Rngs`, or each of an array of them, folded with the replica's index."""
 
     def fold(x: Any) -> Any:
         if not is_key(x) or not x.ndim:

@@ -14,7 +14,7 @@ from .._jax.jaxprs import bind, rewrite
 
 
 def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-    """`fn`, with every Linen BatchNorm in it averaging its statistics over the axis."""
+    """Returns `fn` with every Linen BatchNorm in it averaging its statistics over the axis."""
 
     def interceptor(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -36,7 +36,7 @@ def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
 
 
 def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, traced where JAX's caches do not take it for the same function without synchronisation.
+    """Returns `fn`, which JAX's caches do not take for the same function without synchronisation.
 
     What is jitted inside the model (`nn.jit`, `jax.jit`) is traced once, and JAX does not know that the interceptor is
     part of it; it does know the axes around it, of which this adds one.
@@ -57,7 +57,7 @@ def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
 
 
 def weighted(jaxpr: Any, weight: float) -> Any:
-    """The jaxpr with the replica's part in the statistics weighted.
+    """Returns the jaxpr with the replica's part in the statistics weighted.
 
     Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows
     only if each has as many. With `weight = n * rows / all rows` for each replica it is that for any.

@@ -60,7 +60,7 @@ def _mpi(size: str, rank: str, local_rank: str, local_size: str) -> Launcher:
     return Launcher(size, rank, local_rank, local_size, (), _on_one_machine)
 
 
-# In the order in which they count: where one is started by another, as torchrun by SkyPilot, the inner one is first.
+# In order of precedence: if one launcher is started by another, as torchrun by SkyPilot, the inner one is first.
 OWN = Launcher("JDP_NUM_PROCESSES", "JDP_PROCESS_ID"), Launcher("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 LAUNCHERS = (
     *OWN,

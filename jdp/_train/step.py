@@ -74,7 +74,7 @@ _NO_STEP: Any = ()  # where only the shardings of a state's other parts are aske
 
 
 class StepArguments(TypedDict, total=False):
-    """The keywords of `train_step`, for both of its types."""
+    """The keywords of `train_step`; both of its types take them."""
 
     criterion: Callable[..., Any] | None
     in_axes: Tree
@@ -119,23 +119,23 @@ def train_step(
     deterministic: bool = False,
     check_replicas: int = 0,
 ) -> TrainStep | NNXTrainStep:
-    """A training step as one program: each replica's gradients, their sum over the replicas, the optimizer's update.
+    """Makes a training step, which is one program: the gradients of all replicas, their sum, the optimizer's update.
 
     For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
     step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
-    The numbers are those of one device and the whole batch, for every batch size; of several processes the
-    batch is the rows of them all, and a metric with an entry per row comes back for each one's own.
+    The numbers are those of one device and the whole batch, for every batch size. With several processes, the batch
+    is the rows of all of them, and a metric with an entry per row comes back for the rows of each process.
 
-    NNX objects in the batch (an `nnx.Rngs`, a teacher) go whole to every replica, and their state is updated in
-    place, as that of the model; they are not differentiated, and their arrays not donated.
+    NNX objects in the batch (an `nnx.Rngs`, a teacher) are replicated, and their state is updated in place, as that of
+    the model. They are not differentiated, and their arrays are not donated.
 
     Args:
         loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
-            `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or, for variables, `(loss,
-            metrics, updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
-            entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum of such terms with factors; each metric
-            likewise, and one whose shape follows the rows comes back gathered. A scalar that is no mean over the rows
-            is refused. `updates` are new collections, as `{"batch_stats": ...}`.
+            `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or (not for NNX) `(loss, metrics,
+            updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
+            entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum of such terms with factors. The same
+            holds for each metric; one whose shape follows the rows comes back gathered. A scalar that is no mean over
+            the rows is refused. `updates` are new collections, as `{"batch_stats": ...}`.
         criterion: a loss of all rows, torch's `criterion(model(x), y)`. `loss_fn` is the forward pass then, and returns
             outputs (a tree of arrays that follow the rows), or `(outputs, updates)`. `criterion(outputs, batch)` is
             called once, with the outputs of all rows of all devices and processes, and returns the loss, a real 0-d
@@ -148,16 +148,17 @@ def train_step(
             the memory of one; fewer where a chunk has fewer rows.
         shard_optimizer: cuts the optimizer's state over the replicas (ZeRO-1); `step.optimizer_bytes(state)`
             tells what could be cut. The new parameters are gathered at the end of the step, where little is left to
-            compute meanwhile; `shard_params` with `gather_once` gathers them while the next forward pass runs.
+            compute; `shard_params` with `gather_once` gathers them while the next forward pass runs.
         shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
-            None: as the wrapper says (NNX), or as the variables lie that `init` is given.
+            None: as the wrapper says (NNX), or as the variables lie that `init` is given. The first batch shows which
+            parameters a scan iterates over; one that `dp.init` has cut along that axis moves then.
             Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
             32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with
             uneven chunks gathers all of them at once, with the memory of `shard_optimizer`. With `accumulate_steps`
             the gradients of microbatches are added before they are summed over the replicas, and are whole until then.
         gather_once: with `shard_params` and `accumulate_steps`, gathers all parameters once a step, not in each
             microbatch: fewer bytes travel, and all parameters are whole at a time.
-        reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+        reduce_dtype: the dtype of the gradients that travel; `jnp.bfloat16` halves the bytes of float32.
         donate: frees the state that goes in as the new one is made, so that it cannot be used again (NNX: the
             arrays that the model held, in a snapshot of `nnx.state` too; `jax.tree.map(jnp.copy, ...)` keeps one).
         skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
@@ -230,7 +231,7 @@ def train_step(
 
 
 def _resolved(options: StepOptions, config: Config, are_cut: bool = False) -> StepOptions:
-    """The options with what the caller left open: whether the parameters are cut, as the given ones are."""
+    """Returns the options with what the caller left open: whether the parameters are cut, as the given ones are."""
     shard_params = are_cut if options.shard_params is None else bool(options.shard_params)
     if shard_params and options.shard_optimizer is False:
         raise ValueError(
@@ -318,7 +319,7 @@ class _Step(Generic[Kept]):
             raise AttributeError(text, name=name, obj=self)
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
-        """The batch, cut, and the NNX objects in it."""
+        """Returns the batch, cut, and the NNX objects in it."""
         self._program.config.refuse_other_mesh()
         scattered, objects = scatter_batch(self._program.config, batch, VERB, self._axes)
         check_rows(VERB, scattered)
@@ -357,7 +358,7 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
-        """The state to begin with: a copy of the variables (the caller's own are never donated).
+        """Returns the state to begin with: a copy of the variables (the caller's own are never donated).
 
         Args:
             variables: a dict with `"params"`, of which gradients are taken, and other collections
@@ -408,7 +409,7 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step: `(state after, metrics)`; with `donate` the state that went in is gone then.
+        """Takes one step, and returns `(state after, metrics)`; with `donate` the state that went in is gone then.
 
         Arrays that no step made (in a state that was restored, or made by hand) are copied, and stay.
 
@@ -439,21 +440,21 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
-        """The lowered program of a step, as `jax.jit(...).lower`: `.compile().as_text()` shows its collectives."""
+        """Returns the lowered program of a step, as `jax.jit(...).lower`; `.compile().as_text()` is its HLO."""
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.lower(state, scattered)
 
     def optimizer_bytes(self, state: TrainState) -> Bytes:
-        """Bytes of the optimizer's state on each device: `cut` of leaves that are cut over them, `whole` of others."""
+        """Returns the bytes of optimizer state on each device: `cut` of leaves that are cut, `whole` of others."""
         return bytes_of(state.opt_state, self._program.shardings(state).opt_state)
 
     def parameter_bytes(self, state: TrainState) -> Bytes:
-        """The same of the parameters."""
+        """Returns the same numbers for the parameters."""
         return bytes_of(state.params, self._program.shardings(state).params)
 
     @outside_of_mesh
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
-        """The replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
+        """Returns the replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
 
         Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
         does it alone) and `.paths` (of the parameters). The state is not changed.
@@ -462,7 +463,7 @@ class TrainStep(_Step[TrainState]):
         return self._program.find_nonfinite(state, scattered)
 
     def _ready(self, state: TrainState, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
-        """What a step begins with; of the state's arrays those that are `owned`."""
+        """Returns what a step begins with; of the state's arrays those that are `owned`."""
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
@@ -492,7 +493,7 @@ class TrainStep(_Step[TrainState]):
             self._program = self._program.like(**options._asdict())
 
     def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
-        """A state that is not the last one: usable, of this model and optimizer, of `owned` arrays in their places."""
+        """Returns a state that is not the last one, checked to be of this model, with `owned` arrays in place."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
@@ -587,7 +588,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
 
     @outside_of_mesh
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
-        """One step: the metrics; with `donate` the arrays that the model held before are gone then.
+        """Takes one step, and returns the metrics; with `donate` the arrays that the model held before are gone then.
 
         Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
 
@@ -611,7 +612,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
 
     @in_notebook
     def _repr_html_(self) -> Page:
-        """The state that it trains: that of the model, and the optimizer's."""
+        """Returns the state that it trains: that of the model, and the optimizer's."""
         params, others = nnx.split_state(nnx.state(self._dp.module), self.optimizer.wrt, ...)
         trees = {"parameters": params, "other state": others, "optimizer's state": self.optimizer.opt_state}
         title = f"{type(self).__name__} of {self._program.label}"
@@ -620,35 +621,35 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
 
     @outside_of_mesh
     def check(self, batch: Tree) -> LossCheck:
-        """As `TrainStep.check`; neither the model nor the optimizer is changed."""
+        """Compares the loss as `TrainStep.check` does; neither the model nor the optimizer is changed."""
         state, scattered, _, _ = self._ready(batch)
         return checked(self._program, state, placed(scattered))
 
     @outside_of_mesh
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """The lowered program of a step, as `jax.jit(...).lower`."""
+        """Returns the lowered program of a step, as `jax.jit(...).lower`."""
         state, scattered, _, _ = self._ready(batch)
         return self._program.lower(state, scattered)
 
     def optimizer_bytes(self) -> Bytes:
-        """As `TrainStep.optimizer_bytes`."""
+        """Returns what `TrainStep.optimizer_bytes` returns."""
         opt_state = nnx.as_pure(self.optimizer.opt_state)
         return bytes_of(opt_state, self._program.shardings(TrainState(_NO_STEP, (), opt_state, ())).opt_state)
 
     def parameter_bytes(self) -> Bytes:
-        """As `TrainStep.parameter_bytes`."""
+        """Returns what `TrainStep.parameter_bytes` returns."""
         params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
         return bytes_of(params, self._program.shardings(TrainState(_NO_STEP, params, (), ())).params)
 
     @outside_of_mesh
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
-        """As `TrainStep.find_nonfinite`; the model is not changed."""
+        """Returns what `TrainStep.find_nonfinite` returns; the model is not changed."""
         state, scattered, _, _ = self._ready(batch)
         return self._program.find_nonfinite(state, scattered)
 
     def _ready(self, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
         scattered, nodes = self._scattered(batch)
-        # The objects in the batch are divided with the model, for they may share variables with it.
+        # The objects in the batch are divided together with the model, because they may share variables with it.
         call = divide((self._dp.module, nodes), {}, self._argnums, True, [None, 0], VERB)
         params, held = call.replicas
         if nodes:  # whose state is not donated, and so no part of the step's own

@@ -1,4 +1,4 @@
-"""What a loss on the chunk returns beside plain arrays: `jdp.Mean`, `jdp.Sum`, and sums of them with factors."""
+"""What a loss on the chunk may return apart from plain arrays: `jdp.Mean`, `jdp.Sum`, sums of them with factors."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def described(x: Any) -> str:
 
 @contextlib.contextmanager
 def functions_of_terms_refused(verb: str) -> Iterator[None]:
-    """Names the way out where a function of jax or numpy does not take a term, as a root does not."""
+    """Raises with the way out if a function of jax or numpy does not take a term: a root, for example."""
     try:
         yield
     except TypeError as error:

@@ -50,30 +50,31 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns the function that gives the loss and its gradient: `jax.value_and_grad(loss_fn)` on the whole batch.
 
-    The function that comes back takes `(params, *batch)`: the first argument is whole on every replica,
-    the others are cut along `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
+    The function that comes back takes `(params, *batch)`: the first argument is replicated, the others are cut along
+    `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
     all rows, exact for every batch size, and each gradient is summed over the replicas once. For NNX
     the arguments may be modules: `nnx.value_and_grad`, with their state updated in place.
 
     Args:
         loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
             rows of its chunk), a vector with one entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum
-            of such terms with factors. The leaves of `aux` likewise, but that an array whose shape follows the rows
-            (one entry per row, or as many for each, as in flattened logits) comes back gathered, in input order. Which
-            it is, and whether a scalar is a mean, is seen by tracing `loss_fn` with a symbolic number of rows. With a
-            `criterion` it returns outputs: a tree of arrays that follow the rows, or are 0-d and do not depend on them.
+            of such terms with factors. The leaves of `aux` follow the same rule, except that an array whose shape
+            follows the rows (one entry per row, or as many for each, as in flattened logits) comes back gathered, in
+            input order. A trace of `loss_fn` with a symbolic number of rows shows which it is, and whether a scalar is
+            a mean. With a `criterion` it returns outputs: a tree of arrays that follow the rows, or are 0-d and do not
+            depend on them.
         argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
             gradient of an argument that is cut has its rows.
         has_aux: whether `loss_fn` returns a pair.
         criterion: `criterion(outputs, *batch)` returns the loss, a real 0-d array (with `has_aux` a pair). It is
             called once, with the outputs of all rows in the order of the batch and all positional arguments after the
-            first: torch's `criterion(model(x), y)`. What it returns beside the loss comes back as it is.
+            first: torch's `criterion(model(x), y)`. What else it returns comes back as it is.
             What NNX objects in the batch change in it is dropped.
-        in_axes: as in `jax.vmap`, for the arguments after the first: an axis, or None (whole to every
+        in_axes: as in `jax.vmap`, of the arguments after the first: an axis, or None (whole to every
             replica) for each. Default: `dim` for all.
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
             the memory of one; fewer where a chunk has fewer rows.
-        reduce_dtype: the dtype in which gradients travel; `jnp.bfloat16` halves the bytes of float32.
+        reduce_dtype: the dtype of the gradients that travel; `jnp.bfloat16` halves the bytes of float32.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
 
     Returns:
@@ -147,7 +148,7 @@ def grad(
     criterion: Callable[..., Any] | None = None,
     **options: Unpack[GradArguments],
 ) -> Callable[..., Any]:
-    """The gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
+    """Returns the gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np
@@ -188,14 +189,14 @@ def _positions(argnums: Any) -> tuple[tuple[int, Any], ...]:
 
 
 def hashable(wrt: Any) -> Any:
-    """An NNX filter, with tuples for its lists."""
+    """Returns an NNX filter, with tuples for its lists."""
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
 def _divided(
     config: Config, options: GradOptions, in_axes: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Divided, Scattered]:
-    """A call, divided, and what of it is cut, scattered."""
+    """Returns a call, divided, and what of it is cut, scattered."""
     if not args:
         raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the parameters.")
     count = len(args)
@@ -226,7 +227,7 @@ def _divided(
 
 
 def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
-    """The program for a way in which arguments are divided. It must not keep the config alive."""
+    """Returns the program for one division of the arguments. It must not keep the config alive."""
 
     def make(loss_fn: Callable[..., Any]) -> Compiled:
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
@@ -238,7 +239,7 @@ def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, 
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:
-    """Inside another replica's program: the loss of what is there."""
+    """Returns the gradient function for a call inside of another replica's program: it takes what is there."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
@@ -262,7 +263,7 @@ def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: in
 
 
 def wire_type(verb: str, dtype: Any) -> Any:
-    """The dtype in which gradients travel."""
+    """Returns the dtype of the gradients that travel."""
     if dtype is None:
         return None
     try:
@@ -278,7 +279,7 @@ def wire_type(verb: str, dtype: Any) -> Any:
 
 
 def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
-    """A `TypeError` where a leaf has no gradient."""
+    """Raises a `TypeError` if a leaf has no gradient."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         refuse_overwritten(verb, [getattr(key, "key", None) for key in path])
         number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
@@ -292,7 +293,7 @@ def check_differentiable(verb: str, tree: Tree, root: str = "params") -> None:
 
 
 def refuse_overwritten(verb: str, names: Iterable[Any]) -> None:
-    """Raises a `ValueError` for the collection in which Flax keeps the scales of fp8: its "gradient" is its next value.
+    """Raises a `ValueError` for the collection of Flax's scales of fp8, because its "gradient" is its next value.
 
     Source: `OVERWRITE_WITH_GRADIENT` in flax/linen/fp8_ops.py and flax/training/train_state.py.
     """
