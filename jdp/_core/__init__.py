@@ -1,4 +1,4 @@
-"""The algorithm: four verbs over a mesh of one axis, in the order in which a call goes through them.
+"""The algorithm: four verbs over a mesh of one axis, in the order of a call.
 
     devices.py         which devices, the mesh, which of them are this process's own
     inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
@@ -8,7 +8,7 @@
     global_arrays.py   arrays over several processes, out of each one's parts, and apart again
     agreement.py       the processes agree on a batch: what it is, how many rows each device has
     scatter.py         cuts a batch
-    replicate.py       puts parameters whole on every device
+    replicate.py       replicates parameters
     shards.py          parameters that are cut over the devices: along which axis, and how a program makes them whole
     parallel_apply.py  runs the function on every replica, as one program
     programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
@@ -18,8 +18,7 @@
     outputs.py         what a replica returns: along which axis each output is gathered, or how it is reduced
     gather.py          puts the chunks together
     reduce_add.py      sums over the replicas
-    fingerprint.py     whether all replicas have one value, bit for bit
-    sync.py            what a process that was started again gets from the others
+    fingerprint.py     compares replicas bit for bit
 
 To follow one call, read the functions `scatter`, `replicate`, `parallel_apply` and `gather`, each in the file of its
 name, and come back to the rest when it is named. The package imports `_jax`, `_processes` and `_page`, and of other

@@ -46,8 +46,8 @@ class Agreed(NamedTuple):
     """What all processes know of a batch."""
 
     sizes: tuple[int, ...]  # the rows on each device
-    is_over: bool  # nobody has a batch any more
-    outline: Outline = ()  # the others' batch, where this process never had one
+    is_over: bool  # no process has a batch any more
+    outline: Outline = ()  # the batch of the others, if this process never had one
 
 
 def begin(
@@ -58,15 +58,15 @@ def begin(
     failure: BaseException | None = None,
     never: bool = False,
 ) -> Pending:
-    """Tells the other processes of a batch, in a collective that it does not wait for.
+    """Begins to tell the other processes about a batch, in a collective; it does not wait for the result.
 
     Args:
         mesh: the devices of all replicas.
-        verb: the call, by its name in errors.
+        verb: the name of the call in errors.
         sizes: the rows on each device of this process.
-        outline: what the batch is; None where this process has run out of data.
-        failure: what came instead of a batch: the others are not to wait for one.
-        never: this process never had a batch, and is to be told what the others' is.
+        outline: what the batch is; None if this process has run out of data.
+        failure: what came instead of a batch: the others must not wait for one.
+        never: this process never had a batch, and asks what those of the others are.
     """
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
@@ -123,17 +123,17 @@ def finish(pending: Pending) -> Agreed:
 
 
 def _text_of(failure: BaseException) -> str:
-    """What the others are told of a failure, with jdp's own notes: which row it was."""
+    """Returns what the others are told of a failure, with jdp's own notes: which row it was."""
     notes = [note for note in getattr(failure, "__notes__", ()) if note.startswith("jdp.")]
     return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])
 
 
 def _read(pending: Pending) -> np.ndarray:
-    """The words of all devices, once they are there."""
+    """Returns the words of all devices, once they are there."""
     call = pending.call
 
     def is_there(seconds: float) -> bool:
-        # Not block_until_ready, in which no signal is heard, and nobody looks for those who do not come.
+        # Not block_until_ready: it handles no signals, and does not look for absent processes.
         began = time.monotonic()
         while not pending.gathered.is_ready():
             waited = time.monotonic() - began
@@ -150,7 +150,7 @@ def _read(pending: Pending) -> np.ndarray:
 
 
 def _raise_absent(call: Call, error: Exception) -> NoReturn:
-    """Names the process that has died or does not come, after a gather has failed on the connection to it."""
+    """Raises with the name of a process that has died or does not come, after a gather has failed on its connection."""
 
     def all_are_here(seconds: float) -> bool:
         time.sleep(seconds / 4)
@@ -178,15 +178,15 @@ def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
 
 
 class _Group:
-    """The processes of a mesh, and the gather by which they tell each other some words of each device."""
+    """The processes of a mesh, and the gather that exchanges some words of each device between them."""
 
     def __init__(self, mesh: Mesh) -> None:
         devices = [*mesh.devices.flat]
         self.mesh, self.exchange = mesh, exchange_of(processes_of(mesh))
         self.last: Any = None  # what was gathered last
         self.calls: set[str] = set()  # those that were made before
-        # Not in the mesh's order: for each order Gloo has connections of its own. So who makes another call is waited
-        # for; on the same connections its bytes would come in the place of these, and end both processes.
+        # Not in the mesh's order, because Gloo has separate connections for each order. A process that makes another
+        # call is waited for then. On the same connections its bytes would be taken for these, and end both processes.
         self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
         self.places = np.argsort(self._order)  # of the mesh's devices, in what was gathered
         self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
@@ -207,7 +207,7 @@ class _Group:
         self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
 
     def gather(self, call: Call, own: tuple[_Words, ...], seconds: float) -> Any:
-        """The words of all devices (`places` says where), and after each the number of this gather."""
+        """Returns the words of all devices (`places` says where), and after each the number of this gather."""
         placed = self._placed(own)
         try:
             with self.exchange.dispatching(seconds):
@@ -244,13 +244,13 @@ def _name(verb: str) -> _Words:
 
 @functools.lru_cache(maxsize=256)
 def _digest(outline: Outline) -> _Words:
-    """64 bits, as two words of which the first is not 0."""
+    """Returns a hash of 64 bits, as two words; the first is not 0."""
     first, second = np.frombuffer(hashlib.sha256(repr(outline).encode()).digest()[:8], np.uint32).tolist()
     return first | 1, second
 
 
 def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root: str | tuple[str, ...]) -> Outline:
-    """The containers, and for each leaf its path, dtype and shape with `*` for its rows (of a Python value: itself)."""
+    """Returns the containers, and path, dtype and shape of each leaf, with `*` for its rows; a Python value itself."""
     containers, paths = _containers(treedef, root)
     return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
 
@@ -271,7 +271,7 @@ def _containers(treedef: Any, root: str | tuple[str, ...]) -> tuple[tuple[str, s
 
 
 def skeleton(tree: Tree) -> Any:
-    """The containers of a tree, as JSON has them; the name of the type for one that it has not."""
+    """Returns the containers of a tree, as JSON has them; the name of the type for one that it has not."""
     if tree is None:
         return None
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
@@ -282,7 +282,7 @@ def skeleton(tree: Tree) -> Any:
 
 
 def without_rows(outline: Outline, verb: str) -> Tree:
-    """A batch of no rows with this outline."""
+    """Returns a batch of no rows with this outline."""
     (_, containers), *leaves = outline
     shapes = iter(what for _, what in leaves)
 
@@ -305,7 +305,7 @@ def without_rows(outline: Outline, verb: str) -> Tree:
 
 
 def _empty(what: str, verb: str) -> Any:
-    """An array of no rows (or of zeros, where it has none); or the Python value."""
+    """Returns an array of no rows (or of zeros, where it has none); or the Python value."""
     kind, _, value = what.partition(" ")
     if kind in ("bool", "int", "float", "str"):
         return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
@@ -323,6 +323,6 @@ def _empty(what: str, verb: str) -> Any:
 
 
 def layout_of_all(own: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Layout:
-    """The layout over all processes, of this one's and of the rows of each replica."""
+    """Returns the layout over all processes, of this one's and of the rows of each replica."""
     leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
     return Layout(own.treedef, leaves, sizes, mesh, own.dim, own.per_device)

@@ -46,7 +46,7 @@ Devices: TypeAlias = Sequence[DeviceLike] | Mesh | None
 
 
 def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Device:
-    """The one `jax.Device` that `device` names, or a `ValueError` that lists those that exist."""
+    """Returns the one `jax.Device` that `device` names, or a `ValueError` that lists those that exist."""
     if isinstance(device, Device):
         return device
     if isinstance(device, str):
@@ -76,7 +76,7 @@ def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Devic
 
 
 def _virtual(count: int) -> str:
-    """How a CPU becomes so many devices, where it has fewer."""
+    """Returns how a CPU becomes so many devices, where it has fewer."""
     if count <= len(jax.devices()) or jax.devices()[0].platform != "cpu":
         return ""
     return f" jdp.virtual_cpu_devices({count}), first in the program, makes the CPU {count} devices."
@@ -87,7 +87,7 @@ def names_of(devices: Sequence[Device]) -> str:
 
 
 def named_once(verb: str, devices: Devices, device_ids: Devices) -> Devices:
-    """The devices, by jdp's name of the argument or by torch's."""
+    """Returns the devices, by jdp's name of the argument or by torch's."""
     if device_ids is None:
         return devices
     if devices is not None:
@@ -99,7 +99,7 @@ def named_once(verb: str, devices: Devices, device_ids: Devices) -> Devices:
 
 
 def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
-    """The devices, checked: at least one, all known, no duplicates, one platform."""
+    """Returns the devices, checked: at least one, all known, no duplicates, one platform."""
     if devices is None:
         return tuple(jax.devices())
     if isinstance(devices, int) and not isinstance(devices, bool):
@@ -136,7 +136,7 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
 
 
 def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
-    """The devices of a mesh of one axis, or of numpy's; a `ValueError` where they have more than one axis."""
+    """Returns the devices of a mesh of one axis, or of numpy's; a `ValueError` where they have more than one axis."""
     if isinstance(devices, np.ndarray) and devices.ndim != 1:
         raise ValueError(
             f"jdp.{verb}: devices is an array of shape {devices.shape}; devices are a sequence. Pass a row of it, or "
@@ -155,13 +155,13 @@ def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
 
 @functools.cache
 def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
-    """The one-axis mesh of the replicas, in the order of the devices."""
+    """Returns the one-axis mesh of the replicas, in the order of the devices."""
     # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
     return Mesh(np.array(devices, dtype=object), (axis_name,))
 
 
 class OnMesh(Protocol):
-    """Who runs replicas on a mesh; a number of them that is not None was chosen."""
+    """A wrapper that runs replicas on a mesh; a number that is not None was chosen by the user."""
 
     mesh: Mesh
     replicas: int | None
@@ -171,19 +171,19 @@ _on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def will_run(one: OnMesh) -> None:
-    """Notes it, for as long as it lives."""
+    """Registers a wrapper as long as it lives."""
     _on_meshes.add(one)
 
 
 def replicas_on(mesh: Mesh) -> tuple[set[int], bool]:
-    """How many replicas there are on a mesh, by all who run some there, and whether that was chosen."""
+    """Returns the numbers of replicas that wrappers run on a mesh, and whether the user chose them."""
     chosen = {one.replicas for one in list(_on_meshes) if one.mesh == mesh and one.replicas is not None}
     return (chosen, True) if chosen else ({mesh.size}, False)
 
 
 @functools.cache
 def are_described(mesh: Mesh) -> bool:
-    """Whether the devices are those of a topology, for which programs are compiled and on which nothing runs."""
+    """Returns True if the devices are those of a topology: programs are compiled for them, and do not run."""
     return is_described(mesh.devices.flat[0])
 
 
@@ -192,7 +192,7 @@ def mesh_of(verb: str, devices: Devices) -> Mesh:
 
 
 def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str | None:
-    """`None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
+    """Returns `None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
     if output_device is None or isinstance(output_device, str) and output_device == "sharded":
         return output_device
     if isinstance(output_device, str | int) and output_device in ("cpu", -1):
@@ -201,7 +201,7 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str 
 
 
 def _own_device(device: Device) -> Device:
-    """The device itself, or for one of another process (`output_device=0`) that at the same place among our own."""
+    """Returns the device, or for one of another process (`output_device=0`) the one at the same place among our own."""
     if device.process_index == jax.process_index():
         return device
     theirs = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]
@@ -210,7 +210,7 @@ def _own_device(device: Device) -> Device:
 
 
 def _refuse_foreign(verb: str, devices: tuple[Device, ...]) -> None:
-    """A `ValueError` where none of the devices is this process's own."""
+    """Raises a `ValueError` if none of the devices belongs to this process."""
     here = jax.process_index()
     holders = sorted({d.process_index for d in devices})
     if jax.process_count() > 1 and here not in holders and devices[0] in jax.devices(devices[0].platform):
@@ -222,7 +222,7 @@ def _refuse_foreign(verb: str, devices: tuple[Device, ...]) -> None:
 
 
 def refuse_alone(verb: str, devices: tuple[Device, ...]) -> None:
-    """A `RuntimeError` where several processes were started, and are not one job: each would train for itself."""
+    """Raises a `RuntimeError` if several processes were started and are not one job: each would train alone."""
     said = None if is_described(devices[0]) else astray()
     if said is not None and jax.process_count() == 1:
         raise RuntimeError(
@@ -233,7 +233,7 @@ def refuse_alone(verb: str, devices: tuple[Device, ...]) -> None:
 
 
 def warn_imbalance(devices: tuple[Device, ...]) -> None:
-    """torch's balance check: one `UserWarning` where a device has under 75 % of another's memory or cores.
+    """Warns, once, if a device has under 75 % of another's memory or cores: torch's balance check.
 
     Source: `_check_balance` in torch/nn/parallel/data_parallel.py.
     """
@@ -254,7 +254,7 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
 
 
 def _outside() -> int:
-    """The stacklevel of the user's own line: torch's points into torch, so that it shows once per process."""
+    """Returns the stacklevel of the user's own line: torch's points into torch, so that it shows once per process."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jdp", "flax"):
         level, frame = level + 1, frame.f_back
@@ -262,7 +262,7 @@ def _outside() -> int:
 
 
 def memory_bytes(device: Device) -> int | None:
-    """What JAX may have of a device's memory; None where it does not say."""
+    """Returns what JAX may have of a device's memory; None where it does not say."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask
@@ -271,20 +271,20 @@ def memory_bytes(device: Device) -> int | None:
 
 @functools.cache
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether other processes hold some of the mesh's devices, so that each has rows of its own."""
+    """Returns True if other processes hold some of the mesh's devices, so that each has rows of its own."""
     # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
     return jax.process_count() > 1 and len(processes_of(mesh)) > 1
 
 
 @functools.cache
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
-    """The processes that hold devices of the mesh, in ascending order."""
+    """Returns the processes that hold devices of the mesh, in ascending order."""
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 
 @functools.cache
 def places_of(mesh: Mesh, process: int) -> tuple[int, ...]:
-    """Which of the mesh's devices are a process's."""
+    """Returns which of the mesh's devices are a process's."""
     return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
 
 
@@ -294,7 +294,7 @@ def own_places(mesh: Mesh) -> tuple[int, ...]:
 
 @functools.cache
 def own_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this process's devices alone, in the order of the whole one."""
+    """Returns the mesh of this process's devices alone, in the order of the whole one."""
     if not spans_processes(mesh):
         return mesh
     return make_mesh(tuple(mesh.devices.flat[i] for i in own_places(mesh)), mesh.axis_names[0])

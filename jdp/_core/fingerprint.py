@@ -1,4 +1,4 @@
-"""Whether all replicas have one value, bit for bit; and the fingerprint of a tree, by which they are compared."""
+"""Compares replicas bit for bit, by the fingerprints of trees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
 
 def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
-    """A `ValueError` where a replicated leaf does not hold the same bits on every device of the mesh.
+    """Raises a `ValueError` if a replicated leaf does not hold the same bits on every device of the mesh.
 
     It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
     process has to call it, and raises the same error. Leaves with one copy only are left out.
@@ -57,10 +57,10 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
 
 
 def compare_processes(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> None:
-    """A `ValueError` where a leaf that each process has whole is not the same in all of them, before it is cut up.
+    """Raises a `ValueError` if a leaf that each process has whole differs between them, before it is cut up.
 
-    Each device is to have its part of one value; of several, nobody would see it. Leaves that are cut already are left
-    out. Every process has to call it, and raises the same error.
+    Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
+    already are left out. Every process has to call it, and raises the same error.
     """
     if not spans_processes(mesh):
         return
@@ -101,7 +101,7 @@ class Check:
         least, most = np.asarray(self.extremes)
         if (least == ~most).all():
             return
-        # Only now do the hashes of all devices travel; every process comes here, for all have the same extremes.
+        # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
         hashes = np.asarray(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(self.own))
         devices = list(self.mesh.devices.flat)
         found = []
@@ -122,7 +122,7 @@ class Check:
 
 @functools.cache
 def _program(mesh: Mesh, are_hashed: bool = False) -> Any:
-    """The comparison of a list of leaves, or of what `_hash_each` gives of them."""
+    """Returns the comparison of a list of leaves, or of what `_hash_each` gives of them."""
     axes = mesh.axis_names
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
@@ -132,15 +132,15 @@ def _program(mesh: Mesh, are_hashed: bool = False) -> Any:
 
     of, out = PartitionSpec(axes) if are_hashed else PartitionSpec(), (PartitionSpec(), PartitionSpec(axes))
     compare.__name__ = "check_replicas"
-    # Not checked: that the copies are equal is what is to be found out.
+    # Not checked: whether the copies are equal is the question.
     program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=of, out_specs=out, check_vma=False))
-    # Trees that differ in their leaves would wait for each other, each in a collective of its own.
+    # Processes with different trees would wait for each other, each in another collective.
     return same_program(program, mesh.devices.flat, ("tree",)) if spans_processes(mesh) else program
 
 
 @functools.cache
 def _hash_each(mesh: Mesh) -> Any:
-    """Of a replicated array the hash of each device's copy, uint32[devices, 2], each on its device."""
+    """Returns the hashes of each device's copy of a replicated array, uint32[devices, 2], each on its device."""
     specs: Any = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
     return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh, **specs))
 
@@ -150,7 +150,7 @@ def _is_replicated(x: Any, mesh: Mesh) -> bool:
 
 
 def _over(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The same copies as an array of this mesh, of which `jit` takes no other."""
+    """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
     target = replicated(mesh)
     if x.sharding == target:
         return x
@@ -175,14 +175,14 @@ _ZERO = np.uint32(0)
 
 @outside_of_mesh
 def fingerprint(tree: Tree) -> np.ndarray:
-    """A 64-bit hash of the bits of each leaf: equal leaves have equal ones, whatever devices they live on.
+    """Returns a 64-bit hash of the bits of each leaf: equal leaves have equal ones, whatever devices they live on.
 
-    A change of one element changes it for certain (of a complex128: all but one time in 2**64, as any other change).
-    Places count, so that two elements which change places are seen (unless they are a multiple of 2**32 apart).
+    A change of one element changes it for certain (in a complex128: except once in 2**64, as any other change). Places
+    count, so two elements that change places change it (unless they are a multiple of 2**32 apart).
     Zeros of either sign differ, and so do NaNs of different bits. Shapes and dtypes are not part of it.
 
     The tree holds numbers and arrays, numpy's or jax's. For a leaf that is cut over devices every process has to call
-    this: the pieces are summed over all. Of one that is replicated the first copy is read, with which `check_replicas`
+    this: the pieces are summed over all. Only the first copy of a replicated leaf is read, with which `check_replicas`
     compares the others. The result is uint32 of shape (leaves, 2), on the host.
     """
     leaves = jax.tree.leaves(tree)
@@ -204,17 +204,17 @@ def fingerprint(tree: Tree) -> np.ndarray:
 
 
 def hash_leaf(x: Any) -> jax.Array:
-    """uint32[2]: the hash of one array, traceable: in `jit` of the whole of it, in `shard_map` of a replica's copy."""
+    """Returns the hash of one array, uint32[2]; traceable: under `jit` of all of it, under `shard_map` of one copy."""
     return hash_words(*_words(x))
 
 
 def hash_leaves(leaves: Sequence[Any]) -> jax.Array:
-    """uint32[leaves, 2]: `hash_leaf` of each."""
+    """Returns `hash_leaf` of each, uint32[leaves, 2]."""
     return jnp.stack([hash_leaf(x) for x in leaves])
 
 
 def hash_words(low: Any, high: Any = None) -> jax.Array:
-    """uint32[2]: the sums, over all elements, of a bijection of the element's two words that depends on its place."""
+    """Returns uint32[2]: sums over all elements of a bijection of the element's two words that depends on its place."""
     place = jnp.zeros(low.shape, jnp.uint32)
     stride = 1
     # By axes, not as the one axis of a reshaped array: a leaf that is cut stays where it is then.
@@ -246,7 +246,7 @@ _hash_words = jax.jit(hash_words)
 
 
 def _words(x: Any) -> tuple[Any, Any]:
-    """The bits of each element as one uint32, or as a low and a high one."""
+    """Returns the bits of each element as one uint32, or as a low and a high one."""
     if is_key(x):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool:
@@ -264,7 +264,7 @@ def _words(x: Any) -> tuple[Any, Any]:
 
 
 def _host_words(x: Any) -> tuple[Any, Any]:
-    """`_words` of what is on the host; JAX itself would take 64 bits for 32 there, unless it is told otherwise."""
+    """Returns `_words` of an array on the host, where JAX would take 64 bits for 32 by default."""
     x = np.asarray(x)
     if x.dtype == np.complex128:
         x = np.stack([x.real, x.imag], axis=-1)
@@ -275,5 +275,5 @@ def _host_words(x: Any) -> tuple[Any, Any]:
 
 
 def _first_copy(x: jax.Array) -> Any:
-    """The whole leaf on one device, so that not every device hashes it."""
+    """Returns the whole leaf on one device, so that not every device hashes it."""
     return (jax.random.key_data(x) if is_key(x) else x).addressable_data(0)

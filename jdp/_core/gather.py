@@ -25,9 +25,9 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     """Concatenates the chunks of all replicas along `dim`, in input order: `gather(scatter(x)) == x`.
 
     True sizes only: padding never shows. 0-d arrays become a vector with one entry per replica
-    used, in silence (torch warns). Leaves that are whole on every replica come back as they are.
-    Under `jax.jit` the values are the same, and stay on the replicas. Of several processes each gets the
-    rows of its own devices.
+    used, in silence (torch warns). Leaves that are replicated come back as they are. Under `jax.jit` the
+    values are the same, and stay on the replicas. With several processes, each gets the rows of its own
+    devices.
 
     Args:
         outputs: a `jdp.Scattered`; a tree that holds some, as `dp.prefetch` yields (what else is in it stays as it
@@ -60,7 +60,7 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
 
 
 def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
-    """`gather`; arrays that were cut along another axis than `dim` are taken for a list, with one for each replica."""
+    """Gathers; arrays that were cut along another axis than `dim` are taken for a list with one for each replica."""
     layout = s._layout
     in_place = [
         not isinstance(leaf, Cut)
@@ -85,7 +85,7 @@ def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
 
 
 def join(outputs: Scattered, device: Device | str | None) -> Tree:
-    """`gather`, each leaf along its own axis."""
+    """Gathers each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
     if device == "sharded" and layout.is_even and not spans_processes(layout.mesh):
@@ -110,7 +110,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
 
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
-    """`join` of this process's own chunks; what is whole on all processes stays so, or comes here as one copy."""
+    """Joins the chunks of this process; a replicated array stays so, or comes here as one copy."""
     cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole | Shard)]
     if cut:
         layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
@@ -126,7 +126,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
 
 
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
-    """An array that device_put brings to one device well."""
+    """Returns an array that device_put brings to one device well."""
     if isinstance(x, Tracer):
         return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
     if isinstance(leaf, Whole):
@@ -166,13 +166,13 @@ def _joined(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
 
 @functools.lru_cache(SIZES)
 def _trimming(layout: Layout, sharded: bool) -> Any:
-    """A jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
+    """Returns a jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
     what = trim if sharded else unpadded
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
 
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
-    """`jdp.gather` of a list of trees."""
+    """Gathers a list of trees, as `jdp.gather` does."""
     columns, treedef = transpose_list(outputs, "gather")
     name = functools.partial(name_of, outputs[0], root="outputs")
     out = []
@@ -207,7 +207,7 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
 
 
 def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
-    """One list of arrays per leaf, in device order, and the treedef that all trees share."""
+    """Returns one list of arrays per leaf, in device order, and the treedef that all trees share."""
     if not isinstance(outputs, list | tuple) or not outputs:
         raise ValueError(
             f"jdp.{verb}: outputs is {'empty' if isinstance(outputs, list | tuple) else type(outputs).__name__}; "
@@ -231,7 +231,7 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
 
 
 def device_of(x: Any) -> Device | None:
-    """The device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
+    """Returns the device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
     value = concrete(x)
     if not isinstance(value, jax.Array):
         return None
@@ -239,7 +239,7 @@ def device_of(x: Any) -> Device | None:
 
 
 def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str, replicas: int | None = None) -> Scattered:
-    """A list with one tree per replica, as a `scatter` of one's own may return it in torch, as a `Scattered`."""
+    """Returns as a `Scattered` a list with one tree per replica, as a subclass's `scatter` may return it in torch."""
     how = Cutting(mesh, dim, "DataParallel", root, replicas=replicas)
     n = own_mesh(mesh).size * how.per_device
     if not isinstance(trees, list | tuple) or not 0 < len(trees) <= n:
@@ -268,7 +268,7 @@ def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str, replica
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
-    """`output_device="sharded"`: over the devices that the trees came from."""
+    """Returns an array over the devices that the trees came from: `output_device="sharded"`."""
     devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
     if not devices:
         return whole

@@ -16,9 +16,9 @@ from .layout import Layout, cut_along, is_key, replicated
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
-    """The layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
+    """Returns the layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
     own = layout.here
-    # What is global already came out of an earlier scatter, or is whole on all processes.
+    # An array that is global already came out of an earlier scatter, or is replicated.
     arrays = [
         put(x, to) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
         for x, to in zip(values, layout.shardings, strict=True)
@@ -31,7 +31,7 @@ def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
 
 
 def global_shapes(values: Sequence[Any], layout: Layout) -> list[Any]:
-    """What `assemble` would make, as `jax.ShapeDtypeStruct`s."""
+    """Returns what `assemble` would make, as `jax.ShapeDtypeStruct`s."""
     return [jax.ShapeDtypeStruct(_global_shape(x, layout, i), x.dtype) for i, x in enumerate(values)]
 
 
@@ -40,7 +40,7 @@ def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
 
 
 def own_part(x: Any, axis: int | None, mesh: Mesh) -> Any:
-    """This process's part of a global array that is cut along `axis`; one that is whole as it is."""
+    """Returns this process's part of a global array that is cut along `axis`; one that is whole as it is."""
     if axis is None:
         return x
     own = own_mesh(mesh)
@@ -48,14 +48,14 @@ def own_part(x: Any, axis: int | None, mesh: Mesh) -> Any:
 
 
 def _shape_over(mesh: Mesh, shape: Sequence[int], axis: int | None, before: Mesh) -> tuple[int, ...]:
-    """The shape over one mesh, of that of as many rows on each device of another."""
+    """Returns the shape over one mesh, of that of as many rows on each device of another."""
     return tuple(size // before.size * mesh.size if i == axis else size for i, size in enumerate(shape))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put`, also where the sharding spans processes; each passes the whole value then, and all the same.
+    """Puts a value like `jax.device_put`, also over several processes; each passes the whole value, and all the same.
 
-    JAX's own compares the values between the processes first, and so sends them all: `check_replicas` sends a
+    JAX's own function compares the values between the processes first, and sends all of them. `check_replicas` sends a
     hash, once.
     """
     mesh: Any = sharding.mesh
@@ -77,7 +77,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
-    """An array that is whole on all processes, as one of devices of this process; anything else as it is.
+    """Returns a replicated array as one of this process's devices; anything else as it is.
 
     On these devices, if they are some of its own; else on one, if they are other devices of its processes.
     """
@@ -98,7 +98,7 @@ def _processes(devices: set[Any]) -> set[int]:
 
 
 def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
-    """A `ValueError` for outputs of one process under a transformation, which sees no other process's."""
+    """Raises a `ValueError` for outputs of one process under a transformation, which does not see the others."""
     if any(isinstance(x, Tracer) for x in arrays):
         raise ValueError(
             f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
@@ -112,7 +112,7 @@ def _same(x: Any) -> Any:
 
 
 def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """The array of that shape and sharding whose parts on this process's devices are those of `x`."""
+    """Returns the array of that shape and sharding whose parts on this process's devices are those of `x`."""
     if is_key(x):
         data = jax.random.key_data(x)
         trailing = data.shape[x.ndim :]

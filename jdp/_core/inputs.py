@@ -19,23 +19,23 @@ USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(No
 
 
 def is_unbound_axis(error: NameError) -> bool:
-    """Whether this is JAX's error for a collective outside of its axis, and not a name that somebody misspelt."""
+    """Returns True if this is JAX's error for a collective outside of its axis, and not a misspelt name."""
     return "unbound axis name" in str(error)
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
+    """Returns True if `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
     return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether `x` is a sparse array of JAX: a pytree, whose leaves must not be cut like rows."""
-    sparse = sys.modules.get("jax.experimental.sparse")  # who has one has imported it
+    """Returns True if `x` is a sparse array of JAX: a pytree, whose leaves must not be cut like rows."""
+    sparse = sys.modules.get("jax.experimental.sparse")  # a user who has one has imported it
     return sparse is not None and isinstance(x, sparse.JAXSparse)
 
 
 def way_out(x: Any) -> str:
-    """What to do where an array is wanted and `x` is none: the expression that makes one of it."""
+    """Returns what to do where an array is wanted and `x` is none: the expression that makes one of it."""
     if is_sparse(x):
         return "x.todense()"
     if isinstance(x, Mapping):  # of a class that JAX does not look into
@@ -46,13 +46,13 @@ def way_out(x: Any) -> str:
 
 
 def no_further(x: Any) -> bool:
-    """Where flattening stops: at what is scattered already, and at what `classify` must see whole."""
+    """Returns where flattening stops: at what is scattered already, and at what `classify` must see whole."""
     # Nearly all are the usual ones, and it takes an abstract class longer to say no.
     return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
 
 
 def is_deep(x: Any, levels: int = 250) -> bool:
-    """Whether a list, tuple or dict nests others deeper than that, as one does that holds itself."""
+    """Returns True if a list, tuple or dict nests others deeper than that, as one does that holds itself."""
     for y in x.values() if isinstance(x, dict) else x:
         # Every call asks it of its arguments; isinstance takes longer to say no of an array.
         if issubclass(type(y), NESTED) and (not levels or is_deep(y, levels - 1)):
@@ -61,7 +61,7 @@ def is_deep(x: Any, levels: int = 250) -> bool:
 
 
 def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
-    """A `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
+    """Raises a `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
     if not isinstance(tree, NESTED) or not is_deep(tree):
         return
     name = root if isinstance(root, str) else "args"
@@ -75,7 +75,7 @@ def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
 
 
 def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
-    """Whether the leaf is an array (and it, in a form that JAX takes), or an object, whole on every replica."""
+    """Returns True and the leaf in a form that JAX takes, if it is an array; else False and the object."""
     if isinstance(leaf, jax.Array):
         return True, leaf
     if isinstance(leaf, np.ndarray | np.generic):
@@ -91,7 +91,7 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
 
 
 def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
-    """A `TypeError` for what holds arrays that would not be cut."""
+    """Raises a `TypeError` for an object that holds arrays, because they would not be cut."""
     if isinstance(leaf, NESTED):
         kind = next(t.__name__ for t in NESTED if isinstance(leaf, t))
         raise TypeError(
@@ -129,7 +129,7 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
 
 def refuse_cut_graphs(leaves: Sequence[Any], is_cut: Sequence[bool], treedef: Any, verb: str, root: Any) -> None:
     """Raises a `TypeError` for a `jraph.GraphsTuple` that would be cut, and is not a stack of several."""
-    jraph = sys.modules.get("jraph")  # who has one has imported it
+    jraph = sys.modules.get("jraph")  # a user who has one has imported it
     if jraph is None:
         return
     numbered = treedef.unflatten(range(len(leaves)))
@@ -147,7 +147,7 @@ def refuse_cut_graphs(leaves: Sequence[Any], is_cut: Sequence[bool], treedef: An
 
 
 def _holds_arrays(x: Any) -> bool:
-    """Whether `x` is a container with arrays that are not 0-d: a deque, a UserDict, a plain dataclass."""
+    """Returns True if `x` is a container with arrays that are not 0-d: a deque, a UserDict, a plain dataclass."""
     if isinstance(x, str | bytes | range):
         return False
     if isinstance(x, Mapping):
@@ -162,7 +162,7 @@ def _holds_arrays(x: Any) -> bool:
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """How this leaf is reached, `args[0]['x']`; `root` names the tree, or each child of one that is a tuple."""
+    """Returns how this leaf is reached, `args[0]['x']`; `root` names the tree, or each child of one that is a tuple."""
     return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
 
 
@@ -178,7 +178,7 @@ def check_dim(verb: str, dim: Any) -> None:
 
 
 def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:
-    """The axis counted from the front, or torch's `IndexError`."""
+    """Returns the axis counted from the front, or torch's `IndexError`."""
     if not -ndim <= axis < ndim:
         raise IndexError(
             f"jdp.{verb}: {name()} is of rank {ndim} ({ndim} dimension{'s' * (ndim != 1)}), dim is {axis}; Dimension "
@@ -189,7 +189,7 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 
 
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
-    """The number of rows that all cut arrays (array, axis, index) agree on."""
+    """Returns the number of rows that all cut arrays (array, axis, index) agree on."""
     if verb != "scatter":  # of arguments; a tree that is only scattered may hold two such rows
         _refuse_legacy_keys(cut, verb, name)
     first, axis, index = cut[0]
@@ -211,7 +211,7 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
 
 
 def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> None:
-    """A `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
+    """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
     for x, _, i in cut:
         if x.shape == (2,) and x.dtype == np.uint32:
             raise TypeError(
@@ -222,7 +222,7 @@ def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Ca
 
 
 def _or_axes(verb: str, name: str) -> str:
-    """The other way out, for calls that have it."""
+    """Returns the other way out, if the call has one."""
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
     if verb in ("train_step", "value_and_grad"):
@@ -233,9 +233,9 @@ def _or_axes(verb: str, name: str) -> str:
 
 
 def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
-    """A `TypeError` for rows as a list of Python numbers: each would go whole to every replica.
+    """Raises a `TypeError` for rows as a list of Python numbers: each number would be replicated.
 
-    `rows` is None where nothing is cut: then a batch's lists are its rows, and those of a call's arguments are not.
+    `rows` is None if nothing is cut: then the lists of a batch are its rows, and those of a call's arguments are not.
     """
     is_batch = isinstance(root, str)
 
@@ -256,7 +256,7 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
 
 
 def refuse_loader(batch: Any, verb: str) -> None:
-    """A `TypeError` for a batch that is a loader, a dataset or an iterator."""
+    """Raises a `TypeError` for a batch that is a loader, a dataset or an iterator."""
     # What is a batch of another kind, or in a container that JAX does not know, has an error of its own.
     if isinstance(batch, (*ARRAYS, *NESTED, str, bytes, type)) or hasattr(batch, "__array__"):
         return
@@ -274,7 +274,7 @@ STACKED: Any = object()
 
 
 def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_axes") -> list[Any]:
-    """One axis for each leaf of `tree`, out of a tree prefix of ints and Nones, as in `jax.vmap`."""
+    """Returns one axis for each leaf of `tree`, out of a tree prefix of ints and Nones, as in `jax.vmap`."""
     prefix, prefixdef = jax.tree.flatten(axes, is_leaf=lambda a: a is None)
     try:
         subtrees = prefixdef.flatten_up_to(tree)
@@ -295,7 +295,7 @@ def axes_of(axes: Any, tree: Any, verb: str = "DataParallel", what: str = "in_ax
 
 
 def entries(verb: str, axes: Any, count: int, name: str, what: str) -> list[Any]:
-    """An entry of `axes` for each argument, or each result."""
+    """Returns an entry of `axes` for each argument, or each result."""
     given = list(axes) if isinstance(axes, tuple | list) else [axes] * count
     if len(given) != count:
         raise ValueError(

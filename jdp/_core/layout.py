@@ -40,13 +40,13 @@ class Stack(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A leaf that is whole on every replica."""
+    """A replicated leaf."""
 
     axis: None = None
 
 
 class Shard(NamedTuple):
-    """A parameter that is cut along `axis` into equal parts, and whole on every replica when it is used.
+    """A parameter that is cut along `axis` into equal parts, and replicated when it is used.
 
     With `is_whole` the program has gathered it already.
     """
@@ -67,7 +67,7 @@ class Static:
         try:
             self._hash = hash(self._key)
         except TypeError:
-            # An unhashable object (a set) may change between calls: it equals nothing, and is traced anew.
+            # An unhashable object (a set) may change between calls: it equals nothing, and is traced again.
             self._key, self._hash = object(), id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -112,7 +112,7 @@ class Layout:
     """The tree with the values that it is called with for its arrays, in order."""
 
     def __new__(cls, *key: Any) -> Layout:
-        """Of `(treedef, leaves, sizes, mesh, dim, per_device)`."""
+        """Makes or finds the layout of `(treedef, leaves, sizes, mesh, dim, per_device)`."""
         found = _layouts.get(key)
         if found is None:
             found = super().__new__(cls)
@@ -122,7 +122,7 @@ class Layout:
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
             found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
-            # Of several processes each has its first there, but for those that have run out of data.
+            # With several processes, the first of each is there, unless it has run out of data.
             found.used = tuple(itertools.compress(itertools.count(), found.sizes))
             if not found.is_cut and jax.process_count() == 1:
                 found.used = (0,)
@@ -191,12 +191,12 @@ class Layout:
         return tuple(self.of(child, itertools.islice(leaves, child.num_leaves)) for child in self.treedef.children())
 
     def of(self, treedef: Any, leaves: Iterable[Leaf]) -> Layout:
-        """The layout of another tree, with these chunks."""
+        """Returns the layout of another tree, with these chunks."""
         return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim, self.per_device)
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
-    """The chunk sizes of `torch.chunk(x, n)` for `size` rows: `ceil(size / n)` each, the last one smaller.
+    """Returns the chunk sizes of `torch.chunk(x, n)` for `size` rows: `ceil(size / n)` each, the last one smaller.
 
     There may be fewer than `n` chunks: 10 rows over 4 are 3, 3, 3, 1, but 9 are 3, 3, 3. No rows are
     `n` chunks of none. (`jnp.array_split` is another rule: 3, 3, 2, 2.)
@@ -229,7 +229,7 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
 
 
 def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
-    """The user's own `chunk_sizes`, checked against the rows and the devices."""
+    """Returns the user's own `chunk_sizes`, checked against the rows and the devices."""
     sizes = tuple(int(size) for size in sizes)
     if len(sizes) != n:
         raise ValueError(
@@ -245,7 +245,7 @@ def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
 
 
 def pad(x: Any, leaf: Cut, n: int) -> Any:
-    """`x` with every chunk padded to the largest, for `n` replicas."""
+    """Returns `x` for `n` replicas, with every chunk padded to the largest."""
     pieces, start = [], 0
     for rows, blank in _padding_runs(leaf, n):
         pieces += [_rows(x, start, start + rows, leaf.axis), _blank(x, blank, leaf.axis)]
@@ -254,7 +254,7 @@ def pad(x: Any, leaf: Cut, n: int) -> Any:
 
 
 def unpad(x: Any, leaf: Cut, n: int) -> Any:
-    """The inverse of `pad`: the true rows of all chunks, in input order."""
+    """Returns the inverse of `pad`: the true rows of all chunks, in input order."""
     pieces, start = [], 0
     for rows, blank in _padding_runs(leaf, n):
         pieces.append(_rows(x, start, start + rows, leaf.axis))
@@ -295,13 +295,13 @@ def _blank(x: Any, rows: int, axis: int) -> Any:
 
 @functools.cache
 def cut_along(mesh: Mesh, axis: int | None) -> NamedSharding:
-    """The sharding of an array that is cut over the mesh along `axis`; None: whole on every device."""
+    """Returns the sharding of an array that is cut over the mesh along `axis`; None: replicated."""
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_names[0]))
 
 
 @functools.cache
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device of the mesh."""
+    """Returns the sharding of an array that is replicated over the mesh."""
     return cut_along(mesh, None)
 
 
@@ -309,5 +309,5 @@ _KEY = jax.dtypes.prng_key
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is a typed PRNG key, or an array of them."""
+    """Returns True if `x` is a typed PRNG key, or an array of them."""
     return jnp.issubdtype(x.dtype, _KEY)

@@ -14,7 +14,7 @@ from .layout import Tree
 
 
 def outline(name: str, tree: Tree) -> str:
-    """The tree in a few lines, one for each leaf: its path and what it is."""
+    """Returns the tree in a few lines, one for each leaf: its path and what it is."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {outline_of_leaf(x)}" for path, x in leaves[:12]]
     if len(leaves) > 12:
@@ -23,7 +23,7 @@ def outline(name: str, tree: Tree) -> str:
 
 
 def outline_of_leaf(x: Any) -> str:
-    """The dtype, shape and place of an array, and never its values; a short Python value itself."""
+    """Returns the dtype, shape and place of an array, and never its values; a short Python value itself."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
         return type(x).__name__ + f" {text}" * (0 < len(text) < 40)
@@ -31,7 +31,7 @@ def outline_of_leaf(x: Any) -> str:
 
 
 def _place(x: Any) -> str:
-    """Where an array lies; of one that is freed nothing else can be asked."""
+    """Returns where an array lies; of one that is freed nothing else can be asked."""
     if isinstance(x, Tracer):
         return "traced"
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -47,7 +47,7 @@ def _place(x: Any) -> str:
 
 
 def page_of(title: str, facts: Sequence[tuple[str, object]], trees: Mapping[str, Tree]) -> Page:
-    """A page with some facts, and of each tree its arrays and what they take of a device's memory.
+    """Returns a page with some facts, and of each tree its arrays and what they take of a device's memory.
 
     It reads no value and waits for no device, so that a notebook may draw it at any time.
     """
@@ -70,7 +70,7 @@ _MANY = 200  # arrays
 
 
 def bytes_on_each(tree: Tree) -> int:
-    """Bytes of the arrays of a tree that lie on one device; of what is freed, none."""
+    """Returns bytes of the arrays of a tree that lie on one device; of what is freed, none."""
     size = 0
     for x in jax.tree.leaves(tree):
         is_here = isinstance(x, jax.Array) and not isinstance(x, Tracer)

@@ -28,12 +28,11 @@ class Marked:
     """A leaf that a door's function returns with its own rule; to `jax.tree` it is a leaf, as is any object.
 
     With `axis` an int the replicas' values are concatenated along it. With `None` there is one value
-    for all: the primary replica's, the mean weighted by rows, or the sum; `old` is what it was before,
-    for replicas without rows. `over` divides it: a float, or the sum of the replicas' values of an
-    array that is an output, too. `wire` is the dtype in which a sum travels, `dtype` that of the result;
+    for all: the primary replica's, the mean weighted by rows, or the sum. Replicas without rows give
+    `old`, which is what it was before. `over` divides it: a float, or the sum of the replicas' values of an
+    array that is an output, too. `wire` is the dtype of a sum that travels, `dtype` that of the result;
     with `scatter` a sum comes back cut along that axis (a reduce-scatter), and what is "summed" is that
-    already. `alone` is the error where there are several replicas with rows, for one value that is not one
-    for all.
+    already. `alone` is the error if several replicas have rows, and one's value is not that of all.
 
     Among `Outputs.rules` it is without its value, and `old` and `over` are an operand's and an output's number.
     """
@@ -55,7 +54,7 @@ class Marked:
 
 
 def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
-    """What a replica's call returned: the arrays of the tree, its treedef and one rule for each array."""
+    """Returns what a replica's call returned: the arrays of the tree, its treedef and one rule for each array."""
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)  # whose buffers are no rows
     marks = [leaf if isinstance(leaf, Marked) else Marked(leaf, layout.dim) for leaf in leaves]
     rules = []
@@ -113,7 +112,7 @@ def refuse_other_axes(
 
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
-    """Whether another axis than `dim` may be that of the rows; seldom one where `dim` has as many entries as rows."""
+    """Returns True if another axis than `dim` may be that of the rows; False if `dim` has as many entries as rows."""
     if not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
     return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
@@ -143,12 +142,12 @@ class Outputs:
     """For each array the rows on every replica, when they are known; none where it is not cut."""
 
     def is_mean(self, x: Any, rule: Marked) -> bool:
-        """Whether what is one for all is the mean over the replicas, weighted by their rows."""
+        """Returns True if what is one for all is the mean over the replicas, weighted by their rows."""
         has_rows = self.layout.is_cut and any(self.layout.rows)
         return rule.reduce == "mean" and has_rows and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Inside the program: the device's arrays, chunk axis first, and those that are one for all.
+        """Returns, inside the program, the arrays of the device, chunk axis first, and those that are one for all.
 
         They are its replica's, or those of its replicas put together; `index` is the device's.
         """
@@ -165,7 +164,7 @@ class Outputs:
         return cut, whole
 
     def _summed(self) -> list[Any]:
-        """The values, with sums over the replicas in place of summands, and divided where a rule says so."""
+        """Returns the values, with sums over the replicas in place of summands, and divided where a rule says so."""
         mesh = self.layout.mesh
         at = sorted({rule.over for rule in self.rules if isinstance(rule.over, int)})
         totals = dict(zip(at, _psum([self.values[i] for i in at], mesh), strict=True))
@@ -200,7 +199,7 @@ class Outputs:
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 
     def scattered(self, cut: Sequence[Any], whole: Sequence[Any]) -> Scattered:
-        """Outside the program's body: the arrays as one `Scattered`."""
+        """Returns, outside of the program's body, the arrays as one `Scattered`."""
         layout, cuts, wholes = self.layout, iter(cut), iter(whole)
         arrays: list[Any] = []
         leaves: list[Leaf] = []
@@ -217,18 +216,18 @@ class Outputs:
 
 
 def path_name(path: Any) -> str:
-    """A path as a name: `hidden.kernel`."""
+    """Returns a path as a name: `hidden.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
-    """The sum over the replicas, divided; in the program it has the name of its output, a gradient's parameter."""
+    """Returns the sum over the replicas, divided; it has the name of its output in the program: the parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
         x = divided(_sum(x, rule.scatter, name, mesh), over)
     else:
-        # What travels in a narrow type is divided before, for a sum of many may leave its range; the rest after, as
-        # pmean does.
+        # A value that travels in a narrow type is divided before, because a sum of many may leave the range of that
+        # type; other values are divided after the sum, as pmean does.
         x = divided(x, over)
         x = _sum(x.astype(rule.wire), rule.scatter, name, mesh).astype(x.dtype)
     return x if rule.dtype is None else x.astype(rule.dtype)
@@ -238,12 +237,12 @@ _SMALL = 1 << 17  # elements
 
 
 def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
-    """The sum over the replicas, whole on all, or scattered along an axis; `explain` and a profile show its name."""
+    """Returns the sum over the replicas, replicated or scattered along an axis; profiles and `explain` name it."""
     if axis is not None:
         with jax.named_scope(name):
             return jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=axis, tiled=True)
     # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
-    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. Of large
+    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. For large
     # ones the transposes take longer than that: a fifth of an MLP's. Between processes the sum is another operation,
     # and they would be a fifth of the step, too.
     on_cpu = mesh.devices.flat[0].platform == "cpu" and not spans_processes(mesh)
@@ -255,8 +254,8 @@ def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
 
 
 def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
-    """The sums, in one collective."""
-    # XLA leaves a sum over one device in the program, where it still waits for nobody.
+    """Returns the sums, in one collective."""
+    # XLA leaves a sum over one device in the program.
     return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
 
 

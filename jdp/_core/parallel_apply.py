@@ -32,19 +32,19 @@ def parallel_apply(
     """Runs `fn(replicas, *inputs[i], **kwargs[i])` on every device i at once: `jit(shard_map(fn))`.
 
     One compiled program, which is what `jax.pmap` is today. It is compiled once per function and
-    shapes: `fn` is known by its identity (a bound method by its object and name), so a lambda made
-    afresh for each call is compiled for each call. Python scalars, strings and other objects among
-    the inputs are part of the program: each new value compiles anew. The axis `"data"` is live
-    inside, for collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
+    shapes: `fn` is known by its identity (a bound method by its object and name), so a new lambda
+    for each call is compiled for each call. Python scalars, strings and other objects among the
+    inputs are part of the program: each new value compiles it again. The axis `"data"` is live
+    inside, so that `fn` can run collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
     on every replica but the primary. Outputs of chunks of unequal size are those of their true sizes.
 
     Args:
         fn: the function; returns a pytree of arrays.
-        replicas: its first argument, whole on every replica (`jdp.replicate`); arrays on the host or
+        replicas: its first argument, replicated (`jdp.replicate`); arrays on the host or
             on the primary device are replicated first.
         inputs: from `jdp.scatter`, or a batch from `dp.prefetch`; a tuple or list holds the positional arguments,
             anything else is one, a NamedTuple too.
-        kwargs: likewise: the keyword arguments, a dict.
+        kwargs: the keyword arguments, a dict; from the same sources.
 
     Returns:
         A `jdp.Scattered`: `s[i]` is what `fn` returned on replica i.
@@ -78,7 +78,7 @@ def parallel_apply(
 
 
 def _as_one(batch: Tree) -> Tree:
-    """A batch whose leaves are scattered, as one `Scattered`; anything else as it is."""
+    """Returns a batch whose leaves are scattered, as one `Scattered`; anything else as it is."""
     if isinstance(batch, Scattered) or not holds_scattered(batch):
         return batch
     layout = next(x for x in jax.tree.leaves(batch, is_leaf=is_scattered) if is_scattered(x))._layout
@@ -98,7 +98,7 @@ def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
 
 
 def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> Compiled:
-    """The program that runs `fn` on every replica; compiled once per layout and shapes.
+    """Returns the program that runs `fn` on every replica; compiled once per layout and shapes.
 
     `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
     """
@@ -108,11 +108,11 @@ def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf =
 def on_replicas(
     call_of: CallOf, label: str, gather: Gather = "as used", verb: str = "parallel_apply"
 ) -> Callable[..., Scattered]:
-    """The function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
+    """Returns the function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
 
     `gather` is for parameters that are cut: each as it is used, all at once, or left to the call, which gets the
-    shards. Where chunks are uneven, or a device has several replicas, it is all at once, for replicas run other code
-    then, or at other times, and meet nowhere in it.
+    shards. If chunks are uneven, or a device has several replicas, it is all at once, because replicas run different
+    code then, or at different times, and do not meet in it.
     """
     seen: Recent[Any, set[Any]] = Recent()
     body = body_of(call_of, label)
@@ -172,7 +172,7 @@ def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
 def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Outputs]]:
     @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
-        """The call on a chunk of the size that `replica` (the lowest such) has."""
+        """Returns the call on a chunk of the size that `replica` (the lowest such) has."""
         run = call_of(signature, replica)
 
         def call(*operands: Any) -> Outputs:
@@ -298,7 +298,7 @@ _MANY_VALUES = 4
 
 
 def _named_leaves(layout: Layout) -> Sequence[tuple[str, Leaf]]:
-    """The leaves of scattered arguments, each with its path."""
+    """Returns the leaves of scattered arguments, each with its path."""
     numbered = jax.tree.unflatten(layout.treedef, range(layout.treedef.num_leaves))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     return [*zip(paths, layout.leaves, strict=True)]

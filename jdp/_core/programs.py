@@ -58,7 +58,7 @@ class Compiled:
         return program.scattered(out)
 
     def flat(self, replicas: Any, inputs: Layout, kwargs: Layout | None) -> Flat:
-        """The program for replicas of this treedef, and for inputs and kwargs of these layouts."""
+        """Returns the program for replicas of this treedef, and for inputs and kwargs of these layouts."""
         key = replicas, inputs, kwargs
         found = self.programs.used(key)
         if found is None:
@@ -66,7 +66,7 @@ class Compiled:
         return found
 
     def _of_trees(self, inputs: Scattered, kwargs: Scattered | None) -> Callable[..., Scattered]:
-        """The program of several processes, which tell each other its operands by their names."""
+        """Returns the program of several processes, which tell each other its operands by their names."""
         key = inputs._layout, None if kwargs is None else kwargs._layout
         found = self.programs.used(key)
         if found is None:
@@ -82,7 +82,7 @@ class Compiled:
         return found
 
     def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
-        """The function of the trees themselves: names in it are those of the operands."""
+        """Returns the function of the trees themselves: names in it are those of the operands."""
         return jax.jit(self._run, in_shardings=(None, *_where(inputs, kwargs)))
 
 
@@ -98,7 +98,7 @@ class Flat:
     """
 
     def __init__(self, run: Callable[..., Scattered], replicas: Any, inputs: Layout, kwargs: Layout | None) -> None:
-        # Of what comes out: each is known once JAX has traced the program for operands of some shapes.
+        # The layouts of what comes out: each is known once JAX has traced the program for operands of some shapes.
         layouts: list[Layout] = []
         cut = len(inputs.arrays)
 
@@ -120,11 +120,11 @@ class Flat:
         self._layouts = layouts
 
     def layout(self, out: tuple[Any, ...]) -> Layout:
-        """That of what a run gave: the last of it, which is the tree itself where the layout `is_gathered`."""
+        """Returns the layout of a run's results. If it `is_gathered`, the last of these is the tree itself."""
         return self._layouts[len(out) - 1]
 
     def scattered(self, out: tuple[Any, ...]) -> Scattered:
-        """What a run gave, scattered."""
+        """Returns what a run gave, scattered."""
         return Scattered(jax.tree.leaves(out), self.layout(out))
 
 
@@ -137,7 +137,7 @@ def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[An
 
 
 def is_plain() -> bool:
-    """Whether a call now runs a compiled program, and is no part of another."""
+    """Returns True if a call now runs a compiled program, and is no part of another."""
     return trace_state_clean() and not _settings.jax_disable_jit
 
 
@@ -149,11 +149,11 @@ _held: list[Any] = []  # what cannot be referred to weakly, the last used last
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
-    """`make(fn)`, made once per `fn` and `key`; freed with `fn`, to which what is made must refer weakly, or the store.
+    """Returns `make(fn)`, made once per `fn` and `key`. It is freed with `fn`, so it must refer to `fn` weakly.
 
-    An object of a class with `__slots__` tells nobody when it is freed: the last 16 of those that were used stay alive.
-    `make` gets a stand-in that calls `fn` and does not keep it alive. A bound method, which Python
-    makes afresh at each access, is known by its object and its function.
+    There is no signal when an object of a class with `__slots__` is freed: the last 16 of those that were used stay
+    alive. `make` gets a stand-in that calls `fn` and does not keep it alive. Python makes a bound method again at each
+    access, so it is known by its object and its function.
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     number = id(owner)
@@ -193,7 +193,7 @@ class Recent(OrderedDict[K, T]):
     """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
 
     def used(self, key: K) -> T | None:
-        """The entry with this key, which is the last now that goes; None where there is none."""
+        """Returns the entry with this key, which is now the last to be dropped; None if there is no such entry."""
         try:
             if len(self) > 1:  # to find a key twice takes long where a large model's treedef is part of it
                 self.move_to_end(key)
@@ -220,7 +220,7 @@ _ALONE = contextlib.nullcontext()
 
 
 def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
-    """`program(*args)`; on several CPU devices, where too many are in flight, the oldest are waited for."""
+    """Runs `program(*args)`; on several CPU devices it waits for the oldest runs if too many are in flight."""
     few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
@@ -238,7 +238,7 @@ def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
 def dispatch_step(
     program: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
 ) -> tuple[S, dict[str, Any]]:
-    """`dispatch` of a training step, held by its loss: the state that it gives is donated to the next."""
+    """Dispatches a training step; its loss stands for the run, because its state is donated to the next step."""
     few, exchange = _care(mesh)
     if exchange is not None:
         exchange.come_to(program.__name__)
@@ -253,12 +253,12 @@ def dispatch_step(
 
 @functools.cache
 def _care(mesh: Mesh) -> tuple[bool, Exchange | None]:
-    """Whether few runs may be in flight, and through whom the other processes learn of each."""
+    """Returns if only few runs may be in flight, and the exchange that tells the other processes of each."""
     return may_deadlock(mesh), exchange_of(processes_of(mesh)) if spans_processes(mesh) else None
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:
-    """`keep(program(*args))`; no Ctrl-C comes between what the program frees and what `keep` stores.
+    """Returns `keep(program(*args))`; no Ctrl-C comes between what the program frees and what `keep` stores.
 
     Python runs the handler of a signal between any two of its instructions, those inside of JAX as well. In here the
     first SIGINT waits until the result is kept. A second one does not wait.
@@ -317,7 +317,7 @@ def _wait(most: int) -> None:
             continue
         try:
             oldest.block_until_ready()
-        except Exception as error:  # not kept back: nobody else may ever look at what that call gave
+        except Exception as error:  # raised here, because the results of that call may never be looked at
             error.add_note(
                 f"jdp: this is the error of an earlier call, of {name!r}; the call that raises it only waited for that "
                 f"one, and has not failed itself."
@@ -352,15 +352,15 @@ def intercept(take: Callable[..., None], *, shapes: bool, stepped: Callable[...,
 
 
 def intercepted(program: Any, *operands: Any) -> None:
-    """A program is about to run with these operands: whoever intercepts it is told."""
+    """Tells an interceptor that a program is about to run with these operands."""
     _interceptor.get()[0](program, *operands)
 
 
 def stepped(program: Any, state: Any, metrics: Any) -> None:
-    """The program of a step has run and given these: whoever intercepts it is told."""
+    """Tells an interceptor that the program of a step has run, and its results."""
     _interceptor.get()[2](program, state, metrics)
 
 
 def capturing() -> bool:
-    """Whether this call is made with shapes, for its program to be looked at."""
+    """Returns True if this call is made with shapes, so that its program can be looked at."""
     return _interceptor.get()[1]

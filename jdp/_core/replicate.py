@@ -1,4 +1,4 @@
-"""replicate puts every leaf of a tree whole on every device: `replicate(tree)[device i] == tree`."""
+"""replicate puts a copy of every leaf of a tree on every device: `replicate(tree)[device i] == tree`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
 @outside_of_mesh
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
-    """Puts every leaf of a pytree whole on every device.
+    """Puts a copy of every leaf of a pytree on every device.
 
-    Leaves that are there already are neither moved nor copied; where that holds for all of them the
-    very same tree comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes
-    back to where the leaf was. Under `jax.jit` the tree passes through, for the program replicates it. Of
-    several processes all pass the same values, which `dp.check_replicas` compares.
+    Leaves that are there already are neither moved nor copied; if all of them are, the very same tree
+    comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes back to where the
+    leaf was. Under `jax.jit` the tree passes through, because the program replicates it. With several
+    processes, all pass the same values; `dp.check_replicas` compares them.
 
     Args:
         tree: a pytree of arrays: on the host, on the primary device, replicated, or cut over these devices
@@ -56,10 +56,10 @@ OfShards = Literal["scattered", "whole", "kept"]
 
 
 def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
-    """`replicate`. What is `Scattered` in the tree (state with a batch axis) stays so; `root` is its name in errors.
+    """Replicates a tree. What is `Scattered` in it (state with a batch axis) stays so; `root` is its name in errors.
 
-    A leaf that is cut over this mesh (`shard_params`) is "scattered" then, for the program to gather; or it is made
-    "whole", or "kept" as it is.
+    `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
+    gathers it, "whole", or "kept" as it is.
     """
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
@@ -101,7 +101,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
 
 
 def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
-    """The tree, with each leaf cut over the devices that can be, and the others whole; what is there already stays."""
+    """Cuts each leaf of the tree over the devices, and replicates those that do not divide; leaves in place stay."""
 
     def checked(index: int, x: Any) -> Any:
         if isinstance(x, Tracer) and concrete(x) is None:
@@ -124,7 +124,7 @@ def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
 
 
 def all_lie(leaves: list[Any], where: Sharding) -> bool:
-    """Whether all of them are arrays with that very sharding."""
+    """Returns True if all of them are arrays with that very sharding."""
     try:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none
@@ -134,7 +134,7 @@ def all_lie(leaves: list[Any], where: Sharding) -> bool:
 
 
 def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
-    """Whether the arrays of a tree are whole on every device of the mesh, by whatever name, or cut over it."""
+    """Returns True if the arrays of a tree are replicated over the mesh, by whatever name, or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
     target = replicated(mesh)
     return bool(values) and all(

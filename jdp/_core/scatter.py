@@ -41,17 +41,17 @@ def scatter(
     """Cuts every array of a pytree along `dim`, one chunk per device: `gather(scatter(x)) == x`.
 
     Arrays (jax or numpy) with `ndim >= 1` are cut by `torch.chunk`'s rule (`jdp.chunk_sizes`); any
-    number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects go
-    whole to every replica, and `None` stays `None`. Containers that JAX knows survive. With nothing
-    to cut there is one chunk, on the primary device. Differentiable. Of several processes each passes
-    its own rows, which go to its own devices.
+    number of rows will do. 0-d arrays, Python scalars, strings, functions and other objects are
+    replicated, and `None` stays `None`. Containers that JAX knows survive. With nothing to cut there is
+    one chunk, on the primary device. Differentiable. With several processes, each passes its own rows,
+    which go to its own devices.
 
     Args:
         inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
             (over these devices) stays so.
         devices: the devices, the primary first; `None` is all of `jax.devices()`.
         dim: the axis to cut along, negative allowed.
-        chunk_sizes: rows per device, for uneven devices; zeros allowed. Default: torch's rule.
+        chunk_sizes: rows per device, if the devices are uneven; zeros allowed. Default: torch's rule.
 
     Returns:
         A `jdp.Scattered`: `s[i]` is the tree of replica i, on its device.
@@ -75,7 +75,7 @@ def scatter(
 
 
 class Cutting(NamedTuple):
-    """How a batch is cut, and by which names errors call it."""
+    """How a batch is cut, and its names in errors."""
 
     mesh: Mesh
     dim: int
@@ -86,9 +86,9 @@ class Cutting(NamedTuple):
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
     # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
     layouts: Recent[Any, Layout] | None = None
-    place: bool = True  # else numpy arrays stay on the host, for the program's call to move
-    # Their number where it is fixed: of several processes each passes then the rows that torch's rule for the batch of
-    # all gives to its replicas. None: one for each device, and of several processes each passes what it has.
+    place: bool = True  # else numpy arrays stay on the host, and the call of the program moves them
+    # The number of replicas, if it is fixed. Each process passes the rows of its replicas then, by torch's rule for the
+    # batch of all processes. None: one replica for each device, and each process passes the rows that it has.
     replicas: int | None = None
 
     @property
@@ -97,7 +97,7 @@ class Cutting(NamedTuple):
 
 
 def split(inputs: Tree, how: Cutting) -> Scattered:
-    """`scatter`, as `how` says; what is `Scattered` already stays so."""
+    """Scatters as `how` says; what is `Scattered` already stays so."""
     try:
         batch = prepare(inputs, how)
     except Exception as error:
@@ -168,10 +168,10 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
 
 
 def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, ...]:
-    """The rows of each replica, of what all processes have said of each device; `own` is this one's layout.
+    """Returns the rows of each replica, of what all processes have said of each device; `own` is this one's layout.
 
     Raises:
-        ValueError: the number of replicas is fixed, and a process has other rows than its replicas are to have.
+        ValueError: the number of replicas is fixed, and a process has other rows than its replicas should have.
     """
     if how.replicas is None:
         return tuple(found)
@@ -194,7 +194,7 @@ def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, 
 
 
 def put_early(batch: Prepared) -> list[Any]:
-    """The arrays, on this process's own devices where they need no padding, before the others have said their rows."""
+    """Puts the arrays on this process's own devices, unless they need padding, before the others send their rows."""
     own = batch.layout
     if batch.outline is None or not own.is_even:  # how it is padded depends on the rows of the others
         return batch.arrays
@@ -202,7 +202,7 @@ def put_early(batch: Prepared) -> list[Any]:
 
 
 def _refuse_trace(how: Cutting) -> None:
-    """A `ValueError` inside of a transformation that would see one process's rows."""
+    """Raises a `ValueError` inside of a transformation, because it would see the rows of one process."""
     if spans_processes(how.mesh) and not trace_state_clean() and not capturing():
         raise ValueError(
             f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
@@ -214,11 +214,11 @@ def _refuse_trace(how: Cutting) -> None:
 def flat(
     inputs: Tree, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
 ) -> tuple[list[Any], Any]:
-    """The leaves of a batch, and its treedef."""
+    """Returns the leaves of a batch, and its treedef."""
     refuse_deep(inputs, verb, root)
     try:
         return jax.tree.flatten(inputs, is_leaf=stop)
-    except ValueError as error:  # JAX's, for dict keys that do not compare
+    except ValueError as error:  # that of JAX: dict keys do not compare
         raise ValueError(
             f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
             f"({error}); JAX sorts them. Pass keys of one type."
@@ -226,7 +226,7 @@ def flat(
 
 
 def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What decides how the leaves of a batch are cut, and the arrays in them."""
+    """Returns what decides how the leaves of a batch are cut, and the arrays in them."""
     key: list[Any] = []
     arrays: list[Any] = []
     for x in leaves:
@@ -253,7 +253,7 @@ def _on_mesh(s: Scattered, how: Cutting) -> Scattered:
 
 
 def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
-    """A `ValueError` for what is scattered over another number of replicas on the same devices."""
+    """Raises a `ValueError` for a `Scattered` over another number of replicas on the same devices."""
     found, n = s._layout.per_device, how.mesh.size
     if found != how.per_device:
         raise ValueError(
@@ -266,7 +266,7 @@ def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
 def _look(
     leaves: Sequence[Any], axes: Sequence[Any], how: Cutting, name: Callable[[int], str]
 ) -> tuple[list[Any], list[Leaf]]:
-    """The leaves, in forms that JAX takes, and what each is; a `Cut` that is new has no sizes yet."""
+    """Returns the leaves, in forms that JAX takes, and what each is; a `Cut` that is new has no sizes yet."""
     values: list[Any] = []
     specs: list[Leaf] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
@@ -300,7 +300,7 @@ def _look(
 
 
 def _own_rows(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
-    """This process's own rows of an array: all, but those of a global one that lie on its devices."""
+    """Returns this process's rows of an array: all of them, or of a global one those on its devices."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
     if not x.sharding.is_equivalent_to(cut_along(how.mesh, axis), x.ndim):
@@ -319,7 +319,7 @@ def _sizes(
     how: Cutting,
     name: Callable[[int], str],
 ) -> tuple[int, ...]:
-    """The rows of each chunk: of what came scattered, else those asked for, else by torch's rule."""
+    """Returns the rows of each chunk: of what came scattered, else those asked for, else by torch's rule."""
     cut = [
         (x, spec.axis, i)
         for i, (x, spec) in enumerate(zip(values, specs, strict=True))
@@ -351,13 +351,13 @@ def _sizes(
 
 
 def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
-    """The arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
+    """Returns the arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
     own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_padded(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if spans_processes(layout.mesh):
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
-    # In a job of several processes a program takes numpy arrays for what is whole on all of them, and no others.
+    # In a job of several processes a program takes numpy arrays for replicated ones.
     as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
     if as_it_is and not came <= {np.ndarray}:  # padded on the host; the way back is not the user's own
         as_it_is = jax.config.jax_transfer_guard_host_to_device in (None, "allow")  # type: ignore[attr-defined]

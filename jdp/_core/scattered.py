@@ -88,7 +88,7 @@ class Scattered(Sequence[Tree]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The true number of rows of each chunk; `(1,)` where nothing is cut."""
+        """The true number of rows of each chunk; `(1,)` if there is nothing to cut."""
         return self._layout.sizes
 
     @property
@@ -134,7 +134,7 @@ class Scattered(Sequence[Tree]):
 
     @in_notebook
     def _repr_html_(self) -> Page:
-        """The chunks, drawn: the rows of each replica, and its device."""
+        """Returns the chunks, drawn: the rows of each replica, and its device."""
         sizes, is_cut = self.sizes, self._layout.is_cut
         page = page_of(
             f"Scattered: {sum(sizes)} rows in {len(sizes)} chunks" if is_cut else "Scattered: nothing is cut",
@@ -157,18 +157,18 @@ _NO_ARRAY = (
 
 
 def children(s: Scattered) -> tuple[Scattered, ...]:
-    """One `Scattered` for each child of the tree: `children(scatter((a, b)))` is `scatter(a), scatter(b)`."""
+    """Returns one `Scattered` for each child of the tree: `children(scatter((a, b)))` is `scatter(a), scatter(b)`."""
     arrays = iter(s._arrays)
     return tuple(Scattered(itertools.islice(arrays, len(one.arrays)), one) for one in s._layout.children)
 
 
 def leaf_by_leaf(s: Scattered) -> Tree:
-    """The tree of `s` itself, with a `Scattered` for each of its arrays: `gather(leaf_by_leaf(s)) == gather(s)`."""
+    """Returns the tree of `s` with a `Scattered` for each array: `gather(leaf_by_leaf(s)) == gather(s)`."""
     return s._layout.fill([Scattered((x,), one) for x, one in zip(s._arrays, s._layout.each, strict=True)])
 
 
 def placed(s: Scattered) -> Scattered:
-    """`s` with its arrays on the devices they belong to; tracers under `jit` stay as they are."""
+    """Puts the arrays of `s` on the devices they belong to; tracers under `jit` stay as they are."""
     mesh, arrays, away = s._layout.mesh, list(s._arrays), []
     for i, (x, to) in enumerate(zip(s._arrays, s._layout.shardings, strict=True)):
         value = concrete(x) if isinstance(x, Tracer) else x
@@ -190,12 +190,12 @@ def placed(s: Scattered) -> Scattered:
 
 
 def _is_there(found: Any, to: NamedSharding) -> bool:
-    """Whether what lies so on one device lies there: what JAX calls replicated over it, or its alone."""
+    """Returns True if what lies so on one device lies there: what JAX calls replicated over it, or its alone."""
     return found.device_set == to.device_set and found.memory_kind == to.memory_kind
 
 
 def in_host_memory(x: Any) -> Any:
-    """An array of a CPU device as numpy's, in the same memory; anything else as it is.
+    """Returns an array of a CPU device as numpy's, in the same memory; anything else as it is.
 
     Of a jax array `device_put` compiles the slices that it takes, a program for each shape, which JAX never drops.
     """
@@ -207,7 +207,7 @@ def in_host_memory(x: Any) -> Any:
 
 
 def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
-    """`s` as it is, or with the mesh's name for its axis where it was scattered over the same devices."""
+    """Returns `s`, with the mesh's name for its axis if it was scattered over the same devices."""
     layout = s._layout
     if layout.mesh == mesh or [*layout.mesh.devices.flat] != [*mesh.devices.flat]:
         return s
@@ -216,7 +216,7 @@ def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
 
 
 def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
-    """`device_put` of several arrays, in one call where that works."""
+    """Puts several arrays onto devices, in one call if that works."""
     # One array: a list would be one more tree to flatten. Tracers: with one device_put for all outputs, the eager
     # gradient of a model with a scan fails on a cotangent of another output's shape (jax 0.10.2; not 0.12).
     if len(arrays) < 2 or any(isinstance(x, Tracer) for x in arrays):
@@ -226,10 +226,10 @@ def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def reshard(x: Any, sharding: NamedSharding) -> Any:
-    """`x` on the same devices with another sharding.
+    """Returns `x` on the same devices with another sharding.
 
-    For tracers, beside a device_put whose own sharding names no axis: device_put fails where jacobians
-    map it, or its transpose, over one axis more.
+    It is for tracers, next to a device_put whose sharding names no axis: device_put fails if jacobians map it, or its
+    transpose, over one more axis.
     """
     return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -239,12 +239,12 @@ def is_scattered(x: Any) -> bool:
 
 
 def holds_scattered(tree: Tree) -> bool:
-    """Whether there is a `Scattered` in the tree."""
+    """Returns True if there is a `Scattered` in the tree."""
     return any(map(is_scattered, jax.tree.leaves(tree, is_leaf=is_scattered)))
 
 
 def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
-    """The tree with `fn` of each `Scattered` in it; what holds none stays as it is, an NNX object too."""
+    """Returns the tree with `fn` of each `Scattered` in it; what holds none stays as it is, an NNX object too."""
 
     def stop(x: Any) -> bool:
         return is_scattered(x) or not holds_scattered(x)
@@ -253,12 +253,12 @@ def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
 
 
 def concrete(x: Any) -> Any:
-    """The array that `x` is, or that a tracer of an eager transformation wraps; None under `jit` or `vmap`."""
+    """Returns the array that `x` is, or that a tracer of an eager transformation wraps; None under `jit` or `vmap`."""
     return concrete_value(x) if isinstance(x, Tracer) else x
 
 
 def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) -> Any:
-    """Replica i's value of one leaf."""
+    """Returns replica i's value of one leaf."""
     if not isinstance(x, Tracer):
         device = layout.devices[i]
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
@@ -275,7 +275,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
 
 
 def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
-    """A replica's value, out of what lies on its device: without the padding."""
+    """Returns a replica's value, out of what lies on its device: without the padding."""
     if isinstance(leaf, Stack):
         return local[0]
     if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:
@@ -284,7 +284,7 @@ def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
 
 
 def turn_of(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
-    """Out of what lies on a device that has so many replicas, that of one, padding included."""
+    """Returns the part of one replica, padding included, of what lies on a device with so many replicas."""
     if count == 1 or not isinstance(leaf, Cut | Stack):
         return local
     size = local.shape[leaf.axis] // count
@@ -295,7 +295,7 @@ class Signature(NamedTuple):
     """All of a call but its arrays: how `(replicas, inputs, kwargs)` is made of flat operands."""
 
     treedef: Any
-    nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one array that is whole on every replica
+    nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one replicated array
     first_input: int  # the number of the operand that is the first after those of the replicas
     layout: Layout  # the chunks that all agree on
     leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
@@ -312,18 +312,18 @@ class Signature(NamedTuple):
         return any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in self.leaves)
 
     def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
-        """What lies on the replica's device, without the padding."""
+        """Returns what lies on the replica's device, without the padding."""
         return [of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
 
     def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
-        """`(replicas, args, kwargs)` with these values for the operands."""
+        """Returns `(replicas, args, kwargs)` with these values for the operands."""
         rest = iter(values)
         values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
         replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
         return replicas, args if type(args) in (tuple, list) else (args,), kwargs or {}
 
     def fold_keys(self, operands: Sequence[Any], index: Any) -> tuple[Any, ...]:
-        """The operands, with each key among the inputs made the replica's own."""
+        """Returns the operands, with each key among the inputs made the replica's own."""
         return tuple(
             fold_key(x, index) if i >= self.first_input and isinstance(leaf, Whole) else x
             for i, (x, leaf) in enumerate(zip(operands, self.leaves, strict=True))
@@ -333,7 +333,7 @@ class Signature(NamedTuple):
 def flatten_call(
     replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str = "parallel_apply"
 ) -> tuple[list[Any], Signature]:
-    """The operands of a call, and its signature."""
+    """Returns the operands of a call, and its signature."""
     nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
     operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]
     first_input = len(operands) - sum(len(x._arrays) for x in (inputs, kwargs) if x is not None)
@@ -344,7 +344,7 @@ def flatten_call(
 
 
 def fold_key(x: Any, index: Any) -> Any:
-    """A 0-d typed PRNG key, folded with the replica's index on every replica but the primary."""
+    """Returns a 0-d typed PRNG key, folded with the replica's index on every replica but the primary."""
     # The same key draws the same numbers on every replica. The primary's stays, and so does that
     # of one device alone: its numbers are those of the bare model.
     if not is_key(x) or x.ndim:
@@ -353,7 +353,7 @@ def fold_key(x: Any, index: Any) -> Any:
 
 
 def _common_layout(layouts: Sequence[Layout]) -> Layout:
-    """The layout whose chunks all agree on."""
+    """Returns the layout whose chunks all agree on."""
     first = next((x for x in layouts if x.is_cut), layouts[-1])  # before the inputs there are parameters that are cut
     for other in layouts:
         if other.mesh != first.mesh or other.is_cut and (other.sizes, other.devices) != (first.sizes, first.devices):
@@ -365,7 +365,7 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
 
 
 def unpadded(s: Scattered) -> list[Any]:
-    """The arrays without padding and without the entries of idle replicas."""
+    """Returns the arrays without padding and without the entries of idle replicas."""
     used, n = s._layout.used, len(s._layout.devices)
     out = []
     for x, leaf in zip(s._arrays, s._layout.arrays, strict=True):
@@ -378,7 +378,7 @@ def unpadded(s: Scattered) -> list[Any]:
 
 
 def trim(s: Scattered) -> Sequence[Any]:
-    """Inside a program: the arrays without padding, over the replicas where their rows divide."""
+    """Returns, inside a program, the arrays without padding, over the replicas if their rows divide."""
     if s._layout.is_even:
         return s._arrays
     mesh, found = s._layout.mesh, []

@@ -30,10 +30,10 @@ Never = Collection[tuple[tuple[int, ...], int]]
 
 
 def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
-    """The axis that a parameter is cut along over n devices; None where it stays whole.
+    """Returns the axis that a parameter is cut along over n devices; None if it stays whole.
 
-    The first that n divides: what is gathered then lies one part after the other. Of three axes and more the leading
-    one only where no other does, for a scan may run over it.
+    It is the first that n divides, because the parts lie one after the other then. With three or more axes, axis 0 is
+    the last choice: a scan may iterate over it.
     """
     axes = [axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in never]
     if n == 1 or not axes:
@@ -42,7 +42,7 @@ def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
 
 
 def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
-    """The parameters, with a `Scattered` for each that is cut, for the replicas' program."""
+    """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
 
     def cut(x: Any) -> Any:
         axis = shard_axis(x, mesh.size, never)
@@ -52,12 +52,12 @@ def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
 
 
 def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
-    """An array that is cut over the mesh along an axis, as an operand of the replicas' program."""
+    """Returns an array that is cut over the mesh along an axis, as an operand of the replicas' program."""
     return Scattered((x,), Layout(LEAF, (Shard(axis),), (1,), mesh, 0, 1))
 
 
 def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
-    """A `ValueError` for a parameter that no device can hold, for while it is used it is whole on each."""
+    """Raises a `ValueError` for a parameter that a device cannot hold, because it is replicated while it is used."""
     device = mesh.devices.flat[0]
     most = memory_bytes(device) or float("inf")
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -70,7 +70,7 @@ def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
 
 
 def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh) -> None:
-    """A `ValueError` where the model has closed over its own parameters: these (shards, each with its axis)."""
+    """Raises a `ValueError` if the model has closed over its parameters: these (shards, each with its axis)."""
     cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
     for x in constants(jaxpr):
         axis = cut_axis_of(x, mesh)
@@ -83,7 +83,7 @@ def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh)
 
 
 def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
-    """The axis that an array is cut along over this very mesh; None for all else."""
+    """Returns the axis that an array is cut along over this very mesh; None for all else."""
     sharding = getattr(concrete(x), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or mesh.size == 1:
         return None
@@ -92,7 +92,7 @@ def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
 
 
 def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
-    """The operands, with the parameters whole that are cut, and the signature that says so."""
+    """Returns the operands, with the parameters whole that are cut, and the signature that says so."""
     gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
     whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
@@ -100,33 +100,33 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def names(signature: Signature) -> list[str]:
-    """For each operand its path, where it is a parameter; else nothing."""
+    """Returns the path of each operand that is a parameter, and "" for the others."""
     numbers = range(len(signature.leaves))
     replicas, _, _ = signature.fill(numbers)
-    # Of an NNX model and of a loss the replicas are a pair: the parameters, and what is held beside them.
+    # The replicas of an NNX model and of a loss are a pair: the parameters, and what is held with them.
     params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas
     path_of = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
     return [path_of.get(number, "") for number in numbers]
 
 
 def plain(axis_name: str) -> GatherOf:
-    """Gathers; the gradient is the sum over the replicas, cut alike, as JAX has it."""
+    """Gathers; the gradient is the sum over the replicas, cut in the same way, as JAX makes it."""
     return lambda name: functools.partial(_gathered, axis_name, name)
 
 
 def _gathered(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
-    """An array whole, of the replicas' parts of it."""
+    """Returns an array whole, of the replicas' parts of it."""
     with jax.named_scope(f"gather.{name}"):
         return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
 
 
 def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
-    """That of the array of which `x` is one of n parts along the axis."""
+    """Returns the shape of the whole array; `x` is one of its n parts along the axis."""
     return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] * n, *x.shape[axis + 1 :]), x.dtype)
 
 
 def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
-    """What the body makes of whole parameters, each of which is gathered where it is used."""
+    """Returns what the body makes of whole parameters, each of which is gathered where it is used."""
     n, gather_of = signature.layout.mesh.size, plain(signature.axis_name)
     cut = [
         (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
@@ -141,10 +141,10 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
 
 
 def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
-    """Functions `(x, axis, dtype)` that gather, and whose gradient is the sum over the replicas, cut as `x` is.
+    """Returns a function `(x, axis, dtype)` that gathers; its gradient is the sum over the replicas, cut as `x` is.
 
-    A gradient travels in the dtype that `sent_as` gives for its own; it is then divided by `before`, and comes back
-    divided, for a sum of many may leave the range of a narrow type.
+    A gradient travels in the dtype that `sent_as` gives for its own. It is divided by `before` first, and comes back
+    divided, because a sum of many may leave the range of a narrow type.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))

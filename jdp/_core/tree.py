@@ -1,7 +1,7 @@
 """One balanced tree of sums over all replicas: the same bits on any number of devices.
 
 Each replica runs alone, by one and the same program for one device. Its sums are added to its neighbour's, the two to
-the two beside them, and so on: first on a device, then between devices. Where a device ends changes nothing then.
+the next two, and so on: first on a device, then between devices. Where a device ends changes nothing then.
 Where the loss itself sums over the replicas (`sync_batch_norm`), it is cut into one program before and one after.
 """
 
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 
 
 def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outputs]]:
-    """`run(replicas, inputs, kwargs, index)`: the parts of the replica with this index, and what they are parts of.
+    """Returns `run(replicas, inputs, kwargs, index)`: the parts of this replica, and what they are parts of.
 
     The layouts have all replicas on one device; the inputs are the chunk of this one, padded as all are.
     """
@@ -89,7 +89,7 @@ class Segment(NamedTuple):
     """Which of those, and of what it makes after them, the replica has then."""
 
     def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Its part of the next sum, and the values that the replica has then (in the end the rest of its parts)."""
+        """Returns its part of the next sum, and the values that the replica has then (at the end its other parts)."""
         sums, made = program(totals, [values[i] for i in self.reads])
         both = [*values, *made]
         return sums, [both[i] for i in self.after]
@@ -98,9 +98,9 @@ class Segment(NamedTuple):
 def segments(
     turn: Callable[..., Parts], operands: Sequence[Any], layout: Layout, label: str
 ) -> tuple[list[Segment], Parts]:
-    """`turn(*operands)` of one replica, cut where all meet: programs between sums; and the shapes of its parts.
+    """Returns the programs of `turn(*operands)` of one replica between the sums of all, and the shapes of its parts.
 
-    The first begins with the operands. Between two of them all that a later one reads is held.
+    The first begins with the operands. Values that a later program reads are held between two programs.
     """
     (axis_name,), n = layout.mesh.axis_names, len(layout.devices)
     found: list[tuple[Segmented, Parts]] = []
@@ -136,7 +136,7 @@ def segments(
 
 
 def _cut(jaxpr: Any, axis_name: str) -> Segmented:
-    """The jaxpr, cut where replicas meet; a `ValueError` where they do so in another way than by a sum over all."""
+    """Returns the jaxpr, cut where replicas meet; raises a `ValueError` if they meet in anything but a sum over all."""
 
     def meets(eqn: Any) -> bool:
         return axis_name in axes(eqn)
@@ -182,7 +182,7 @@ def _shape(v: Any) -> jax.ShapeDtypeStruct:
 
 
 def packed(values: Sequence[Any], n: int) -> list[Any]:
-    """One vector for each dtype, with a length that is a multiple of n."""
+    """Returns one vector for each dtype, with a length that is a multiple of n."""
     vectors = []
     for dtype in dict.fromkeys(x.dtype for x in values):
         flat = jnp.concatenate([x.reshape(-1) for x in values if x.dtype == dtype])
@@ -191,7 +191,7 @@ def packed(values: Sequence[Any], n: int) -> list[Any]:
 
 
 def unpacked(vectors: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-    """The arrays of these shapes that were packed."""
+    """Returns the arrays of these shapes that were packed."""
     start, values = {x.dtype: 0 for x in vectors}, []
     for x in shapes:
         vector = next(v for v in vectors if v.dtype == x.dtype)
@@ -230,7 +230,7 @@ def _apart(out: Outputs) -> Parts:
 
 
 def _divisor(rule: Marked, layout: Layout) -> float | None:
-    """What a sum is divided by before it travels: in a narrow type it may leave the range of its mean."""
+    """Returns what a sum is divided by before it travels: in a narrow type it may leave the range of its mean."""
     if rule.reduce != "sum" or rule.wire is None:
         return None
     return rule.over if isinstance(rule.over, float) else float(max(1, sum(layout.sizes)))
@@ -246,7 +246,7 @@ def _wide(x: Any, dtype: Any) -> Any:
 
 
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
-    """The value of each output, of the parts of all replicas together; None for what is gathered."""
+    """Returns the value of each output, of the parts of all replicas together; None for what is gathered."""
     kinds, taken, same = _kinds(out), iter(parts.taken), iter(parts.same)
     each = [*zip(out.values, kinds, out.rules, strict=True)]
     sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, kind, rule in each if kind == "sum"]))
@@ -265,7 +265,7 @@ def _sent(x: Any, rule: Marked, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals: list[Any]) -> Any:
-    """What a sum comes to: divided, in its own dtype."""
+    """Returns what a sum comes to: divided, in its own dtype."""
     over = totals[rule.over] if isinstance(rule.over, int) else rule.over
     if before is not None:
         total = _wide(total, dtype)
@@ -275,7 +275,7 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
 
 
 def numbers_of_rows(out: Outputs) -> list[int]:
-    """The numbers of the outputs that are gathered."""
+    """Returns the numbers of the outputs that are gathered."""
     return [i for i, kind in enumerate(_kinds(out)) if kind == "rows"]
 
 
@@ -305,7 +305,7 @@ class Counter:
 
 
 def exchange(mesh: Mesh, primary: int) -> Any:
-    """The program that adds the devices' sums, and gives all what is the primary's; `primary` is its device's index."""
+    """Returns the program that adds the devices' sums, and copies the values of device number `primary`."""
     (axis_name,) = mesh.axis_names
 
     def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -325,7 +325,7 @@ _SMALL = 1 << 16  # bytes
 
 
 def _sum(x: Any, axis_name: str, n: int) -> Any:
-    """The sum of a vector over n devices, neighbours first."""
+    """Returns the sum of a vector over n devices, neighbours first."""
     if x.size * x.dtype.itemsize * n > _SMALL:
         return _butterfly(x, axis_name, n)
     # The bytes of a small one take no time. To wait for the others does, and here each waits once.
@@ -336,9 +336,9 @@ def _sum(x: Any, axis_name: str, n: int) -> Any:
 
 
 def _butterfly(x: Any, axis_name: str, n: int) -> Any:
-    """The sum of a vector over n devices, by recursive halving and doubling: neighbours first.
+    """Returns the sum of a vector over n devices, by recursive halving and doubling: neighbours first.
 
-    The bytes are those of a reduce-scatter and an all-gather, and in which order messages come changes nothing.
+    The bytes are those of a reduce-scatter and an all-gather, and the order of messages changes nothing.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
     """
@@ -360,7 +360,7 @@ def _butterfly(x: Any, axis_name: str, n: int) -> Any:
 
 
 def _from(primary: int, x: Any, index: Any, axis_name: str) -> Any:
-    """One device's value on all, to the bit: as integers, of which a sum with zeros is exact."""
+    """Returns one device's value on all, to the bit: as integers, of which a sum with zeros is exact."""
     if is_key(x):
         data = _from(primary, jax.random.key_data(x), index, axis_name)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -374,7 +374,7 @@ def _from(primary: int, x: Any, index: Any, axis_name: str) -> Any:
 
 
 def picked(arrays: Sequence[Any], layout: Layout, number: Any) -> list[Any]:
-    """Of what lies on a device the chunks of one of its replicas; what is whole stays so."""
+    """Returns the chunks of one replica out of what lies on its device; what is whole stays so."""
     found = []
     for x, leaf in zip(arrays, layout.arrays, strict=True):
         if leaf.axis is not None:

@@ -21,7 +21,7 @@ Turn = Callable[[Any, Sequence[Any]], Outputs]
 
 
 def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, device: Any) -> Outputs:
-    """The outputs of a device's replicas, put together as those of one: chunks one after the other, sums added.
+    """Returns the outputs of a device's replicas, put together as those of one: chunks one after the other, sums added.
 
     `body_of(replica)` is the user's function on that replica's size of chunk; `device` is the device's index.
     """
@@ -35,7 +35,7 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
     bodies = trace_bodies(body_of, operands_of([x[0] for x in chunks], device), signature)
 
     def turn(settled: Callable[[Any, Any], Any]) -> Turn:
-        """A replica's turn; `settled(jaxpr, index)` is its program where the index and the collectives are known."""
+        """Returns a replica's turn; `settled(jaxpr, index)` is the jaxpr with its index and collectives resolved."""
 
         def run(number: Any, mine: Sequence[Any]) -> Outputs:
             index = device * layout.per_device + number
@@ -53,19 +53,19 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
 
 def _taken_apart(x: Any, axis: int, count: int) -> Any:
-    """What lies on a device, with one entry for each of its replicas along the first axis."""
+    """Returns what lies on a device, with one entry for each of its replicas along the first axis."""
     parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     return jnp.moveaxis(parts, axis, 0)
 
 
 def _meet(bodies: Bodies, axis_name: str) -> bool:
-    """Whether the replicas wait for each other somewhere."""
+    """Returns True if the replicas wait for each other somewhere."""
     jaxprs = [body.jaxpr.jaxpr for body in bodies.values()]
     return any([*collectives(jaxpr, axis_name, synced)] for jaxpr in jaxprs for synced in (False, True))
 
 
 def weighted(out: Outputs, index: Any) -> Outputs:
-    """The replica's outputs, with its part of each mean over the device's rows in place of its own value."""
+    """Returns the replica's outputs, with its part of each mean over the device's rows in place of its own value."""
     rows = np.reshape(out.layout.rows, (-1, out.layout.per_device)).astype(float)
     weights = (rows / np.maximum(rows.sum(1, keepdims=True), 1)).reshape(-1)
 
@@ -86,7 +86,7 @@ class _Way(NamedTuple):
     stacks: bool = True  # whether the values of all are there at a time
 
     def of(self, x: Any) -> Any:
-        """The one, of the values along the first axis."""
+        """Returns the one, of the values along the first axis."""
         if self.taken is not None:
             return x[self.taken]
         if self.axis is None:
@@ -109,7 +109,7 @@ def _ways(out: Outputs) -> list[_Way]:
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """The replicas in a loop, in the memory of one: what is added, or is one replica's, is there once."""
+    """Runs the replicas in a loop, in the memory of one: what is added, or is one replica's, is there once."""
     numbers = jnp.arange(layout.per_device, dtype=jnp.int32)
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     ways = _ways(out)
@@ -136,7 +136,7 @@ _LANES = "jdp_replicas_of_a_device"
 
 
 def _side_by_side(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """The replicas at once, in the memory of all, along an axis of their own."""
+    """Runs the replicas at once, in the memory of all, along an axis of their own."""
     found: list[Outputs] = []
 
     def run(number: Any, mine: Sequence[Any]) -> list[Any]:
@@ -149,7 +149,7 @@ def _side_by_side(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
 
 
 def _over_all(jaxpr: Any, axis_name: str, layout: Layout) -> Any:
-    """The jaxpr of a replica beside the others of its device: its collectives reach these, and those elsewhere."""
+    """Returns the jaxpr of a replica whose collectives reach the others of its device, and those elsewhere."""
 
     def refuse(name: str) -> ValueError:
         return ValueError(

@@ -43,13 +43,13 @@ _settings: Any = jax.config
 
 
 def is_uneven(signature: Signature) -> bool:
-    """Whether replicas have chunks of other sizes, or none."""
+    """Returns True if replicas have chunks of other sizes, or none."""
     used, n = signature.layout.used, len(signature.layout.devices)
     return used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
 
 
 def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
-    """The outputs of the one replica on a device, padded alike on all replicas.
+    """Returns the outputs of the one replica on a device, padded alike on all replicas.
 
     `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
     equal chunks, or may be given equal ones, that is all; else `lax.switch` on the replica's `index` takes the body it
@@ -78,7 +78,7 @@ def _is_cut(x: Any, rule: Marked) -> bool:
 
 
 def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
-    """The body of the largest chunks, where each replica may run it; None where rows may meet in it."""
+    """Returns the body of the largest chunks, where each replica may run it; None where rows may meet in it."""
     layout, rows = signature.layout, signature.layout.rows
     # Chunks that are much smaller were made so: for a device that is slower, say.
     if 3 * max(rows) * len(rows) > 4 * sum(rows) or len(layout.used) < len(rows):
@@ -89,7 +89,7 @@ def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
 
 
 def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
-    """The operands, with the first row of a replica's chunk in place of its padding: zeros might give a NaN."""
+    """Returns the operands, with the first row of a replica's chunk in place of its padding: zeros might give a NaN."""
     filled = []
     for x, leaf in zip(operands, signature.leaves, strict=True):
         if isinstance(leaf, Cut) and len({*leaf.sizes}) > 1:
@@ -102,7 +102,7 @@ def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> lis
 
 
 def _at_size(operands: Sequence[Any], signature: Signature, replica: int) -> list[Any]:
-    """The operands with the chunks cut to the size that a replica's have."""
+    """Returns the operands with the chunks cut to the size that a replica's have."""
     pairs = zip(operands, signature.leaves, strict=True)
     return [of_replica(x, leaf, replica) if isinstance(leaf, Cut) else x for x, leaf in pairs]
 
@@ -120,7 +120,7 @@ Bodies = dict[tuple[int, ...], Body]
 
 
 def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:
-    """One body for each size of chunk; the first replica of a size stands for all of that size."""
+    """Returns one body for each size of chunk; the first replica of a size stands for all of that size."""
     layout, n = signature.layout, len(signature.layout.devices)
     axis_env = _axis_env(signature)
     # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
@@ -141,13 +141,13 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
 
 
 def _axis_env(signature: Signature) -> list[tuple[str, int]] | None:
-    """The axis with as many members as there are replicas. JAX takes the devices for them, which it knows of."""
+    """Returns the axis with as many members as replicas, if there are several for each device; else JAX knows it."""
     layout = signature.layout
     return [(signature.axis_name, len(layout.devices))] if layout.per_device > 1 else None
 
 
 def _on_padded(body: Body, operands: Sequence[Any], signature: Signature) -> Any:
-    """The jaxpr of a body, of operands that are padded alike on all replicas."""
+    """Returns the jaxpr of a body, of operands that are padded alike on all replicas."""
     is_cpu = signature.layout.devices[0].platform == "cpu"
     run = jax.extend.core.jaxpr_as_fun(canonical(body.jaxpr) if is_cpu else body.jaxpr)
 
@@ -158,7 +158,7 @@ def _on_padded(body: Body, operands: Sequence[Any], signature: Signature) -> Any
 
 
 def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, index: Any) -> Outputs:
-    """The outputs of the replica with this index, by the body for its size of chunk."""
+    """Returns the outputs of the replica with this index, by the body for its size of chunk."""
     layout = signature.layout
     lead = next(iter(bodies.values()))
     rules = lead.out.rules
@@ -193,7 +193,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
 
 
 def _rows(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
-    """For each output the rows on each replica; none where it is not cut."""
+    """Returns for each output the rows on each replica; () if it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
     replicas = range(len(layout.sizes))
     outputs = [bodies[_sizes(signature, i)].out.values if i in layout.used else None for i in replicas]
@@ -211,7 +211,7 @@ def _on_no_rows(
     signature: Signature,
     index: Any,
 ) -> list[Any]:
-    """No replica has rows. What is not made of rows is what the model makes of none, on the primary."""
+    """Runs a batch without rows: outputs that are not made of rows are those of the primary, of no rows."""
     _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:
@@ -247,7 +247,7 @@ def _must_agree(lead: Body, other: Body) -> None:
 
 
 def _padded(values: Sequence[Any], rule: Marked) -> tuple[int, ...]:
-    """The shape that an output of all replicas is padded to."""
+    """Returns the shape that an output of all replicas is padded to."""
     shape = list(values[0].shape)
     if _is_cut(values[0], rule):
         shape[rule.axis] = max(1, *(x.shape[rule.axis] for x in values))  # type: ignore[index]
@@ -311,7 +311,7 @@ def _refuse_what_needs_devices(traced: Any, n: int) -> None:
 
 
 def collectives(jaxpr: Any, axis_name: str, synced: bool = False) -> Iterable[str]:
-    """The primitives that communicate over the axis, nested ones too.
+    """Yields the primitives that communicate over the axis, nested ones too.
 
     With `synced` only those of `sync_batch_norm`, else all but those.
     """
@@ -328,7 +328,7 @@ def run_segments(
     idle: list[Any],
     layout: Layout,
 ) -> list[Any]:
-    """`lax.switch(which, jaxprs, *operands)`, but for the collectives, which run between the switches.
+    """Runs `lax.switch(which, jaxprs, *operands)`, but collectives run between the switches.
 
     An index beyond the jaxprs is an idle replica: it gives zeros to the collectives, and `idle` in the end.
     `finish` pads the outputs to one shape.
@@ -370,9 +370,9 @@ def run_segments(
 
 
 def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:
-    """Segment j of part k: what goes to the collective, and what is kept.
+    """Runs segment j of part k: returns the operands of the collective, and what is kept.
 
-    What the parts keep has other shapes, and a switch wants one: each gives zeros for what the others would keep.
+    The parts keep values of different shapes, and a switch wants equal ones: each gives zeros for those of the others.
     """
     env = _run(parts[k], k, j, *so_far)
     sent = [jnp.asarray(read(env, v)) for v in parts[k].cuts[j].invars]
@@ -380,7 +380,7 @@ def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[
 
 
 def _run(part: Segmented, k: int, j: int, operands: Any, kept: Sequence[Any], results: Sequence[Any]) -> Env:
-    """The values of part k when its segment j has run, after what those before it have kept."""
+    """Returns the values of part k when its segment j has run, after what those before it have kept."""
     env = env_of(part.jaxpr, operands)
     for i, (found, result) in enumerate(zip(kept, results, strict=True)):
         env.update(zip(part.keeps(i), found[k], strict=True))
@@ -399,5 +399,5 @@ class SyncedAxis(str):
 
 
 def is_synced(eqn: Any) -> bool:
-    """Whether an equation is a collective of such a BatchNorm."""
+    """Returns True if an equation is a collective of such a BatchNorm."""
     return any(isinstance(axis, SyncedAxis) for axis in axes(eqn))

@@ -42,7 +42,7 @@ RULES = {
     "'where nothing', 'where there is none': if there is no": r"\b[Ww]here (?:nothing|there is none|there are none)\b",
 }
 NO_VERBS = {
-    *("As", "Its", "This", "Bytes", "Rows", "Devices", "Processes", "Sums", "Arrays", "Axes", "Leaves", "Paths"),
+    *("As", "Its", "This", "Bytes", "Rows", "Devices", "Processes", "Arrays", "Axes", "Leaves", "Paths"),
     *("Names", "Shapes", "Values", "Words", "Lines", "Always", "Has", "Is", "Does", "Was", "Less", "Seconds"),
     *("Metrics", "Gradients", "Replicas", "Chunks", "Keys", "Outputs", "Inputs", "Batches", "Texts", "Results"),
     *(
@@ -114,7 +114,7 @@ def faults(path: pathlib.Path) -> Iterator[Found]:
     for line, text, needs_verb in passages(path.read_text(encoding="utf-8")):
         prose = prose_of(text)
         first = prose.split(maxsplit=1)[0] if prose.split() else ""
-        if needs_verb and (not re.fullmatch(r"[A-Z][a-z]+s,?", first) or first.rstrip(",") in NO_VERBS):
+        if needs_verb and (not re.fullmatch(r"[A-Z][a-z]+s[,;:]?", first) or first.rstrip(",;:") in NO_VERBS):
             yield Found(file, line, "a function's docstring begins with a verb: Returns, Makes, Raises", prose[:90])
         for rule, pattern in RULES.items():
             for match in re.finditer(pattern, prose):
