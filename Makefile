@@ -52,12 +52,14 @@ test-ray:  ## train by Ray Train, kill a worker, take a node away; in an environ
 
 install: $(VENV)/.installed-test  ## make the environment the tests run in
 
-lint: ruff pyright types  ## check style (ruff), types (pyright, mypy), and that the drawings of docs/ are up to date
+lint: ruff pyright types  ## check style and format (ruff), types (pyright, mypy), prose, and the drawings of docs/
+	$(VENV)/bin/python tests/repository/prose.py
 	$(VENV)/bin/python docs/architecture.py --check
 	$(VENV)/bin/python docs/pictures.py --check
 
 ruff: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check --quiet
 
 pyright: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python jdp

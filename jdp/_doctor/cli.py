@@ -82,9 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(
-    chosen: str | None, links: bool, seconds: float, size: int, deterministic: bool = False
-) -> dict[str, Any]:
+def examine(chosen: str | None, links: bool, seconds: float, size: int, deterministic: bool = False) -> dict[str, Any]:
     """Returns the whole report, as `--json` prints it."""
     environ = dict(os.environ)
     machine = facts(environ)
@@ -145,5 +143,3 @@ def _verdict(report: dict[str, Any]) -> dict[str, Any]:
         said = f"All is well: {said}, none failed"
     said += f"; {others} note{'s' * (others != 1)} above" if others else ""
     return {"ok": not (failed or left_out or problems), "verdict": said + "."}
-
-

@@ -139,14 +139,19 @@ def job() -> Any:
         return state
     if jax.distributed.is_initialized():
         raise _missing(
-            "jax._src.distributed.global_state", "through which the processes of a job tell each other what they do",
-            "Install a version that has it, or run one process."
+            "jax._src.distributed.global_state",
+            "through which the processes of a job tell each other what they do",
+            "Install a version that has it, or run one process.",
         )
     return Job()
 
 
 def found_by_cluster(
-    address: str | None, count: int | None, here: int | None, ids: Sequence[int] | None, method: str | None,
+    address: str | None,
+    count: int | None,
+    here: int | None,
+    ids: Sequence[int] | None,
+    method: str | None,
     seconds: int,
 ) -> tuple[str | None, int | None, int | None]:
     """Returns where the processes meet, how many they are and which this is, completed by JAX's detection of clusters.
@@ -166,7 +171,7 @@ def found_by_cluster(
         raise _missing(
             "jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params",
             "by which jdp.distributed.initialize knows whether a cluster has started other processes",
-            "Pass coordinator_address, num_processes and process_id, or num_processes=1 to run alone."
+            "Pass coordinator_address, num_processes and process_id, or num_processes=1 to run alone.",
         )
     address, count, here, _ = find(address, count, here, ids, method, seconds)
     return address, count, here

@@ -129,21 +129,29 @@ _EACH = _names("optimization_barrier device_put pvary pcast sort")  # of several
 _PRODUCTS = _names("mul div dot_general conv_general_dilated")
 # Linear in the operands at these places, and not in the others, which are indices.
 _INDEXED = {
-    "gather": [0], "dynamic_slice": [0], "dynamic_update_slice": [0, 1], "scatter": [0, 2], "scatter_add": [0, 2],
-    "select_and_scatter_add": [0], "select_and_gather_add": [0],
+    "gather": [0],
+    "dynamic_slice": [0],
+    "dynamic_update_slice": [0, 1],
+    "scatter": [0, 2],
+    "scatter_add": [0, 2],
+    "select_and_scatter_add": [0],
+    "select_and_gather_add": [0],
 }
 _CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
 _PICKS = _names("slice dynamic_slice gather split")
 _OF_BOOLS = _names("not and or xor reduce_and reduce_or")
 _BOUNDED = _OF_BOOLS | _names("eq ne lt le gt ge is_finite sign argmax argmin")
-_KEEP_DEGREE = _names(
-    "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
-)
+_KEEP_DEGREE = _names("abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k")
 _POWERS = _names("integer_pow square")
-_NONLINEAR = _BOUNDED | _KEEP_DEGREE | _POWERS | _names(
-    "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh "
-    "logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod cumlogsumexp cholesky "
-    "eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+_NONLINEAR = (
+    _BOUNDED
+    | _KEEP_DEGREE
+    | _POWERS
+    | _names(
+        "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
+        "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod cumlogsumexp "
+        "cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+    )
 )
 _SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
 
@@ -297,9 +305,7 @@ class Reader:
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
         return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
 
-    def made(
-        self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0
-    ) -> Value:
+    def made(self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0) -> Value:
         """Returns what an equation makes of values. `linear`: in all that is summed; `summed`: over so many axes."""
         kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:

@@ -320,9 +320,7 @@ def _ends(known: Mapping[int, float], memory: int) -> tuple[int, int]:
     return low, min((x for x, y in known.items() if x > low and not y <= memory), default=_NONE)
 
 
-def _next(
-    known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
-) -> int:
+def _next(known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float) -> int:
     """Returns the rows to compile next, between `low` and `high`."""
     *_, last = known
     simple = 2 ** int(math.log2(last))  # the shape that a compiler most likely accepts
@@ -339,9 +337,7 @@ def _next(
     return min(max(wanted, low + 1), high - 1)
 
 
-def _meets(
-    known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float
-) -> float:
+def _meets(known: Mapping[int, float], low: int, high: int, memory: int, slope: float | None, fixed: float) -> float:
     """Estimates the rows where the memory ends, by the line through the two points nearest to there."""
     finite = [x for x in sorted(known) if math.isfinite(known[x])]
     below, above = [x for x in finite if x <= low], [x for x in finite if x >= high]

@@ -61,9 +61,7 @@ def _operands(args: Any, roots: tuple[str, ...], names: Sequence[str] | None) ->
     return {path: f"{x.dtype}{list(x.shape)}" for path, (_, x) in zip(paths, leaves, strict=True)}
 
 
-def _compare(
-    text: str, operands: dict[str, str], devices: Sequence[Any], exchange: Exchange, label: str
-) -> None:
+def _compare(text: str, operands: dict[str, str], devices: Sequence[Any], exchange: Exchange, label: str) -> None:
     mine = {
         "versions": _versions(),
         "device order": " ".join(f"{d.platform}:{d.id}" for d in devices),

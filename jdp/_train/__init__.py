@@ -17,7 +17,7 @@ The training step:
     state.py             `jdp.TrainState`, the optimizer's update, and where the optimizer's state lies
     program.py           the step as one compiled program
     deterministic.py     the step as programs for one device each, with the same bits on any number of them
-    check.py             `jdp.LossCheck`: the loss on several devices beside that of one
+    check.py             `jdp.LossCheck`: compares the loss on several devices with that of one
     nonfinite.py         which replica and which rows made a gradient that is not finite
 
 A step that was written for `jax.pmap`:

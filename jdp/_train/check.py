@@ -32,7 +32,7 @@ class LossCheck:
     Attributes:
         devices: how many devices the step runs on.
         differences: a line for each value that differs.
-        cause: what the difference probably comes from; empty where there is none.
+        cause: what the difference probably comes from; empty if there is no difference.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np, optax
@@ -124,7 +124,7 @@ def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
 
 
 def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
-    """How two arrays differ by more than rounding, which is about the square root of what their dtype can tell."""
+    """Returns how two arrays differ by more than rounding: about the square root of the precision of their dtype."""
     if np.shape(a) != np.shape(b):
         return f"shape {np.shape(a)} here, {np.shape(b)} on one"
     if not _is_inexact(b):
@@ -184,7 +184,7 @@ def _on_one(state: TrainState, mesh: Mesh, one: Mesh) -> TrainState:
 
 
 def _traced(program: Program, state: TrainState, batch: Scattered) -> tuple[bool, float]:
-    """Whether the loss depends on a random key, in the state or in the batch; and its coarsest rounding."""
+    """Returns if the loss depends on a random key, in the state or in the batch, and its coarsest rounding."""
     operands, treedef = jax.tree.flatten((state, batch))
 
     def loss(*operands: Any) -> Any:

@@ -165,7 +165,7 @@ class Passes:
     def differentiated(
         self, found: Forward, outputs: Tree, diff: Tree, held: Any, inputs: Scattered
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
-        """`(loss, metrics)` of the outputs of all rows, their cotangents, and the gradients that are not theirs."""
+        """Returns `(loss, metrics)` of the outputs of all rows, their cotangents, and the gradients of all else."""
         values, treedef = jax.tree.flatten(outputs)
         args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
@@ -244,7 +244,7 @@ def _child(inputs: Scattered, i: int) -> Tree:
 
 
 def _plus(found: Tree, direct: Tree) -> Tree:
-    """Returns a tree of scattered arrays with what is to be added to them."""
+    """Returns a tree of scattered arrays with `direct` added to them."""
     if not jax.tree.leaves(direct):
         return found
     return jax.tree.map(lambda s, x: Scattered((s._arrays[0] + x,), s._layout), found, direct, is_leaf=is_scattered)

@@ -52,7 +52,7 @@ class OnDevices:
         self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # the arrays that were put together last, by their ids
 
     def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """For each device what lies there."""
+        """Returns for each device the parts that lie there."""
         parts = [*map(self._parts, arrays)]
         return [[x[i] for x in parts] for i in range(len(self.devices))]
 
@@ -64,7 +64,7 @@ class OnDevices:
         return [found[device] for device in self.devices]
 
     def whole(self, each: Sequence[Sequence[Any]], remember: bool = False) -> list[Any]:
-        """The arrays that are equal on all devices, of each one's; to `remember` if they are taken apart next."""
+        """Returns arrays that are equal on all devices, of those of each; `remember` if they are taken apart next."""
         to, parts = replicated(self.mesh), [*map(list, zip(*each, strict=True))]
         arrays = [jax.make_array_from_single_device_arrays(x[0].shape, to, x) for x in parts]
         if remember:
@@ -81,7 +81,7 @@ class OnDevices:
 
 
 class Lowered(NamedTuple):
-    """The programs for one device each, for the processes to compare, and to be compiled."""
+    """The programs for one device each, which the processes compare, and compile."""
 
     text: str
     compile: Callable[[], Compiled]
@@ -96,8 +96,8 @@ class Turn(NamedTuple):
     segments: list[Segment]
     parts: Parts  # their shapes
     out: Outputs  # what they are parts of
-    programs: list[list[Any]] = []  # of each segment, for each device
-    pick_own: Any = None  # of the cotangents of all replicas those of one
+    programs: list[list[Any]] = []  # of each segment and device
+    pick_own: Any = None  # takes the cotangents of one replica out of those of all
 
 
 class Compiled(NamedTuple):
@@ -119,7 +119,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> list[Any]:
-    """Of arrays of all replicas, padded, the chunks of the one with this index."""
+    """Returns the chunks of the replica with this index, out of padded arrays of all replicas."""
     return [
         jax.lax.dynamic_slice_in_dim(x, index * leaf.padded, leaf.padded, leaf.axis) if isinstance(leaf, Cut) else x
         for x, leaf in zip(arrays, leaves, strict=True)
@@ -183,7 +183,7 @@ class Deterministic:
         return self._placed(state), self._with_rows(metrics, parts, programs.turn.out), updates
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
-        """For each device the state's leaves, whole, and its part of the batch."""
+        """Returns for each device the whole leaves of the state, and its part of the batch."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
                 "jdp.train_step: deterministic is True under jax_disable_jit; the bits are those of compiled programs, "
@@ -195,7 +195,7 @@ class Deterministic:
         return self._on.apart(leaves), self._on.apart(arrays)
 
     def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
-        """For each device what is gathered of all replicas, and the whole batch; both padded."""
+        """Returns for each device what is gathered of all replicas, and the whole batch; both padded."""
         axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
         rows = self._on.cut([x.rows for x in parts], axes) if axes else []
         found = self._gather([*rows, *batch])
@@ -245,7 +245,7 @@ class Deterministic:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
     def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
-        """For each device the sums over all, and what the primary gave."""
+        """Returns for each device the sums over all, and the values of the primary."""
         if self._layout.mesh.size == 1:
             return sums, taken
         operands = [self._on.cut(x, [0] * len(x[0])) for x in (sums, taken)]
@@ -261,7 +261,7 @@ class Deterministic:
         return self._program.placed(state) if self._program.options.shard_optimizer else state
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
-        """Returns the metrics, with those that have an entry for each row: chunks, which are to be gathered."""
+        """Returns the metrics; those with an entry for each row are gathered from the chunks."""
         numbers = numbers_of_rows(out)
         if not numbers:
             return metrics
@@ -318,7 +318,7 @@ class Deterministic:
         return jax.jit(judge), leaves
 
     def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[Turn], Any, Any]:
-        """The turns of a step; of a loss of all rows also its program, which runs between the two, and its shapes."""
+        """Returns the turns of a step; for a loss of all rows also its program, which runs between them, and shapes."""
         program, steps = self._program, self._program.options.accumulate_steps
         operands = self._operands(state, batch, 0, 0)
         try:
@@ -337,7 +337,7 @@ class Deterministic:
         return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
-        """The program that makes the next state of what `out` says, for one device, and `trees`, known once traced."""
+        """Returns the program that makes the next state of what `out` says, and `trees`, known once it is traced."""
         trees: list[Any] = []
 
         def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
@@ -354,7 +354,7 @@ class Deterministic:
         return jax.jit(update, donate_argnums=0 if self._program.options.donate else ()), trees
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """Returns the programs, for the processes to compare; each is compiled once for each device."""
+        """Returns the programs, which the processes compare; each is compiled once for each device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)

@@ -35,10 +35,10 @@ _FIRST = {
 class Followed:
     """Tells for each array of `run(*operands)`, a tree, how it follows the rows of the operands.
 
-    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None where nothing is cut; not
-    `is_judged` is what jdp itself returns, of which nothing is refused; `way` is where all rows are seen, for the
-    errors. The function is traced once with a symbolic number of rows. Where that cannot be, because it asks for their
-    number, its shapes are those of a few other numbers, and its values are those that two of them show.
+    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut. Without
+    `is_judged` nothing is refused (results of jdp itself). `way` names in errors where all rows are seen. The function
+    is traced once with a symbolic number of rows. If it asks for that number, the shapes are those for a few other
+    numbers of rows, and the values are what two of them show.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Followed:
         return any(self._agreed([index], lambda traced: [traced.grows(index)]))
 
     def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
-        """Why leaves are not of this kind."""
+        """Returns why leaves are not of this kind."""
         return self._agreed(at, lambda traced: traced.offences(kind, at))
 
     def refuse_no_mean(self, index: int, name: str) -> None:
@@ -200,12 +200,12 @@ class Sizes:
         return True
 
     def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
-        """The axes of a leaf that are of another size for some number of rows that was seen (None: of more rows)."""
+        """Returns the axes of a leaf whose size differs for some number of rows that was seen (None: of more rows)."""
         shape, seen = self.leaves[index], self.seen if seen is None else seen
         return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
 
     def axis(self, index: int) -> int | str | None:
-        """The one axis of a leaf that follows the rows in proportion; None where none does; else what it does."""
+        """Returns the one axis of a leaf that follows the rows in proportion; None if none does; else what it does."""
         shape, rows = self.leaves[index], self.rows
         if not self.seen:
             if not any(size and size % rows == 0 for size in shape):

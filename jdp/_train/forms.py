@@ -48,7 +48,7 @@ class Form(NamedTuple):
         return total / (next(sums) if self.kind == "ratio" else total.dtype.type(weight))
 
     def marked(self, sums: Iterator[Any], rows: Iterator[Any], weight: float, counts: list[Marked]) -> Any:
-        """Returns the value with the rule by which it is reduced; adds to the counts."""
+        """Returns the value with its rule of reduction; adds to the counts."""
         if self.kind == "combination":
             found = [part.marked(sums, rows, weight, counts) for part in self.parts]
             return Combination(tuple(found[::2]), tuple(map(Sum, found[1::2])))
@@ -138,8 +138,8 @@ def terms(
 ) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
 
-    They are their forms, what is added up, and what has entries per row. What follows the rows is told by tracing with
-    other numbers of them, never by sizes that happen to be equal. A `TypeError` names the path where nothing tells.
+    They are their forms, what is added up, and what has entries per row. Traces with other numbers of rows show what
+    follows the rows, never sizes that happen to be equal. A `TypeError` names the path if no trace shows it.
     An evaluation has no loss: it is None.
     """
     has_loss = verb != "evaluate"
@@ -246,7 +246,7 @@ def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tu
 
 
 def _combination(x: Combination, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """The form and the summands of a sum of terms: those of a factor, which is one for all rows, before each term's."""
+    """Returns the form and the summands of a sum of terms; those of a factor come before those of its term."""
     forms: list[Form] = []
     values: list[Any] = []
     first = at + len(x.factors)

@@ -38,8 +38,8 @@ class Gradients(NamedTuple):
 class Loss(NamedTuple):
     """A user's loss function, of whatever kind its model is.
 
-    `compute(diff, held, args, kwargs)` is `(loss, aux, held)`. The gradient is taken of the tree `diff`, whole on
-    every replica, and of the cut arguments at the positions `rows`. `leave(after, before)` says how what is held,
+    `compute(diff, held, args, kwargs)` is `(loss, aux, held)`. The gradient is taken of the replicated tree
+    `diff`, and of the cut arguments at the positions `rows`. `leave(after, before)` says how what is held,
     which each replica has made its own, is one again.
 
     With a `criterion`, what `compute` gives first are outputs, and `criterion(outputs, diff, held, args)` is
@@ -115,9 +115,9 @@ def gradients(
 
 
 def sent_as(wire: Any, dtype: Any) -> Any:
-    """The dtype in which gradients travel that are divided before: 16-bit sums may leave the range of their mean.
+    """Returns the dtype of travelling gradients that are divided before, because 16-bit sums may leave their range.
 
-    None: as they are, which complex ones do.
+    None: they travel as they are; complex ones do.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -144,7 +144,7 @@ def local(
 
 
 def forward(loss: Loss, steps: int) -> CallOf:
-    """What a replica runs: `((diff, held), *args)` to `Forward`, in `steps` microbatches; nothing is differentiated."""
+    """Returns what a replica runs without a gradient: `((diff, held), *args)` to `Forward`, in `steps` microbatches."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
         def call(*operands: Any) -> Forward:
@@ -195,7 +195,7 @@ def weight_of_all(layout: Layout, steps: int) -> float:
 
 
 def _unit(layout: Layout, steps: int) -> int:
-    """The rows of a microbatch that weighs 1: one of the longest chunk, so that there nothing is to be multiplied."""
+    """Returns the rows of a microbatch that weighs 1: one of the longest chunk, which needs no multiplication then."""
     return -(-max(layout.sizes) // steps) if layout.is_cut else 1
 
 
@@ -301,7 +301,7 @@ def _by_rows(
 def run(
     loss: Loss, signature: Signature, diff: Tree, chosen: dict[int, Tree], part: Sequence[Any], state: Tree
 ) -> tuple[Any, Tree, Tree, Any]:
-    """What the loss computes, `(loss, aux, state)`, and the cotangents among its operands; `chosen` are arguments."""
+    """Returns the loss's `(loss, aux, state)`, and the cotangents among its operands; `chosen` are arguments."""
     _, args, kwargs = signature.fill(part)
     mine = [chosen.get(i, x) for i, x in enumerate(args)]
     cotangents = mine.pop() if loss.pulls else None
@@ -360,7 +360,7 @@ def _look_at_terms(jaxpr: Any, forms: Forms, differentiated: int) -> None:
 
 
 def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
-    """A `ValueError` where the loss function has reduced the loss over the replicas itself, but for a mean of all."""
+    """Raises a `ValueError` if the loss function has reduced the loss over the replicas itself, except as a mean."""
     axis_name, n = signature.axis_name, len(signature.layout.devices)
     # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
     if forms.is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, axis_name, n):

@@ -39,7 +39,7 @@ class Division(NamedTuple):
 
     wanted: tuple[Wanted, ...]
     has_aux: bool
-    whole: tuple[int, ...]  # positions of the arguments that are whole on every replica
+    whole: tuple[int, ...]  # positions of the replicated arguments
     arity: int  # the number of positional arguments
 
     @property
@@ -102,7 +102,7 @@ def divide(
 
 
 def _refuse_shared(nodes: list[Any], wanted: Sequence[Wanted], verb: str) -> None:
-    """A `ValueError` for a variable in two arguments, of which one is differentiated."""
+    """Raises a `ValueError` for a variable in two arguments, if one of them is differentiated."""
     for position, mine, wrt in wanted:
         own = {id(v) for i in mine for _, v in nnx.iter_graph(nodes[i]) if isinstance(v, nnx.Variable)}
         for i, node in enumerate(nodes):
@@ -230,10 +230,8 @@ VERB = "train_step"
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
-def check_signature(
-    loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn"
-) -> None:
-    """A `TypeError` where a loss function does not take what a step passes; `key`: whether there is one (NNX: None)."""
+def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn") -> None:
+    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: if there is one (NNX: None)."""
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # of C's
@@ -263,7 +261,7 @@ def check_signature(
 
 
 def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
-    """`(loss, metrics, updates)` of what a loss function returned; `reserved` are the metrics of the step itself."""
+    """Returns `(loss, metrics, updates)` of what a loss function returned; the step itself adds `reserved` metrics."""
     parts = tuple(out) if isinstance(out, tuple | list) else (out,)
     if not 1 <= len(parts) <= len(forms):
         raise TypeError(
@@ -347,7 +345,7 @@ def variables_loss(
 
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
-    """`(loss, metrics)` of a step's criterion, which returns the loss, or both."""
+    """Returns `(loss, metrics)` of a step's criterion, which returns the loss, or both."""
     out = called(criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     metrics = checked_metrics(metrics, reserved)
@@ -361,7 +359,7 @@ def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: S
 
 
 def _outputs(out: Any, collections: Mapping[str, Tree]) -> tuple[Any, Tree, Any]:
-    """`(outputs, (), updates)` of a forward pass: a pair whose second is collections of the state has updates."""
+    """Returns `(outputs, (), updates)` of a forward pass: a pair has updates if its second part is collections."""
     is_pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
     if is_pair and all(name in collections for name in out[1]):
         return out[0], (), out[1]

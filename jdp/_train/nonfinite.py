@@ -36,12 +36,12 @@ class Nonfinite(NamedTuple):
 
 
 def all_finite(tree: Tree) -> jax.Array:
-    """For each array whether all of it is finite."""
+    """Returns for each array if all of it is finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool)
 
 
 def flags(loss: Loss, steps: int) -> CallOf:
-    """What a replica runs: for each parameter whether its gradient is finite, and for each row whether all are."""
+    """Returns what a replica runs: is the gradient of each parameter finite, and are all of each row."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., tuple[Marked, Marked]]:
         rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1

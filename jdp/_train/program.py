@@ -348,7 +348,6 @@ def _raise_nonfinite(error: Exception) -> None:
         ) from error
 
 
-
 def _flags(loss: Loss, steps: int, name: str) -> Any:
     """Returns a function that finds for each replica and each row whether the gradient is finite."""
     once = on_replicas(flags(loss, steps), name)
