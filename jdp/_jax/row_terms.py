@@ -149,8 +149,8 @@ _NONLINEAR = (
     | _POWERS
     | _names(
         "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
-        "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod cumlogsumexp "
-        "cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+        "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
+        "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
     )
 )
 _SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
