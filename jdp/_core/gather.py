@@ -100,7 +100,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         return layout.fill(unpadded(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
-    target = layout.devices[0] if device is None else device
+    target: Any = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if {*layout.devices} != {target}:  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
