@@ -31,9 +31,13 @@ def test_a_commit_runs_what_make_lint_runs(tool):
     hook = next(hook for hook in repository["hooks"] if hook["id"] == tool)
     # A hook of another kind would have an environment, and so versions, of its own.
     assert repository["repo"] == "local" and hook["language"] == "system" and hook["entry"] == f"make {tool}"
-    (run,) = [line for line in commands(tool) if line.startswith(f".venv/bin/{tool} ")]
-    assert run in commands("lint")
+    runs = [line for line in commands(tool) if line.startswith(f".venv/bin/{tool} ")]
+    assert runs and {*runs} <= {*commands("lint")}
     assert any(line.endswith('.ci/pip --editable ".[dev]"') for line in commands("--what-if=pyproject.toml", tool))
+
+
+def test_make_lint_checks_the_prose():
+    assert ".venv/bin/python tests/repository/prose.py" in commands("lint")
 
 
 def test_make_lint_checks_what_users_see_of_the_types():
