@@ -72,8 +72,8 @@ class Programs:
 
     Each program is a file. It is written under another name and renamed, so that no reader sees half of it. The SHA-256
     of its name and of the program stands in front: a file that is damaged, or has the name of another program, is
-    deleted, and the program is compiled and written again. The folder holds `limit` bytes, and at most a thirty-second
-    of that more, which the processes have written since each looked last.
+    deleted, and the program is compiled and written again. The folder holds `limit` bytes, and what each process has
+    written since it last looked, at most a thirty-second of `limit`.
     """
 
     def __init__(self, folder: int, path: str, limit: int = LIMIT) -> None:

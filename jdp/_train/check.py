@@ -1,4 +1,4 @@
-"""Whether a step's loss on several devices is that of one device: what no trace can tell is tried."""
+"""Compares a step's loss on several devices with that on one device by running both, because no trace can tell."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LossCheck:
-    """Says whether a step's loss, metrics, updates and gradient on its devices are those of one device.
+    """The comparison of a step's loss, metrics, updates and gradient on its devices with those on one device.
 
-    It is true where all agree up to rounding. `str(check)` names what differs, with both values, and the likely cause.
-    Made by `step.check(state, batch)` (NNX: `step.check(batch)`).
+    It is true if all of them agree up to rounding. `str(check)` names what differs, with both values, and the likely
+    cause. Made by `step.check(state, batch)` (NNX: `step.check(batch)`).
 
     Attributes:
         devices: how many devices the step runs on.
         differences: a line for each value that differs.
-        cause: what the difference probably comes from; empty if there is no difference.
+        cause: the likely cause of the differences, or why no comparison was possible; empty if all agree.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np, optax
@@ -59,11 +59,11 @@ class LossCheck:
 
 
 def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
-    """Runs the program's loss on its devices, and on one device with the whole batch; nothing is changed."""
+    """Compares the program's loss on its devices with its loss on one device and the whole batch; changes nothing."""
     mesh, options = program.config.mesh, program.options
     one = own_mesh(mesh) if spans_processes(mesh) else mesh
     one = Mesh(one.devices.reshape(-1)[:1], mesh.axis_names)
-    # The loss is compared, and neither where its parameters lie nor how gradients travel.
+    # Only the loss is compared, not the placement of its parameters, and not how gradients are sent.
     plain: dict[str, Any] = dict(shard_optimizer=False, shard_params=False, gather_once=False, deterministic=False)
     plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)
     alone = program.on(one, **plain, accumulate_steps=1)
@@ -124,7 +124,10 @@ def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
 
 
 def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
-    """Returns how two arrays differ by more than rounding: about the square root of the precision of their dtype."""
+    """Returns how two arrays differ, or "" if they agree up to rounding.
+
+    The relative tolerance is the square root of `narrowest` or of their dtype's `eps`, whichever is larger.
+    """
     if np.shape(a) != np.shape(b):
         return f"shape {np.shape(a)} here, {np.shape(b)} on one"
     if not _is_inexact(b):
@@ -154,21 +157,21 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _on_host(tree: Tree, mesh: Mesh) -> Tree:
-    """Returns the tree as numpy's arrays, each with all rows."""
+    """Returns the tree as NumPy arrays, each with all rows."""
     tree = map_scattered(lambda s: s._layout.fill(_everywhere(s, mesh)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
 def _everywhere(s: Scattered, mesh: Mesh) -> list[Any]:
-    """Returns the arrays of what is scattered, without padding, with all rows on each device; one device's copies."""
+    """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
     return [x.addressable_data(0) for x in run(list(s._arrays))]
 
 
 def _whole_batch(batch: Scattered, one: Mesh) -> Scattered:
-    """Returns the batch of all replicas as that of one."""
+    """Returns the batch of all replicas as the batch of a single replica on the mesh `one`."""
     layout, rows = batch._layout, (sum(batch._layout.sizes),)
 
     def leaf(x: Any) -> Any:
@@ -184,7 +187,7 @@ def _on_one(state: TrainState, mesh: Mesh, one: Mesh) -> TrainState:
 
 
 def _traced(program: Program, state: TrainState, batch: Scattered) -> tuple[bool, float]:
-    """Returns if the loss depends on a random key, in the state or in the batch, and its coarsest rounding."""
+    """Returns whether the loss depends on a random key of the state or batch, and the largest `eps` of its dtypes."""
     operands, treedef = jax.tree.flatten((state, batch))
 
     def loss(*operands: Any) -> Any:

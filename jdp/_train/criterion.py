@@ -1,17 +1,17 @@
-"""A loss of all rows: the replicas run forward, the loss is taken once, and each replica pulls its cotangents back.
+"""A loss of all rows: the replicas run forward, the loss is computed once, and the replicas run backward.
 
 `loss == criterion(gather(forward), batch)` and `gradient == sum_i vjp_i(d loss / d outputs_i)`, which is torch's gather
 and ReduceAdd. There are two ways:
 
-* In one pass: JAX differentiates the replicas' program, and what the backward pass needs is kept from the forward one.
-* In two passes: all microbatches run forward, then each runs again, with its part of the cotangents. So do replicas
-  that share a device, in the memory of one, and parameters that are cut over the replicas.
+* In one pass: JAX differentiates the replicas' program, and keeps what the backward pass needs from the forward pass.
+* In two passes: all microbatches run forward, then each runs again with its part of the cotangents. Replicas that
+  share a device (in the memory of one) and parameters that are cut over the replicas also need two passes.
 
-A sum of terms with several denominators goes the same ways: its outputs are the sums that it is made of, which are
-added over the replicas before they are divided.
+A sum of terms with several denominators is computed in the same two ways. Its outputs are the sums that it is made
+of. They are added over the replicas before they are divided.
 
 Source: `gather` and `Gather.backward` in torch/nn/parallel; the two passes are Gao et al., "Scaling Deep Contrastive
-Learning Batch Size under Memory Limited Setup" (2021), as GradCache.
+Learning Batch Size under Memory Limited Setup" (2021), known as GradCache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gradients_on_replicas(
     gather: Gather = "in the call",
     verb: str = "train_step",
 ) -> Run:
-    """Returns the function that gives the `Gradients` of a loss, whose arguments are explained in `gradients`."""
+    """Returns a function that computes the `Gradients` of a loss. `gradients` explains the arguments."""
     once = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
     several = Passes(loss, steps, wire, scatter, label, gather, verb)
 
@@ -58,7 +58,8 @@ def gradients_on_replicas(
                 return several.in_one(replicas, inputs, kwargs)
             except ValueError as error:
                 # The adjoints of equinox and diffrax compare the types of values. JAX runs the backward pass of a
-                # program of all devices under its own mesh, which is part of a type. In two passes the replicas run it.
+                # program of all devices under its own mesh, and the mesh is part of a type. With two passes the
+                # replicas run the backward pass.
                 if "Closure-converted function" not in str(error):
                     raise
         return several.in_two(replicas, inputs, kwargs)
@@ -68,7 +69,7 @@ def gradients_on_replicas(
 
 
 def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
-    """Returns the function that runs `call_of`, of the loss with `pulls`, on the batch and its cotangents."""
+    """Returns a function that runs `call_of`, made for the loss with `pulls`, on the batch and the cotangents."""
     passes, run = Passes(loss, steps, label=label, verb=loss.verb), on_replicas(call_of, label)
 
     def with_cotangents(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
@@ -79,19 +80,19 @@ def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
 
 
 def with_last(inputs: Scattered, arrays: Sequence[Any], leaves: Sequence[Leaf]) -> Scattered:
-    """Returns the arguments, and a list of arrays as the last of them."""
+    """Returns the arguments with a list of arrays appended as the last one."""
     layout, last = inputs._layout, jax.tree.structure([0] * len(arrays))
     treedef = jax.tree_util.treedef_tuple([*layout.treedef.children(), last])
     return Scattered((*inputs._arrays, *arrays), layout.of(treedef, (*layout.leaves, *leaves)))
 
 
 class _Found:
-    """What the forward pass and the loss of all rows give."""
+    """The results of the forward pass and of the loss of all rows."""
 
     def __init__(self, loss: Any, metrics: Tree, inputs: Scattered, direct: tuple[Tree, dict[int, Tree]]) -> None:
         self.loss, self.metrics = loss, metrics
         self.inputs = inputs  # the batch, and the cotangents of the outputs as its last argument
-        self.direct = direct  # what the loss itself adds to the gradients
+        self.direct = direct  # the gradients of the loss that do not pass through the outputs
 
 
 class Passes:
@@ -113,7 +114,7 @@ class Passes:
         self.reduce = on_replicas(_reduce(wire, scatter), label, gather, verb)
 
     def can_be_one(self, replicas: Tree, inputs: Scattered) -> bool:
-        """Returns True if the backward pass may keep what the forward pass has made."""
+        """Returns True if one pass is enough: JAX may keep what the forward pass computed for the backward pass."""
         layout, (diff, _) = inputs._layout, replicas
         is_uneven = len({*layout.rows}) > 1
         plain = self.steps == 1 and layout.per_device == 1 and layout.is_cut and not self.loss.rows
@@ -124,7 +125,7 @@ class Passes:
         mesh, layout = inputs._layout.mesh, inputs._layout
         stack = layout.of(LEAF, [Stack()])
         params, treedef = jax.tree.flatten(diff)
-        # With a copy for each replica, so that their gradients come back apart, to be reduced as those of any loss.
+        # One copy for each replica, so that each gets its own gradients. They are then reduced as those of any loss.
         copies = [_constrained(jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))), 0, layout) for x in params]
 
         def run(copies: list[Any]) -> tuple[list[Any], Tree]:
@@ -154,7 +155,7 @@ class Passes:
         return _settled(_as_one(second, layout))
 
     def cotangents(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> _Found:
-        """Returns the first of two passes, and the loss of what it gives."""
+        """Runs the first of two passes and the loss; the result holds the cotangents for the second pass."""
         found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
         outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
         (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas[0], replicas[1], inputs)
@@ -165,7 +166,7 @@ class Passes:
     def differentiated(
         self, found: Forward, outputs: Tree, diff: Tree, held: Any, inputs: Scattered
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
-        """Returns `(loss, metrics)` of the outputs of all rows, their cotangents, and the gradients of all else."""
+        """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
         args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
@@ -189,7 +190,7 @@ class Passes:
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
-    """Returns what a replica runs on its gradients, for them to be reduced."""
+    """Returns what a replica runs on its gradients: it marks each one for the sum over the replicas."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
@@ -215,7 +216,7 @@ def _leaves(tree: Tree) -> list[Any]:
 
 
 def _of_all_rows(s: Scattered) -> Any:
-    """Returns one array, without its padding, in the order of the batch."""
+    """Returns the one array of `s` with all rows in the order of the batch, without padding."""
     return _all_rows(s)[0]
 
 
@@ -228,7 +229,7 @@ def _constrained(x: Any, axis: int | None, layout: Layout) -> Any:
 
 
 def padded(x: Any, leaf: Any, layout: Layout) -> Any:
-    """Returns an array of all rows as the replicas have it."""
+    """Returns an array of all rows, padded and cut as the replicas hold it; arrays without rows are unchanged."""
     if not isinstance(leaf, Cut):
         return x
     return _constrained(pad(x, leaf, len(layout.devices)), leaf.axis, layout)
@@ -255,7 +256,7 @@ def _whole(x: Any, layout: Layout) -> Scattered:
 
 
 def _everywhere(tree: Tree, layout: Layout) -> Tree:
-    """Returns the tree with arrays that are the same on all replicas; what is scattered stays so."""
+    """Returns the tree with its plain arrays replicated; scattered arrays stay as they are."""
     return jax.tree.map(lambda x: x if is_scattered(x) else _whole(x, layout), tree, is_leaf=is_scattered)
 
 
@@ -264,7 +265,7 @@ def _a_tuple(s: Scattered) -> Tree:
 
 
 def _as_one(tree: Tree, layout: Layout) -> Scattered:
-    """Returns a tree of scattered arrays as one."""
+    """Returns a tree of scattered arrays as one `Scattered`."""
     parts, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     layouts = [part._layout for part in parts]
     like = layouts[0] if layouts and all(x.sizes == layouts[0].sizes for x in layouts) else layout
@@ -273,7 +274,7 @@ def _as_one(tree: Tree, layout: Layout) -> Scattered:
 
 
 def _settled(s: Scattered) -> Scattered:
-    """Returns the same, with the value of each sum of terms in it."""
+    """Returns `s` with each sum of terms replaced by its value."""
     tree = leaf_by_leaf(s)
     if not any(map(is_marker, jax.tree.leaves(tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)))):
         return s

@@ -1,7 +1,7 @@
-"""A step of the same bits on any number of devices: programs for one device each, and one that exchanges their sums.
+"""A step with the same bits on any number of devices: single-device programs, and one that exchanges their sums.
 
-All that adds or rounds, but for sums of two, runs in programs for one device. They are the same however many devices
-there are; one program for several is compiled in other ways, and rounds in others.
+All additions and roundings, except sums of two values, run in programs for one device. These are the same for any
+number of devices. A program for several devices would be compiled differently, and round differently.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 
 class OnDevices:
-    """Arrays over a mesh, as what lies on each of this process's devices; and back."""
+    """Takes arrays over a mesh apart into the parts on each of this process's devices, and puts parts together."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.devices: list[Any] = list((own_mesh(mesh) if spans_processes(mesh) else mesh).devices.flat)
-        self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # the arrays that were put together last, by their ids
+        self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id: the last arrays put together, with their parts
 
     def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each device the parts that lie there."""
+        """Returns, for each device, the parts of the arrays on it."""
         parts = [*map(self._parts, arrays)]
         return [[x[i] for x in parts] for i in range(len(self.devices))]
 
@@ -64,7 +64,7 @@ class OnDevices:
         return [found[device] for device in self.devices]
 
     def whole(self, each: Sequence[Sequence[Any]], remember: bool = False) -> list[Any]:
-        """Returns arrays that are equal on all devices, of those of each; `remember` if they are taken apart next."""
+        """Returns replicated arrays, made of each device's copies; `remember` keeps the copies for the next `apart`."""
         to, parts = replicated(self.mesh), [*map(list, zip(*each, strict=True))]
         arrays = [jax.make_array_from_single_device_arrays(x[0].shape, to, x) for x in parts]
         if remember:
@@ -72,7 +72,7 @@ class OnDevices:
         return arrays
 
     def cut(self, each: Sequence[Sequence[Any]], axes: Sequence[int]) -> list[Any]:
-        """Returns the arrays of which each device has a part along these axes."""
+        """Returns arrays that are cut along these axes, made of each device's parts."""
         arrays = []
         for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
             shape = tuple(n * self.mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
@@ -81,7 +81,7 @@ class OnDevices:
 
 
 class Lowered(NamedTuple):
-    """The programs for one device each, which the processes compare, and compile."""
+    """The single-device programs: their text, which the processes compare, and the function that compiles them."""
 
     text: str
     compile: Callable[[], Compiled]
@@ -91,23 +91,23 @@ class Lowered(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What each replica runs in its turn."""
+    """The programs that each replica runs in its turn."""
 
     segments: list[Segment]
-    parts: Parts  # their shapes
-    out: Outputs  # what they are parts of
-    programs: list[list[Any]] = []  # of each segment and device
-    pick_own: Any = None  # takes the cotangents of one replica out of those of all
+    parts: Parts  # the shapes of its results
+    out: Outputs  # describes the outputs that `parts` belong to
+    programs: list[list[Any]] = []  # for each segment, one for each device
+    pick_own: Any = None  # picks one replica's cotangents out of those of all replicas
 
 
 class Compiled(NamedTuple):
-    """What runs where the operands have some shapes."""
+    """The compiled programs for operands of certain shapes."""
 
     turn: Turn
     update: list[Any]  # for each device
-    trees: list[Any]  # what the update gives: the state, and the metrics and updates
-    forward: Turn | None = None  # where the loss is one of all rows
-    judge: list[Any] = []  # for each device: the loss of what the forward pass gives
+    trees: list[Any]  # treedefs of what the update returns: of the state, and of the metrics and updates
+    forward: Turn | None = None  # if the loss is computed from all rows
+    judge: list[Any] = []  # for each device: computes the loss from the results of the forward pass
 
 
 def _shapes(operands: Any) -> Any:
@@ -127,7 +127,7 @@ def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> 
 
 
 def _on_device(shapes: Any, device: Any) -> Any:
-    """Returns the shapes, of arrays on this device."""
+    """Returns the shapes, placed on this device."""
     to = SingleDeviceSharding(device)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to, weak_type=x.weak_type), shapes)
 
@@ -140,7 +140,7 @@ class Deterministic:
         self._program, self._layout, self._on = program, layout, on
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
         one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
-        # With all replicas on one device: so each of them is traced, wherever it runs.
+        # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         self._treedef = treedef
 
@@ -183,7 +183,7 @@ class Deterministic:
         return self._placed(state), self._with_rows(metrics, parts, programs.turn.out), updates
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Returns for each device the whole leaves of the state, and its part of the batch."""
+        """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
                 "jdp.train_step: deterministic is True under jax_disable_jit; the bits are those of compiled programs, "
@@ -195,7 +195,7 @@ class Deterministic:
         return self._on.apart(leaves), self._on.apart(arrays)
 
     def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
-        """Returns for each device what is gathered of all replicas, and the whole batch; both padded."""
+        """Returns, for each device, the gathered outputs of all replicas and the whole batch, both padded."""
         axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
         rows = self._on.cut([x.rows for x in parts], axes) if axes else []
         found = self._gather([*rows, *batch])
@@ -205,9 +205,9 @@ class Deterministic:
     def _turns(
         self, turn: Turn, states: list[list[Any]], batches: list[list[Any]], cotangents: list[list[Any]]
     ) -> list[Parts]:
-        """Returns what each device gives: its replicas take turns, and all devices begin with their first.
+        """Returns each device's results. Its replicas take turns, and every device begins with its first one.
 
-        Where they meet, all have their turns up to there; what a replica needs later is held, of all of them.
+        All replicas run up to a sum over the replicas before any runs on; values that a replica needs later are held.
         """
         turns = range(self._layout.per_device)
         sums: list[list[Any]] = [[] for _ in states]
@@ -230,13 +230,13 @@ class Deterministic:
         ]
 
     def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
-        """Returns what turn k of device d takes of the batch."""
+        """Returns the chunk for turn k of device d, out of the device's part of the batch."""
         return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
 
     def _operands(
         self, state: list[Any], batch: list[Any], d: int, k: int, pick_own: Any = None, cotangents: Sequence[Any] = ()
     ) -> list[Any]:
-        """Returns what the program of a turn takes."""
+        """Returns the operands of a turn's first program."""
         index = self._indices[d][k]
         own = pick_own(cotangents, index) if cotangents else []
         return [*state, *self._chunk(batch, d, k), *own, index]
@@ -245,7 +245,7 @@ class Deterministic:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
     def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Returns for each device the sums over all, and the values of the primary."""
+        """Returns, for each device, the sums over all devices and the values of the primary device."""
         if self._layout.mesh.size == 1:
             return sums, taken
         operands = [self._on.cut(x, [0] * len(x[0])) for x in (sums, taken)]
@@ -253,15 +253,15 @@ class Deterministic:
         return sums, taken
 
     def _whole(self, batch: list[Any]) -> list[Any]:
-        """Returns what of a batch the update may ask for: the arrays of NNX objects, no rows."""
+        """Returns the batch with None instead of rows; the update may read only the arrays of NNX objects."""
         return [x if leaf.axis is None else None for x, leaf in zip(batch, self._layout.arrays, strict=True)]
 
     def _placed(self, state: TrainState) -> TrainState:
-        """Returns the state, with what is cut over the devices cut again."""
+        """Returns the state; with `shard_optimizer`, the optimizer's state is cut over the devices again."""
         return self._program.placed(state) if self._program.options.shard_optimizer else state
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
-        """Returns the metrics; those with an entry for each row are gathered from the chunks."""
+        """Returns the metrics; those with an entry for each row are put together from the devices' parts."""
         numbers = numbers_of_rows(out)
         if not numbers:
             return metrics
@@ -278,7 +278,7 @@ class Deterministic:
         return metrics | jax.tree.map(fill, {k: metrics[k] for k in rows}, rows, is_leaf=lambda x: x is None)
 
     def _turn(self, call_of: CallOf, operands: Sequence[Any], leaves: Sequence[Leaf] = ()) -> Turn:
-        """Returns the programs of a replica's turn; `leaves` are those of the cotangents among the operands."""
+        """Returns the programs of a replica's turn; `leaves` describe the cotangents among the operands."""
         run, count, n = one_replica(call_of, self.__name__), self._treedef.num_leaves, len(self._layout.arrays)
         outs: list[Outputs] = []
 
@@ -296,7 +296,7 @@ class Deterministic:
         return Turn(found, parts, outs[-1])
 
     def _judge(self, forward: Turn) -> tuple[Any, list[Leaf]]:
-        """Returns the program of the loss of all rows, for one device; and what the cotangents that it gives are."""
+        """Returns the single-device program of the loss of all rows, and a `Leaf` for each cotangent it returns."""
         out, passes = forward.out, Passes(self._program.loss, self._program.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
@@ -318,7 +318,7 @@ class Deterministic:
         return jax.jit(judge), leaves
 
     def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[Turn], Any, Any]:
-        """Returns the turns of a step; for a loss of all rows also its program, which runs between them, and shapes."""
+        """Returns a step's turns; for a loss of all rows, also the program between them and its operands' shapes."""
         program, steps = self._program, self._program.options.accumulate_steps
         operands = self._operands(state, batch, 0, 0)
         try:
@@ -328,7 +328,7 @@ class Deterministic:
         except SeveralTerms:
             forward = self._turn(forward_of(program.loss, steps), operands)
         judge, leaves = self._judge(forward)
-        rows, whole, sums = self._shapes_of_all(forward, arrays)  # nothing has run yet
+        rows, whole, sums = self._shapes_of_all(forward, arrays)  # shapes, because nothing has run yet
         shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
         own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
         own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
@@ -337,7 +337,7 @@ class Deterministic:
         return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
-        """Returns the program that makes the next state of what `out` says, and `trees`, known once it is traced."""
+        """Returns the program that computes the next state, and `trees`: its results' treedefs, set by tracing it."""
         trees: list[Any] = []
 
         def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
@@ -354,7 +354,7 @@ class Deterministic:
         return jax.jit(update, donate_argnums=0 if self._program.options.donate else ()), trees
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """Returns the programs, which the processes compare; each is compiled once for each device."""
+        """Returns the step's programs, which the processes compare. `compile` compiles each once per device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
@@ -380,7 +380,7 @@ class Deterministic:
         return Lowered("\n".join(x.as_text() for x in lowered[:: len(devices)]), compile)
 
     def _shapes_of_all(self, forward: Turn, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the shapes of what a criterion's program takes: what is gathered, the whole batch, and the sums."""
+        """Returns the shapes that a criterion's program takes: of gathered outputs, the whole batch, and the sums."""
         out, rows = forward.out, []
         for i in numbers_of_rows(out):
             shape: list[int] = [*(out.values[i].shape or (1,))]
@@ -390,6 +390,6 @@ class Deterministic:
         return rows, [*map(_shape_of, batch)], [*map(_shape_of, forward.parts.sums)]
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
-        """Compiles what a first call would: it takes long, and here it can be interrupted."""
+        """Compiles what the first call would compile: this takes long, and it can be interrupted here."""
         if not self._compiled:
             self.lower(state, arrays).compile()

@@ -1,4 +1,4 @@
-"""How what a function returns follows the rows of its batch: by its shapes, and by what a scalar is made of."""
+"""Finds how a function's results depend on the rows of its batch: their shapes, and what a scalar is computed from."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _FIRST = {
 
 
 class Followed:
-    """Tells for each array of `run(*operands)`, a tree, how it follows the rows of the operands.
+    """Finds how each array in the tree `run(*operands)` depends on the rows of the operands.
 
     `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut. Without
-    `is_judged` nothing is refused (results of jdp itself). `way` names in errors where all rows are seen. The function
-    is traced once with a symbolic number of rows. If it asks for that number, the shapes are those for a few other
-    numbers of rows, and the values are what two of them show.
+    `is_judged` nothing is refused: the results are jdp's own. `way` is the advice in errors: where all rows are seen.
+    The function is traced once with a symbolic number of rows. If it asks for that number, its shapes are compared for
+    a few other numbers of rows, and its values are judged by two traces with fixed numbers.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Followed:
 
     @property
     def is_known(self) -> bool:
-        """Whether other numbers of rows were seen."""
+        """Whether the function could be traced with other numbers of rows."""
         return self.rows is not None and any(self.leaves) and (self._traced is not None or bool(self._sizes.seen))
 
     def axis(self, index: int) -> int | str | None:
-        """Returns the one axis of a leaf that follows the rows in proportion, None, or how it follows them else."""
+        """Returns the leaf's one axis that is proportional to the rows; None if none depends on them; else why not."""
         if self.rows is None or not self.leaves[index]:
-            return None  # without a trace, because most losses are markers and scalars
+            return None  # saves a trace: most losses are markers and scalars
         return self._sizes.axis(index) if self._traced is None else self._traced.axis(index)
 
     def depends(self, index: int) -> bool:
@@ -95,7 +95,7 @@ class Followed:
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
-        """Returns what the trace for any number of rows says of these leaves; or what those of two numbers both say."""
+        """Returns what `say` finds in the trace for any number of rows, or else in both traces for fixed numbers."""
         if self.rows is None or not self._is_judged:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
@@ -108,19 +108,19 @@ class Followed:
             each = say(traced)
             said = [x and y for x, y in zip(said or each, each, strict=True)]
             if not any(said):
-                break  # most losses are right, and a trace takes its time
+                break  # most losses are right, and a second trace takes time
         return said
 
     def grows(self, index: int) -> bool:
-        """Returns True for a leaf that is made of the number of rows, and not of the rows."""
+        """Returns True for a leaf that depends on the number of rows, but not on their values."""
         return any(self._agreed([index], lambda traced: [traced.grows(index)]))
 
     def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
-        """Returns why leaves are not of this kind."""
+        """Returns, for each leaf, why it is not of this kind, or None."""
         return self._agreed(at, lambda traced: traced.offences(kind, at))
 
     def refuse_no_mean(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for a scalar that is no mean over the rows; one that cannot be followed is accepted."""
+        """Raises a `TypeError` for a scalar that is not a mean over the rows; accepts one that cannot be followed."""
         for found in filter(None, self._offences("mean", [index])):
             way = _sentence(_FIRST.get(found.kind, "") + self._way)
             raise TypeError(
@@ -129,7 +129,7 @@ class Followed:
             )
 
     def refuse_pairs(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for entries per row that are made of other rows, too."""
+        """Raises a `TypeError` for entries per row that also depend on other rows."""
         for found in filter(None, self._offences("rows", [index])):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
@@ -137,7 +137,7 @@ class Followed:
             )
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
-        """Raises a `TypeError` for a term, of a total or of a total and a count, which are no sums over the rows."""
+        """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
         kind: Kind = "sum" if len(at) == 1 else "count"
         for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
             if found is None:
@@ -166,30 +166,30 @@ Shapes = list[tuple[int, list[tuple[int, ...]]]]
 
 
 class Sizes:
-    """How shapes follow the number of rows: seen by tracing with other numbers of them."""
+    """How shapes depend on the number of rows, found by tracing with other numbers of rows."""
 
     def __init__(self, leaves: list[tuple[int, ...]], rows: int, total: int, more: Callable[[int], Tree]) -> None:
         self.leaves, self.rows, self._more = leaves, rows, more
         self.seen: Shapes = []  # for more rows
         self._fewer: Shapes = []
-        self._problem = ""  # why none was seen
-        # Twice as many, which a model of pairs or groups of rows takes; one more, for a model with a least number.
+        self._problem = ""  # why the last trace failed
+        # More rows, because a model may need a least number: twice as many suit pairs or groups of rows; else one more.
         if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
             return
-        # What follows may end at a limit, and what does not may be padded: to a size that holds twice as many rows as
-        # well, but seldom all rows of the batch or `_MANY`.
+        # An axis may follow the rows only up to a limit. One that does not change may be padded: to a size that holds
+        # twice as many rows, too, but seldom all rows of the batch or `_MANY`.
         self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
         if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
-            # The limit may be `rows` or less. Without rows there is nothing to end; but not each model can do without.
+            # The limit may be `rows` or less. Zero rows reach no limit, but not every model accepts zero rows.
             if not self._see(0, self._fewer):
                 self._see(1, self._fewer)
 
     def _see(self, rows: int, seen: Shapes) -> bool:
-        """Adds the shapes for so many rows to `seen`; whether the function takes as many."""
+        """Adds the shapes for `rows` rows to `seen`; returns False if the function does not accept that number."""
         try:
-            with warnings.catch_warnings(action="ignore"):  # of the user's own about no rows, say
+            with warnings.catch_warnings(action="ignore"):  # the user's own, for example about zero rows
                 found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - self.rows))]
-        except Exception as error:  # a model for one number of rows alone
+        except Exception as error:  # the model may accept only one number of rows
             text = (str(error).splitlines() or [""])[0][:200]
             self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
             return False
@@ -200,19 +200,19 @@ class Sizes:
         return True
 
     def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
-        """Returns the axes of a leaf whose size differs for some number of rows that was seen (None: of more rows)."""
+        """Returns the axes of a leaf whose size differs for some number of rows in `seen` (None: `self.seen`)."""
         shape, seen = self.leaves[index], self.seen if seen is None else seen
         return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
 
     def axis(self, index: int) -> int | str | None:
-        """Returns the one axis of a leaf that follows the rows in proportion; None if none does; else what it does."""
+        """Returns the leaf's one axis that is proportional to the rows; None if none depends on them; else why not."""
         shape, rows = self.leaves[index], self.rows
         if not self.seen:
             if not any(size and size % rows == 0 for size in shape):
-                return None  # no axis can be made of rows
+                return None  # no axis can consist of rows
             return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
         apart = self._apart(index)
-        ended = set() if apart else self._apart(index, self._fewer)  # a pair of rows is none for one row, and follows
+        ended = set() if apart else self._apart(index, self._fewer)  # one row has no pairs, yet pairs follow the rows
         for others, shapes in self._fewer if ended else self.seen:
             other = shapes[index]
             if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):

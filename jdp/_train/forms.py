@@ -1,4 +1,4 @@
-"""What a function of a chunk returned, as what adds up over microbatches and replicas, and entries per row."""
+"""Splits what a function returned for a chunk into sums over microbatches and replicas, and entries per row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_num
 
 
 class SeveralTerms(Exception):
-    """No error: the loss has several denominators, or one that is differentiated, and needs the sums of all first."""
+    """A signal, not an error: a loss with several denominators, or a differentiated one, needs the total sums first."""
 
 
 class Form(NamedTuple):
-    """How one value goes on.
+    """How one value is reduced or gathered.
 
     It is the mean over rows, a total over a count, a sum, a combination of such `parts` (a factor before each term), or
     entries per row along `axis`; with "first" each row has the same entry.
@@ -33,11 +33,11 @@ class Form(NamedTuple):
 
     @property
     def summands(self) -> int:
-        """The number of sums that it is made of."""
+        """The number of sums that the value is made of."""
         return sum(part.summands for part in self.parts) if self.parts else 1 + (self.kind == "ratio")
 
     def value(self, sums: Iterator[Any], weight: float) -> Any:
-        """Returns what the sums over all rows, which are taken from the iterator, come to."""
+        """Returns the value, computed from its sums over all rows, which are taken from the iterator."""
         if self.kind == "combination":
             found = [part.value(sums, weight) for part in self.parts]
             first, *rest = (f * t for f, t in zip(found[::2], found[1::2], strict=True))
@@ -48,7 +48,7 @@ class Form(NamedTuple):
         return total / (next(sums) if self.kind == "ratio" else total.dtype.type(weight))
 
     def marked(self, sums: Iterator[Any], rows: Iterator[Any], weight: float, counts: list[Marked]) -> Any:
-        """Returns the value with its rule of reduction; adds to the counts."""
+        """Returns the value, marked with its reduction; appends the count of a ratio to `counts`."""
         if self.kind == "combination":
             found = [part.marked(sums, rows, weight, counts) for part in self.parts]
             return Combination(tuple(found[::2]), tuple(map(Sum, found[1::2])))
@@ -67,7 +67,7 @@ class Form(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class First:
-    """An output of which every row has the same entry, because it does not depend on the rows."""
+    """An output with the same entry for every row, because it does not depend on the rows."""
 
     rows: Any
 
@@ -75,7 +75,7 @@ class First:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """How what a function returned, `(loss, aux)` or outputs, is made of what is added up and of entries per row."""
+    """How a function's results, `(loss, aux)` or outputs, are put together from sums and entries per row."""
 
     treedef: Any
     each: tuple[Form, ...]
@@ -86,17 +86,17 @@ class Forms:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the loss, the first of all, is the mean over rows, so that each replica's weighs as its rows do."""
+        """Whether the loss (the first value) is the mean over rows, so that each replica is weighted by its rows."""
         return self.each[0].kind == "mean"
 
     def marked(self, sums: Sequence[Any], rows: Sequence[Any], weight: float) -> tuple[Tree, list[Marked]]:
-        """Returns the tree, each leaf with its reduction, and the counts; `weight` is that of all rows together."""
+        """Returns the tree, each leaf with its reduction, and the counts; `weight` is the weight of all rows."""
         added, stacked, counts = iter(sums), iter(rows), []
         leaves = [form.marked(added, stacked, weight, counts) for form in self.each]
         return jax.tree.unflatten(self.treedef, leaves), counts
 
     def over(self, counts: Sequence[Marked], weight: float) -> Any:
-        """Returns what a gradient of the loss is divided by when it is summed over all rows."""
+        """Returns the divisor for the sum of the loss's gradients over all rows; None if there is none."""
         kind = self.each[0].kind
         return counts[0].value if kind == "ratio" else weight if kind == "mean" else None
 
@@ -104,7 +104,7 @@ class Forms:
 def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     """Returns the number to differentiate: a scalar, the mean of a vector, the total of a term; or raises `TypeError`.
 
-    Of a combination it is the first term's.
+    For a combination it is the number of the first term; all of its terms are checked.
     """
     if isinstance(loss, Combination):
         return [loss_value(x, rows, verb) for x in loss.terms][0]
@@ -136,18 +136,18 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
 def terms(
     loss: Any, aux: Tree, rows: int | None, weight: float, followed: Followed, verb: str
 ) -> tuple[Forms, list[Any], list[Any]]:
-    """Returns the terms of one microbatch of so many rows (None: nothing is cut), which weighs `weight`.
+    """Returns the forms, the sums and the entries per row of one microbatch of this weight.
 
-    They are their forms, what is added up, and what has entries per row. Traces with other numbers of rows show what
-    follows the rows, never sizes that happen to be equal. A `TypeError` names the path if no trace shows it.
-    An evaluation has no loss: it is None.
+    `rows` is its number of rows (None: nothing is cut). Traces with other numbers of rows show what follows the rows;
+    sizes that happen to be equal do not count. A `TypeError` names the path of a value that no trace explains.
+    An evaluation has no loss: `loss` is None.
     """
     has_loss = verb != "evaluate"
     if has_loss:
         _check_loss(loss, rows, followed, verb)
     paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
     found: list[tuple[Form, list[Any]]] = []
-    at = 0  # the number of a leaf among all arrays: a marker has several
+    at = 0  # the index of its first array among all arrays; a marker has several
     for i, (path, x) in enumerate(paths):
         name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
         if i or not has_loss:
@@ -159,7 +159,7 @@ def terms(
 
 
 def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> None:
-    loss_value(loss, rows, verb)  # or an error
+    loss_value(loss, rows, verb)  # raises a TypeError for other kinds of losses
     if is_number(loss) and jnp.ndim(loss) and followed.is_known and followed.axis(0) != 0:
         raise TypeError(
             f"jdp.{verb}: the loss is {described(loss)} for {rows} rows and for other numbers of them; a vector has "
@@ -168,7 +168,7 @@ def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> N
 
 
 def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
-    """Returns the outputs of a forward pass on `size` rows, all with entries per row, in the form of `terms`."""
+    """Returns the outputs of a forward pass on `size` rows as `terms` would, all of them as entries per row."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_marker)
     found = []
     for i, (path, x) in enumerate(paths):
@@ -207,7 +207,7 @@ def _gathered(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms,
 
 
 def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
-    """Returns the form and the summands of a loss: as those of a metric, but that a vector stands for its mean."""
+    """Returns the form and the summands of a loss: as for a metric, but a vector stands for its mean."""
     if is_marker(x):
         return _marked(x, name, followed, at, weight)
     x = jnp.asarray(x)
@@ -226,7 +226,7 @@ def _mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
 
 
 def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """Returns the form and the summands of a term, whose first array is the one with number `at`."""
+    """Returns the form and the summands of a term; `at` is the index of its first array."""
     if isinstance(x, Combination):
         return _combination(x, name, followed, at, weight)
     for i in range(at, at + len(vars(x))) if followed.is_known else ():
@@ -274,7 +274,7 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
 
 
 def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """Returns the form and the value of what is no marker: entries per row, or a mean over the rows."""
+    """Returns the form and the value of a plain value: entries per row, or a mean over the rows."""
     if isinstance(x, float):
         x = jnp.asarray(x)
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
@@ -293,7 +293,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     way, where = "Return one of these", "beside the loss stand"
     if name.startswith("jdp.evaluate"):
         where = "metrics are"
-    if is_number(x) and jnp.ndim(x):  # whose mean may be meant, as that of BatchNorm's statistics
+    if is_number(x) and jnp.ndim(x):  # its mean may be meant, as with BatchNorm's statistics
         way = "No axis of it follows the rows: return jdp.Sum(x), or jdp.Mean(x * n, n) of n rows for the mean"
     raise TypeError(
         f"{name} is {described(x)}; {where} 0-d floats (the mean over the rows), arrays with entries per "
@@ -303,7 +303,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
 
 
 def _wide(x: Any) -> Any:
-    """Sums of 16-bit floats are made in 32 bits, and those of bools and small integers, as by `jnp.sum`."""
+    """Converts floats, integers and bools of less than 32 bits to 32 bits, as `jnp.sum` does."""
     dtype = x.dtype
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
         return x.astype(jnp.float32)

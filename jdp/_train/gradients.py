@@ -26,7 +26,7 @@ from .terms import Sum, functions_of_terms_refused
 
 
 class Gradients(NamedTuple):
-    """What comes out of the program."""
+    """What the program of a loss and its gradients returns."""
 
     out: tuple[Any, Tree]  # (loss, aux)
     grads: Tree
@@ -36,14 +36,14 @@ class Gradients(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A user's loss function, of whatever kind its model is.
+    """A user's loss function, for any kind of model.
 
-    `compute(diff, held, args, kwargs)` is `(loss, aux, held)`. The gradient is taken of the replicated tree
-    `diff`, and of the cut arguments at the positions `rows`. `leave(after, before)` says how what is held,
-    which each replica has made its own, is one again.
+    `compute(diff, held, args, kwargs)` returns `(loss, aux, held)`. The gradient is taken with respect to the tree
+    `diff`, and to the cut arguments at the positions `rows`. Each replica changes its own copy of what is held;
+    `leave(after, before)` marks how the copies become one again.
 
-    With a `criterion`, what `compute` gives first are outputs, and `criterion(outputs, diff, held, args)` is
-    `(loss, metrics)` of the outputs and the arguments of all rows.
+    With a `criterion`, `compute` returns outputs in place of the loss, and `criterion(outputs, diff, held, args)`
+    returns `(loss, metrics)` for the outputs and the arguments of all rows.
     """
 
     compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
@@ -51,16 +51,16 @@ class Loss(NamedTuple):
     leave: Callable[[Held, Held], Tree]
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
-    look: Callable[[Any, Sequence[Any]], None] | None = None  # at its jaxpr, and the whole leaves of `diff`
+    look: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`
     criterion: Callable[[Tree, Tree, Held, Sequence[Any]], tuple[Any, Tree]] | None = None
-    is_direct: bool = False  # whether the criterion, too, depends on what is differentiated
+    is_direct: bool = False  # whether the criterion itself depends on what is differentiated
     pulls: bool = False  # whether the last argument holds the cotangents of what it computes: see `criterion.py`
 
 
 class Added(NamedTuple):
-    """What a microbatch adds, and the state it leaves to the next."""
+    """The results of a microbatch that are added up, and the state that it passes to the next one."""
 
-    sums: tuple[list[Any], Tree, dict[int, Tree]]  # of the terms, the gradients, and those of cut arguments
+    sums: tuple[list[Any], Tree, dict[int, Tree]]  # of the terms, the gradients, and the gradients of cut arguments
     rows: list[Any]  # arrays with its rows along `forms.axes`
     state: Tree
     forms: Forms
@@ -71,9 +71,10 @@ def gradients(
 ) -> CallOf:
     """Returns what a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
-    Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` gives for a
-    leaf the axis that its sum is cut along. Parameters that are cut have gradients that are cut alike; where they come
-    as shards, one microbatch's are summed as they are made, and those of several when they are added.
+    Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` returns, for a
+    leaf, the axis that its sum is cut along. Gradients of cut parameters are cut in the same way. If the parameters
+    come as shards, the gradients of a single microbatch are summed over the replicas as they are computed; those of
+    several microbatches are added first.
     """
     sent = functools.partial(sent_as, wire)
 
@@ -94,7 +95,8 @@ def gradients(
                 if shards and cut_along != -1 and not shards.apart:
                     total = shards.undivided(grad, not added.forms.is_mean)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
-                # Microbatches, and the replicas of a device, are added in 32 bits; a replica may have only one.
+                # Gradients of microbatches, and of replicas on one device, are added in 32 bits. They may be narrow
+                # here because a replica may have only one microbatch.
                 if narrow and (steps > 1 or signature.layout.per_device > 1):
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
                 axis = cut_along if cut_along != -1 else scatter and scatter(param)
@@ -115,9 +117,9 @@ def gradients(
 
 
 def sent_as(wire: Any, dtype: Any) -> Any:
-    """Returns the dtype of travelling gradients that are divided before, because 16-bit sums may leave their range.
+    """Returns the dtype that gradients are sent in. They are divided before, because 16-bit sums may overflow.
 
-    None: they travel as they are; complex ones do.
+    None: they are sent as they are, as complex ones always are.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -134,7 +136,7 @@ def local(
     before: Held,
     shards: Shards | None = None,
 ) -> tuple[Added, float]:
-    """Returns what a replica adds before anything is reduced, and the weight of all replicas together."""
+    """Returns a replica's results before any reduction over the replicas, and the weight of all replicas together."""
 
     def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
         mine = shards and shards.at(number)
@@ -179,9 +181,9 @@ def forward(loss: Loss, steps: int) -> CallOf:
 
 
 class Forward(NamedTuple):
-    """What comes out of a forward pass."""
+    """The results of a forward pass."""
 
-    outputs: Tree  # with a criterion those of all rows; else the sums that the loss is made of
+    outputs: Tree  # with a criterion, its input; else the sums that the loss is made of
     aux: Tree
     state: Tree
     counts: list[Any]
@@ -190,12 +192,12 @@ class Forward(NamedTuple):
 
 def weight_of_all(layout: Layout, steps: int) -> float:
     """Returns the weight of all replicas' microbatches together."""
-    # With nothing cut there is one run; of several processes one each, and the mean of those.
+    # With nothing cut there is one run, or one on each of several processes, and the mean of these is taken.
     return sum(layout.sizes) / _unit(layout, steps) if layout.is_cut else float(len(layout.used))
 
 
 def _unit(layout: Layout, steps: int) -> int:
-    """Returns the rows of a microbatch that weighs 1: one of the longest chunk, which needs no multiplication then."""
+    """Returns the rows of a microbatch with weight 1: a full one of the longest chunk, which is not multiplied then."""
     return -(-max(layout.sizes) // steps) if layout.is_cut else 1
 
 
@@ -207,7 +209,7 @@ def microbatches(
     values: Sequence[Any],
     before: Held,
 ) -> Added:
-    """Returns what all microbatches add: `one(number, operands, state, rows, weight)` is a microbatch."""
+    """Runs all microbatches of a replica, each by `one(number, operands, state, rows, weight)`; returns their sums."""
     layout = signature.layout
     rows, unit = layout.sizes[replica] if layout.is_cut else 1, _unit(layout, steps)
 
@@ -220,7 +222,7 @@ def microbatches(
 
 
 def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any, start: Any, size: int) -> list[Any]:
-    """Returns the operands of one microbatch: its rows, and keys of its own."""
+    """Returns the operands of one microbatch: its rows, and its own random keys."""
     if rows == size:
         return list(values)
     part = []
@@ -229,7 +231,7 @@ def rows_of(values: Sequence[Any], signature: Signature, rows: int, number: Any,
             times = x.shape[leaf.axis] // rows  # a cotangent may have several entries for each row
             x = jax.lax.dynamic_slice_in_dim(x, start * times, size * times, axis=leaf.axis)
         elif isinstance(leaf, Whole) and i >= signature.first_input and is_key(x) and not x.ndim:
-            # The replicas fold in 1 to n - 1: no microbatch of the primary draws what a replica draws.
+            # The replicas fold in 1 to n - 1. With n + number, no microbatch of the primary draws what a replica draws.
             x = jnp.where(number == 0, x, jax.random.fold_in(x, len(signature.layout.devices) + number))
         part.append(x)
     return part
@@ -250,8 +252,8 @@ def differentiate(
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     rows = size if signature.layout.is_cut else None
-    # A gradient is weighted when it is there, because the numbers of the loss may be narrow (bfloat16). Where replicas
-    # share statistics, it is made of the losses of them all, and each of these has its own weight.
+    # The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
+    # share statistics, a gradient depends on the losses of all replicas, so each loss is weighted instead.
     seed, factor = (weight, 1) if loss.sync else (1, weight)
 
     def value(
@@ -269,7 +271,7 @@ def differentiate(
             number = loss_value(out, rows, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
-    # Jitted, so that it is traced once: to be looked at, and to be differentiated.
+    # Jitted, so that one trace serves to inspect it and to differentiate it.
     function, rest = jax.jit(apart(value) if loss.sync else value), (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
     if loss.look:
@@ -284,14 +286,14 @@ def differentiate(
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    sums = [*map(jnp.asarray, sums)]  # a jaxpr gives numbers for its literals
+    sums = [*map(jnp.asarray, sums)]  # a jaxpr returns plain numbers for its literals
     return Added((sums, *grads), stacked, _as_before(after, state), forms)
 
 
 def _by_rows(
     function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
 ) -> Callable[..., Any]:
-    """Returns the function that was traced, where each replica's part in shared statistics weighs as its rows do."""
+    """Returns the traced function, with the replica's part in shared statistics weighted by its number of rows."""
     chunks = signature.layout.rows
     if len({*chunks}) == 1:
         return function
@@ -301,7 +303,7 @@ def _by_rows(
 def run(
     loss: Loss, signature: Signature, diff: Tree, chosen: dict[int, Tree], part: Sequence[Any], state: Tree
 ) -> tuple[Any, Tree, Tree, Any]:
-    """Returns the loss's `(loss, aux, state)`, and the cotangents among its operands; `chosen` are arguments."""
+    """Runs the loss function and returns `(loss, aux, state, cotangents)`; `chosen` replaces arguments by position."""
     _, args, kwargs = signature.fill(part)
     mine = [chosen.get(i, x) for i, x in enumerate(args)]
     cotangents = mine.pop() if loss.pulls else None
@@ -312,7 +314,7 @@ def run(
 def formed(
     loss: Loss, signature: Signature, out: tuple[Any, Tree], operands: tuple[Tree, ...], size: int, weight: float
 ) -> tuple[Forms, list[Any], list[Any]]:
-    """Returns the terms of one microbatch, or the outputs of a forward pass; the operands are of that microbatch."""
+    """Returns the terms of one microbatch, or the outputs of a forward pass; the operands are the microbatch's."""
     rows = size if signature.layout.is_cut else None
     is_forward = loss.criterion is not None and not loss.pulls
 
@@ -323,7 +325,7 @@ def formed(
     diff, part, state = operands
     of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
     cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
-    total, is_judged = sum(signature.layout.sizes), not loss.pulls  # what is pulled back was looked at before
+    total, is_judged = sum(signature.layout.sizes), not loss.pulls  # the forward pass has judged what is pulled back
     way = IN_EVALUATION if loss.verb == "evaluate" else IN_TRAINING
     followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, is_judged, way)
     if is_forward:
@@ -332,7 +334,7 @@ def formed(
 
 
 def _product(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-    """Returns the sum of the products of values with their cotangents; those of integers have none."""
+    """Returns the sum of the products of values with their cotangents; integers have no cotangents."""
     pairs = zip([x for x in map(jnp.asarray, values) if has_cotangent(x)], cotangents, strict=True)
     return sum((jnp.sum(x * ct).real for x, ct in pairs), jnp.zeros(()))
 
@@ -342,7 +344,7 @@ def has_cotangent(x: Any) -> bool:
 
 
 def _count_depends(jaxpr: Any, first: int) -> bool:
-    """Returns True if the count of a `jdp.Mean`, the third output, may have a derivative by one of the first inputs."""
+    """Returns True if the count of a `jdp.Mean`, the third output, may have a derivative by a differentiated input."""
     inputs = [i < first for i in range(len(jaxpr.in_avals))]
     return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
 
@@ -362,7 +364,8 @@ def _look_at_terms(jaxpr: Any, forms: Forms, differentiated: int) -> None:
 def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
     """Raises a `ValueError` if the loss function has reduced the loss over the replicas itself, except as a mean."""
     axis_name, n = signature.axis_name, len(signature.layout.devices)
-    # The mean of equal losses is the loss, but only where each replica has one, of as many rows.
+    # jdp takes the mean of the replicas' losses. If they are means over the replicas already, they are equal, and
+    # their mean is the loss; but only if each replica has one microbatch, with the same number of rows.
     if forms.is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, axis_name, n):
         return
     inputs = [SAME] * whole + [VARYING] * (len(jaxpr.in_avals) - whole)
@@ -377,18 +380,18 @@ def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, siz
 
 
 def _as_before(after: Tree, before: Tree) -> Tree:
-    """Returns the state in the dtypes it came in: a step that changed them would compile once more."""
+    """Returns the state in its original dtypes, because a step that changed them would compile again."""
     if jax.tree.structure(after) != jax.tree.structure(before):
         return after
     return jax.tree.map(lambda new, old: new if new is old else jnp.asarray(new).astype(old.dtype), after, before)
 
 
 One = Callable[[Any, Any, int, Tree], Added]
-"""A microbatch, of its number, its first row, its number of rows and the state that the last one left."""
+"""Runs a microbatch, given its number, its first row, its number of rows and the state that the previous one left."""
 
 
 def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
-    """Returns all microbatches of `size` rows, and last one of the rest, one after the other."""
+    """Runs microbatches of `size` rows one after the other, the last with the rest, and returns their sums."""
     whole, rest = divmod(rows, size)
     if whole + bool(rest) <= 1:
         return one(0, 0, rows, state)
@@ -402,7 +405,7 @@ def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
 
 
 def _scan(one: One, state: Tree, n: int, size: int, cpu: bool) -> Added:
-    # Traced by hand: for the shapes of the sums, and to see what of the state stays as it is.
+    # Traced here to learn the shapes of the sums, and which parts of the state stay as they are.
     step = jax.make_jaxpr(lambda k, state: one(k, k * size, size, state), return_shape=True)
     jaxpr, shapes = step(jnp.int32(0), state)
     if jax.tree.structure(shapes.state) != jax.tree.structure(state):

@@ -1,6 +1,6 @@
-"""A loss function with its arguments, in the form that `gradients` takes: of variables, of NNX modules, of anything.
+"""Brings loss functions (of variables, NNX modules or anything else) into the form that `gradients` takes.
 
-A call's arguments are divided first: which are whole and which are cut, what is differentiated, what is NNX.
+A call's arguments are divided first: into replicated, cut and differentiated ones, and NNX objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .terms import described, finished, is_number
 
 
 class Wanted(NamedTuple):
-    """An argument to differentiate: its position, its NNX objects among all, and the filter of their variables."""
+    """An argument to differentiate: its position, the indices of its NNX objects, and the filter of their variables."""
 
     position: int
     nodes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The static part: hashable, so that each has one program."""
+    """The static part of a divided call; it is hashable, because there is one program for each."""
 
     wanted: tuple[Wanted, ...]
     has_aux: bool
@@ -44,7 +44,7 @@ class Division(NamedTuple):
 
     @property
     def cut(self) -> list[int]:
-        """The positions of the others, which the program gets one after the other."""
+        """The positions of the other arguments, in the order that the program takes them in."""
         return [p for p in range(self.arity) if p not in self.whole]
 
     @property
@@ -59,7 +59,7 @@ class Division(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """One call, divided: `replicas` is `(diff, held)`, `inputs` and `kwargs` are still to be cut."""
+    """A divided call: `replicas` is `(diff, held)`; `inputs` and `kwargs` are not cut yet."""
 
     division: Division
     replicas: tuple[tuple[dict[int, Tree], Tree], Held]
@@ -70,7 +70,7 @@ class Divided(NamedTuple):
 
     @property
     def first(self) -> Tree:
-        """The first argument's arrays: results go where these live."""
+        """The first argument's arrays; results are placed where these are."""
         (_, diff), held = self.replicas
         states = [state for state in (diff, held.variables) if state is not None]
         return self.args[0], [state[i] for state in states for i in stand_ins(self.args[0]) if i in state]
@@ -84,7 +84,7 @@ def divide(
     in_axes: Sequence[Any],
     verb: str,
 ) -> Divided:
-    """Divides a call's arguments: `argnums` are positions and NNX filters, `in_axes` has an axis or None for each."""
+    """Divides a call's arguments: `argnums` are positions and NNX filters, `in_axes` one axis or None per argument."""
     (taken, keywords), nodes = take_nodes((tuple(args), dict(kwargs)))
     wanted = tuple(Wanted(p, stand_ins(taken[p]), wrt) for p, wrt in argnums)
     differentiated = {p for p, _ in argnums}
@@ -127,7 +127,7 @@ def loss_of(
     criterion: Criterion | None,
     sync: bool,
 ) -> Loss:
-    """Returns the loss of a call that was divided so; `sync` synchronises its BatchNorms."""
+    """Returns the `Loss` for calls with this division; `sync` synchronises its BatchNorms."""
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
@@ -166,7 +166,7 @@ def loss_of(
 
 
 def called(criterion: Any, *args: Any) -> Any:
-    """Returns what a criterion returns; what it raises says where it came from."""
+    """Returns what a criterion returns; adds the criterion's name to what it raises, as a note."""
     try:
         return criterion(*args)
     except Exception as error:
@@ -180,7 +180,7 @@ def called(criterion: Any, *args: Any) -> Any:
 
 
 def checked_scalar(loss: Any, verb: str) -> Any:
-    """Returns the loss that a criterion returned, which is a real 0-d array; a `TypeError` for anything else."""
+    """Returns a criterion's loss if it is a real 0-d array; raises a `TypeError` for anything else."""
     if isinstance(loss, jax.Array) and not loss.ndim and jnp.issubdtype(loss.dtype, jnp.floating):
         return loss
     if isinstance(loss, tuple):
@@ -195,7 +195,7 @@ def checked_scalar(loss: Any, verb: str) -> Any:
 
 
 def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
-    """Returns the criterion; raises a `TypeError` if it cannot be called."""
+    """Returns the criterion; raises a `TypeError` if it is a class, or cannot be called."""
     if criterion is None or callable(criterion) and not isinstance(criterion, type):
         return criterion
     what = f"the class {criterion.__name__}" if isinstance(criterion, type) else f"a {type(criterion).__name__}"
@@ -231,10 +231,10 @@ FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
 def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn") -> None:
-    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: if there is one (NNX: None)."""
+    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: is there a key (NNX: None)."""
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of C's
+    except (TypeError, ValueError):  # a function written in C
         return
 
     def takes(count: int) -> bool:
@@ -261,7 +261,7 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
 
 
 def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS) -> tuple[Any, dict[str, Any], Any]:
-    """Returns `(loss, metrics, updates)` of what a loss function returned; the step itself adds `reserved` metrics."""
+    """Returns a loss function's result as `(loss, metrics, updates)`; the step itself adds the `reserved` metrics."""
     parts = tuple(out) if isinstance(out, tuple | list) else (out,)
     if not 1 <= len(parts) <= len(forms):
         raise TypeError(
@@ -273,7 +273,7 @@ def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS
 
 
 def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
-    """Returns the metrics, which are a dict without the names of the step's own."""
+    """Returns the metrics as a dict; raises a `TypeError` for anything else, a `ValueError` for a reserved name."""
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         what = "n array alone" if isinstance(metrics, jax.Array) else f" {type(metrics).__name__}"
@@ -290,7 +290,7 @@ def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def rows_explained(batch: Tree) -> Iterator[None]:
-    """Adds a note to what the loss function raises, where the batch looks like a list of its rows."""
+    """Adds a note to what the loss function raises, if the batch looks like a list of its rows."""
     try:
         yield
     except Exception as error:
@@ -312,7 +312,7 @@ def variables_loss(
     criterion: Criterion | None,
     sync: bool,
 ) -> Loss:
-    """Returns the loss of `loss_fn(variables, batch[, key])`: of the parameters; the other collections are held."""
+    """Returns the `Loss` of `loss_fn(variables, batch[, key])`; collections other than the parameters are held."""
     sync_over = axis_name if sync else None
     if sync:
         loss_fn = synced(loss_fn, axis_name)
@@ -345,7 +345,7 @@ def variables_loss(
 
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
-    """Returns `(loss, metrics)` of a step's criterion, which returns the loss, or both."""
+    """Returns `(loss, metrics)` of a step's criterion, which returns the loss or such a pair."""
     out = called(criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     metrics = checked_metrics(metrics, reserved)
@@ -359,7 +359,7 @@ def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: S
 
 
 def _outputs(out: Any, collections: Mapping[str, Tree]) -> tuple[Any, Tree, Any]:
-    """Returns `(outputs, (), updates)` of a forward pass: a pair has updates if its second part is collections."""
+    """Returns a forward pass's `(outputs, (), updates)`; a pair has updates if its second part holds collections."""
     is_pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
     if is_pair and all(name in collections for name in out[1]):
         return out[0], (), out[1]
@@ -380,7 +380,7 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
                 f"jdp.{VERB}: the updates have a collection {name!r}, which {what}; the state has "
                 f"{sorted(state) or 'none'}. Leave it out of the updates, or pass it to step.init with the variables."
             )
-        difference = first_difference(collection, state[name], dtypes=False)  # those are made what they were
+        difference = first_difference(collection, state[name], dtypes=False)  # the step restores the dtypes
         if difference is not None:
             raise ValueError(
                 f"jdp.{VERB}: updates[{name!r}]{difference}; the state keeps its tree and shapes from step to step. "

@@ -1,4 +1,4 @@
-"""Which replica, and which of its rows, made a gradient that is not finite."""
+"""Finds which replica, and which of its rows, caused a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .gradients import Loss, differentiate, local, rows_of
 
 
 class Nonfinite(NamedTuple):
-    """A replica whose gradient is not finite: the rows (of its process's batch) that make it so, and the parameters."""
+    """A replica with a gradient that is not finite: the rows (of its process's batch) that cause it, the parameters."""
 
     replica: int
     device: Device
@@ -36,12 +36,12 @@ class Nonfinite(NamedTuple):
 
 
 def all_finite(tree: Tree) -> jax.Array:
-    """Returns for each array if all of it is finite."""
+    """Returns one flag for each array: True if all of its entries are finite."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool)
 
 
 def flags(loss: Loss, steps: int) -> CallOf:
-    """Returns what a replica runs: is the gradient of each parameter finite, and are all of each row."""
+    """Returns what a replica runs to find which parameters, and which rows, have finite gradients."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., tuple[Marked, Marked]]:
         rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1
@@ -54,7 +54,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
             params = all_finite(added.sums[1])
 
             def alone(k: Any) -> Any:
-                # The row by itself, with the keys that the chunk has.
+                # The gradient of one row alone, with the chunk's random keys.
                 part = rows_of(values, signature, rows, 0, k, 1)
                 added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
                 return all_finite(added.sums[1]).all()
@@ -67,14 +67,14 @@ def flags(loss: Loss, steps: int) -> CallOf:
 
 
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:
-    """Returns what `flags` found, in words."""
+    """Returns an entry for each replica whose gradient `flags` found not to be finite."""
     if not jax.tree.leaves(params):
         return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     layout = found._layout
     everywhere = jax.jit(lambda *arrays: arrays, out_shardings=replicated(layout.mesh))
     flags = [np.asarray(x) for x in everywhere(*found._arrays)]
-    starts: dict[int, int] = {}  # a process counts the rows of its own batch
+    starts: dict[int, int] = {}  # by process: the number of the next row in its batch
     entries = []
     for i, size in enumerate(found.sizes):
         holder = layout.devices[i].process_index
