@@ -32,7 +32,7 @@ class Marked:
     `old`, which is what it was before. `over` divides it: a float, or the sum of the replicas' values of an
     array that is an output, too. `wire` is the dtype of a sum that travels, `dtype` that of the result;
     with `scatter` a sum comes back cut along that axis (a reduce-scatter), and what is "summed" is that
-    already. `alone` is the error if several replicas have rows, and one's value is not that of all.
+    already. `alone` is the error if several replicas have rows: the value of one would not be that of all.
 
     Among `Outputs.rules` it is without its value, and `old` and `over` are an operand's and an output's number.
     """
@@ -112,7 +112,7 @@ def refuse_other_axes(
 
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
-    """Returns True if another axis than `dim` may be that of the rows; False if `dim` has as many entries as rows."""
+    """Returns True if another axis than `dim` may be that of the rows; False, a guess, if `dim` has as many as rows."""
     if not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
     return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
@@ -221,7 +221,7 @@ def path_name(path: Any) -> str:
 
 
 def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
-    """Returns the sum over the replicas, divided; it has the name of its output in the program: the parameter."""
+    """Returns the sum over the replicas, divided; its scope in the program names the output, or the parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
         x = divided(_sum(x, rule.scatter, name, mesh), over)
@@ -255,7 +255,7 @@ def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
 
 def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
     """Returns the sums, in one collective."""
-    # XLA leaves a sum over one device in the program.
+    # XLA does not take a sum over one device out of the program.
     return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
 
 

@@ -149,7 +149,7 @@ _held: list[Any] = []  # what cannot be referred to weakly, the last used last
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
-    """Returns `make(fn)`, made once per `fn` and `key`. It is freed with `fn`, so it must refer to `fn` weakly.
+    """Returns `make(fn)`, made once per `fn` and `key`. It is freed with `fn`, so it or `store` refers to `fn` weakly.
 
     There is no signal when an object of a class with `__slots__` is freed: the last 16 of those that were used stay
     alive. `make` gets a stand-in that calls `fn` and does not keep it alive. Python makes a bound method again at each
@@ -179,7 +179,7 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
 
 
 def _hold(owner: Any) -> None:
-    """Keeps alive what is known by its number, for no other object to get that; and lets go of what was last used."""
+    """Keeps alive what is known by its id, so that no other object gets it; drops what was used longest ago."""
     _held[:] = [x for x in _held if x is not owner] + [owner]
     if len(_held) > MOST_HELD:
         _kept.pop(id(_held.pop(0)), None)
@@ -253,7 +253,7 @@ def dispatch_step(
 
 @functools.cache
 def _care(mesh: Mesh) -> tuple[bool, Exchange | None]:
-    """Returns if only few runs may be in flight, and the exchange that tells the other processes of each."""
+    """Returns whether only few runs may be in flight, and the exchange that tells the other processes of each."""
     return may_deadlock(mesh), exchange_of(processes_of(mesh)) if spans_processes(mesh) else None
 
 

@@ -110,7 +110,7 @@ def names(signature: Signature) -> list[str]:
 
 
 def plain(axis_name: str) -> GatherOf:
-    """Gathers; the gradient is the sum over the replicas, cut in the same way, as JAX makes it."""
+    """Returns, by name, functions that gather; their gradient is JAX's: the replicas' sum, cut in the same way."""
     return lambda name: functools.partial(_gathered, axis_name, name)
 
 
@@ -141,7 +141,7 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
 
 
 def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
-    """Returns a function `(x, axis, dtype)` that gathers; its gradient is the sum over the replicas, cut as `x` is.
+    """Returns, by name, functions `(x, axis, dtype)` that gather; their gradient is the replicas' sum, cut as `x` is.
 
     A gradient travels in the dtype that `sent_as` gives for its own. It is divided by `before` first, and comes back
     divided, because a sum of many may leave the range of a narrow type.
