@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from .._core.devices import replicas_on
 from .._core.fingerprint import fingerprint
 from .._core.inputs import is_array
 from .._core.layout import Tree, is_key
+from .._core.replica_mesh import replicas_on
 from .._version import __version__
 
 VERB = "Checkpointer"

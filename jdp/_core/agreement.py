@@ -20,9 +20,9 @@ from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
 from .._processes.watch import limits
-from .devices import own_places, places_of, processes_of
 from .inputs import name_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
+from .replica_mesh import ReplicaMesh
 
 Outline = tuple[tuple[str, str], ...]
 """For each leaf its path, and its dtype and shape without the rows."""
@@ -51,7 +51,7 @@ class Agreed(NamedTuple):
 
 
 def begin(
-    mesh: Mesh,
+    mesh: ReplicaMesh,
     verb: str,
     sizes: Sequence[int],
     outline: Outline | None,
@@ -70,7 +70,7 @@ def begin(
     """
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
-    rows = sizes or [0] * len(own_places(mesh))
+    rows = sizes or [0] * len(mesh.own_places)
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     seconds = limits.step if verb in group.calls else limits.start
@@ -96,7 +96,7 @@ def finish(pending: Pending) -> Agreed:
     if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
     mesh = pending.group.mesh
-    batches = {p: tuple(words[places_of(mesh, p)[0], 2:4].tolist()) for p in processes_of(mesh)}
+    batches = {p: tuple(words[mesh.places_of(p)[0], 2:4].tolist()) for p in mesh.processes}
     if _FAILED in batches.values():
         failure = pending.failure
         texts = call.tell("" if failure is None else _text_of(failure), seconds)
@@ -167,7 +167,7 @@ def _raise_absent(call: Call, error: Exception) -> NoReturn:
 _NAP = 1e-3  # seconds between two looks
 
 
-def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
+def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
     """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
     if not trace_state_clean():
         return
@@ -180,9 +180,9 @@ def fail(mesh: Mesh, verb: str, failure: Exception) -> None:
 class _Group:
     """The processes of a mesh, and the gather that exchanges some words of each device between them."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        devices = [*mesh.devices.flat]
-        self.mesh, self.exchange = mesh, exchange_of(processes_of(mesh))
+    def __init__(self, mesh: ReplicaMesh) -> None:
+        devices = [*mesh.devices]
+        self.mesh, self.exchange = mesh, exchange_of(mesh.processes)
         self.last: Any = None  # what was gathered last
         self.calls: set[str] = set()  # those that were made before
         # Not in the mesh's order, because Gloo has separate connections for each order. A process that makes another
@@ -197,7 +197,7 @@ class _Group:
 
     def start(self, verb: str) -> None:
         """Compares the devices, before the first gather."""
-        devices = " ".join(f"{d.platform}:{d.id}" for d in self.mesh.devices.flat)
+        devices = " ".join(f"{d.platform}:{d.id}" for d in self.mesh.devices)
         found = self.exchange.tell(f"{verb} (its first call)", devices, limits.start)
         if len({*found.values()}) > 1:
             raise DesyncError(
@@ -220,7 +220,7 @@ class _Group:
 
     def _place(self, own: tuple[_Words, ...]) -> jax.Array:
         words = np.zeros((len(self._order), len(own[0])), np.uint32)
-        words[[*own_places(self.mesh)]] = own
+        words[[*self.mesh.own_places]] = own
         return self._array(words[self._order], PartitionSpec("replicas"))
 
     def _array(self, host: np.ndarray, spec: PartitionSpec) -> jax.Array:
@@ -234,7 +234,7 @@ def _gather(words: jax.Array, before: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _group(mesh: Mesh) -> _Group:
+def _group(mesh: ReplicaMesh) -> _Group:
     return _Group(mesh)
 
 
@@ -322,7 +322,7 @@ def _empty(what: str, verb: str) -> Any:
     return np.zeros(shape, jnp.dtype(dtype))
 
 
-def layout_of_all(own: Layout, mesh: Mesh, sizes: tuple[int, ...]) -> Layout:
+def layout_of_all(own: Layout, mesh: ReplicaMesh, sizes: tuple[int, ...]) -> Layout:
     """Returns the layout over all processes, of this one's and of the rows of each replica."""
     leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
     return Layout(own.treedef, leaves, sizes, mesh, own.dim, own.per_device)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeAlias, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._jax.private import is_described, trace_state_clean
+from .._jax.private import is_described
 from .._processes.launchers import astray
 
 if TYPE_CHECKING:
@@ -153,44 +151,6 @@ def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
     return tuple(devices.devices.flat)
 
 
-@functools.cache
-def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> Mesh:
-    """Returns the one-axis mesh of the replicas, in the order of the devices."""
-    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
-    return Mesh(np.array(devices, dtype=object), (axis_name,))
-
-
-class OnMesh(Protocol):
-    """A wrapper that runs replicas on a mesh; a number that is not None was chosen by the user."""
-
-    mesh: Mesh
-    replicas: int | None
-
-
-_on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def will_run(one: OnMesh) -> None:
-    """Registers a wrapper as long as it lives."""
-    _on_meshes.add(one)
-
-
-def replicas_on(mesh: Mesh) -> tuple[set[int], bool]:
-    """Returns the numbers of replicas that wrappers run on a mesh, and whether the user chose them."""
-    chosen = {one.replicas for one in list(_on_meshes) if one.mesh == mesh and one.replicas is not None}
-    return (chosen, True) if chosen else ({mesh.size}, False)
-
-
-@functools.cache
-def are_described(mesh: Mesh) -> bool:
-    """Returns True if the devices are those of a topology: programs are compiled for them, and do not run."""
-    return is_described(mesh.devices.flat[0])
-
-
-def mesh_of(verb: str, devices: Devices) -> Mesh:
-    return make_mesh(resolve_devices(verb, devices))
-
-
 def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str | None:
     """Returns `None`, `"sharded"` or the `jax.Device`; `"cpu"` and torch's -1 are the host's CPU."""
     if output_device is None or isinstance(output_device, str) and output_device == "sharded":
@@ -267,93 +227,6 @@ def memory_bytes(device: Device) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask
         return None
-
-
-@functools.cache
-def spans_processes(mesh: Mesh) -> bool:
-    """Returns True if other processes hold some of the mesh's devices, so that each has rows of its own."""
-    # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
-    return jax.process_count() > 1 and len(processes_of(mesh)) > 1
-
-
-@functools.cache
-def processes_of(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the processes that hold devices of the mesh, in ascending order."""
-    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
-
-
-@functools.cache
-def places_of(mesh: Mesh, process: int) -> tuple[int, ...]:
-    """Returns which of the mesh's devices are a process's."""
-    return tuple(i for i, d in enumerate(mesh.devices.flat) if d.process_index == process)
-
-
-def own_places(mesh: Mesh) -> tuple[int, ...]:
-    return places_of(mesh, jax.process_index())
-
-
-@functools.cache
-def own_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh of this process's devices alone, in the order of the whole one."""
-    if not spans_processes(mesh):
-        return mesh
-    return make_mesh(tuple(mesh.devices.flat[i] for i in own_places(mesh)), mesh.axis_names[0])
-
-
-_NO_MESH = Mesh(np.empty((), object), ())
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-_cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
-
-
-def _after_fork() -> None:
-    if make_mesh.cache_info().currsize:  # its devices have started JAX
-        _cut_off[:] = [os.getppid()]
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
-
-    Where a program is traced around the call, JAX does not let the mesh of devices change, but lets go of its axes; of
-    Explicit ones the values that come in are still typed by it, so these stay. Inside of a `shard_map` the mesh is that
-    of the program around it. In a process that was forked from one with devices the call is a `RuntimeError`: nothing
-    would run there, for ever.
-    """
-
-    @functools.wraps(door)
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if _cut_off:
-            raise RuntimeError(
-                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, where JAX had "
-                f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
-                f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
-            )
-        around = jax.sharding.get_abstract_mesh()
-        if around.empty:
-            return door(*args, **kwargs)
-        if trace_state_clean():
-            with jax.set_mesh(_NO_MESH):
-                return door(*args, **kwargs)
-        if not around.are_all_axes_auto:
-            return door(*args, **kwargs)
-        try:
-            with jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh):
-                return door(*args, **kwargs)
-        except ValueError as error:
-            if "jit's context mesh" not in str(error):
-                raise
-            raise ValueError(
-                f"jdp.{door.__name__.strip('_')}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
-                f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
-                f"of that context, or by dp.value_and_grad."
-            ) from error
-
-    return call
 
 
 def virtual_cpu_devices(n: int) -> None:

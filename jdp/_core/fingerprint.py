@@ -13,19 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._processes.agree import difference, same_program
 from .._processes.exchange import exchange_of
 from .._processes.watch import limits
-from .devices import outside_of_mesh, processes_of, spans_processes
-from .layout import Tree, is_key, replicated
+from .layout import Tree, is_key
 from .programs import dispatch
+from .replica_mesh import ReplicaMesh, outside_of_mesh, replicated
 
 _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
 
-def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
+def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     """Raises a `ValueError` if a replicated leaf does not hold the same bits on every device of the mesh.
 
     It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
@@ -35,7 +35,7 @@ def check_replicas(tree: Tree, mesh: Mesh, verb: str) -> None:
 
 
 @outside_of_mesh
-def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
+def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
     """Begins the comparison and does not wait for it: one collective, however many leaves.
 
     The tree may be donated to the next program right away.
@@ -47,7 +47,7 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
             copies.append(_over(x, mesh))
     if not copies:
         return Check(mesh, paths, None, None)
-    if spans_processes(mesh):
+    if mesh.spans_processes:
         program = _program(mesh)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     else:  # a program for each shape compiles faster than one for all leaves
@@ -56,13 +56,13 @@ def start(tree: Tree, mesh: Mesh, verb: str = "check_replicas") -> Check:
     return Check(mesh, paths, extremes, own)
 
 
-def compare_processes(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> None:
+def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
     """Raises a `ValueError` if a leaf that each process has whole differs between them, before it is cut up.
 
     Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
     already are left out. Every process has to call it, and raises the same error.
     """
-    if not spans_processes(mesh):
+    if not mesh.spans_processes:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     mine = {
@@ -70,7 +70,7 @@ def compare_processes(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> None
         for path, x in leaves
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     }
-    exchange = exchange_of(processes_of(mesh))
+    exchange = exchange_of(mesh.processes)
     all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len({*exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
         found = difference(exchange.tell(f"{verb} (what differs)", mine, limits.step))
@@ -89,7 +89,7 @@ class Check:
     `own` each device's hashes, on that device.
     """
 
-    mesh: Mesh
+    mesh: ReplicaMesh
     paths: Sequence[str]
     extremes: jax.Array | None
     own: jax.Array | None
@@ -103,7 +103,7 @@ class Check:
             return
         # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
         hashes = np.asarray(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(self.own))
-        devices = list(self.mesh.devices.flat)
+        devices = list(self.mesh.all_devices)
         found = []
         for i, path in enumerate(self.paths):
             of = [tuple(h) for h in hashes[:, i].tolist()]
@@ -121,9 +121,9 @@ class Check:
 
 
 @functools.cache
-def _program(mesh: Mesh, are_hashed: bool = False) -> Any:
+def _program(mesh: ReplicaMesh, are_hashed: bool = False) -> Any:
     """Returns the comparison of a list of leaves, or of what `_hash_each` gives of them."""
-    axes = mesh.axis_names
+    axes = mesh.jax_mesh.axis_names
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
         own = jnp.concatenate(leaves) if are_hashed else hash_leaves(leaves)
@@ -133,23 +133,23 @@ def _program(mesh: Mesh, are_hashed: bool = False) -> Any:
     of, out = PartitionSpec(axes) if are_hashed else PartitionSpec(), (PartitionSpec(), PartitionSpec(axes))
     compare.__name__ = "check_replicas"
     # Not checked: whether the copies are equal is the question.
-    program = jax.jit(jax.shard_map(compare, mesh=mesh, in_specs=of, out_specs=out, check_vma=False))
+    program = jax.jit(jax.shard_map(compare, mesh=mesh.jax_mesh, in_specs=of, out_specs=out, check_vma=False))
     # Processes with different trees would wait for each other, each in another collective.
-    return same_program(program, mesh.devices.flat, ("tree",)) if spans_processes(mesh) else program
+    return same_program(program, mesh.all_devices, ("tree",)) if mesh.spans_processes else program
 
 
 @functools.cache
-def _hash_each(mesh: Mesh) -> Any:
+def _hash_each(mesh: ReplicaMesh) -> Any:
     """Returns the hashes of each device's copy of a replicated array, uint32[devices, 2], each on its device."""
-    specs: Any = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
-    return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh, **specs))
+    specs: Any = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
+    return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs))
 
 
-def _is_replicated(x: Any, mesh: Mesh) -> bool:
-    return isinstance(x, jax.Array) and x.is_fully_replicated and x.sharding.device_set == set(mesh.devices.flat)
+def _is_replicated(x: Any, mesh: ReplicaMesh) -> bool:
+    return isinstance(x, jax.Array) and x.is_fully_replicated and x.sharding.device_set == set(mesh.all_devices)
 
 
-def _over(x: jax.Array, mesh: Mesh) -> jax.Array:
+def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
     """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
     target = replicated(mesh)
     if x.sharding == target:
@@ -198,7 +198,7 @@ def fingerprint(tree: Tree) -> np.ndarray:
         else:
             cut.setdefault(getattr(x.sharding, "mesh", None), []).append(i)
     for mesh, own in cut.items():
-        where = None if mesh is None else replicated(mesh)
+        where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         found |= dict(zip(own, np.asarray(_hash_all(where)([leaves[i] for i in own])), strict=True))
     return np.array([np.asarray(found[i]) for i in range(len(leaves))], np.uint32).reshape(-1, 2)
 

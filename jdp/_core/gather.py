@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh
 
-from .devices import Device, DeviceLike, make_mesh, outside_of_mesh, own_mesh, resolve_output, spans_processes
+from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
 from .inputs import check_dim, is_array, is_sparse, name_of, normal_axis, way_out
-from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, replicated
+from .layout import Cut, Layout, Leaf, Shard, Tree, Whole
 from .programs import SIZES, dispatch
+from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh, replicated
 from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
 
@@ -69,7 +69,7 @@ def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
     ]
     if all(in_place):
         return join(s, device)
-    if spans_processes(layout.mesh):
+    if layout.mesh.spans_processes:
         refuse_traced(s._arrays, "gather")
     own = layout.own
     used = [i for i in layout.used if i in own] or own[:1]
@@ -88,10 +88,10 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     """Gathers each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
-    if device == "sharded" and layout.is_even and not spans_processes(layout.mesh):
+    if device == "sharded" and layout.is_even and not layout.mesh.spans_processes:
         return layout.fill(outputs._arrays)
     values = [concrete(x) for x in outputs._arrays]
-    if spans_processes(layout.mesh):
+    if layout.mesh.spans_processes:
         refuse_traced(outputs._arrays, "gather")
         pairs = zip(values, layout.arrays, strict=True)
         parts = [x if isinstance(leaf, Shard) else own_part(x, leaf.axis, layout.mesh) for x, leaf in pairs]
@@ -238,14 +238,16 @@ def device_of(x: Any) -> Device | None:
     return min(value.sharding.device_set, key=lambda d: d.id)
 
 
-def scatter_list(trees: Sequence[Tree], mesh: Mesh, dim: int, root: str, replicas: int | None = None) -> Scattered:
+def scatter_list(
+    trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, replicas: int | None = None
+) -> Scattered:
     """Returns as a `Scattered` a list with one tree per replica, as a subclass's `scatter` may return it in torch."""
     how = Cutting(mesh, dim, "DataParallel", root, replicas=replicas)
-    n = own_mesh(mesh).size * how.per_device
+    n = mesh.own.size * how.per_device
     if not isinstance(trees, list | tuple) or not 0 < len(trees) <= n:
         raise TypeError(
             f"jdp.DataParallel: {root} came out of scatter as a {type(trees).__name__}; there are "
-            f"{own_mesh(mesh).size} devices{f' with {how.per_device} replicas each' * (how.per_device > 1)}. Return "
+            f"{mesh.own.size} devices{f' with {how.per_device} replicas each' * (how.per_device > 1)}. Return "
             f"what jdp.scatter returns, or a list with one tree for each replica used."
         )
     flat = [jax.tree.flatten(tree) for tree in trees]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .devices import are_described, own_mesh, spans_processes
-from .layout import Layout, cut_along, is_key, replicated
+from .._jax.private import is_described
+from .layout import Layout, is_key
+from .replica_mesh import ReplicaMesh, cut_along
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
@@ -39,15 +41,15 @@ def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
     return _shape_over(layout.mesh, x.shape, layout.arrays[i].axis, layout.here.mesh)
 
 
-def own_part(x: Any, axis: int | None, mesh: Mesh) -> Any:
+def own_part(x: Any, axis: int | None, mesh: ReplicaMesh) -> Any:
     """Returns this process's part of a global array that is cut along `axis`; one that is whole as it is."""
     if axis is None:
         return x
-    own = own_mesh(mesh)
+    own = mesh.own
     return _of_shards(x, _shape_over(own, x.shape, axis, mesh), cut_along(own, axis))
 
 
-def _shape_over(mesh: Mesh, shape: Sequence[int], axis: int | None, before: Mesh) -> tuple[int, ...]:
+def _shape_over(mesh: ReplicaMesh, shape: Sequence[int], axis: int | None, before: ReplicaMesh) -> tuple[int, ...]:
     """Returns the shape over one mesh, of that of as many rows on each device of another."""
     return tuple(size // before.size * mesh.size if i == axis else size for i, size in enumerate(shape))
 
@@ -59,10 +61,10 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     hash, once.
     """
     mesh: Any = sharding.mesh
-    if are_described(mesh):  # nothing can be put there, and explain needs nothing there
+    if _are_described(mesh):  # nothing can be put there, and explain needs nothing there
         return x
-    x = own_copies(x, replicated(mesh))
-    if not spans_processes(mesh) or isinstance(x, Tracer):
+    x = own_copies(x, _everywhere(mesh))
+    if sharding.is_fully_addressable or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding == sharding:
@@ -71,7 +73,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     if getattr(x, "dtype", None) is not None and is_key(x):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if sharding.is_fully_replicated:
-        return _of_shards(jax.device_put(x, replicated(own_mesh(mesh))), np.shape(x), sharding)
+        return _of_shards(jax.device_put(x, _everywhere(_own_devices(mesh))), np.shape(x), sharding)
     host = np.asarray(x, jnp.result_type(x))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -89,8 +91,24 @@ def own_copies(x: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable and here <= had:
         return _of_shards(x, x.shape, sharding)
     if here != had and _processes(here) <= _processes(had):
-        return jax.device_put(x.addressable_data(0), own_mesh(mesh).devices.flat[0])
+        return jax.device_put(x.addressable_data(0), _own_devices(mesh).devices.flat[0])
     return x
+
+
+@functools.cache
+def _are_described(mesh: Mesh) -> bool:
+    return is_described(mesh.devices.flat[0])
+
+
+@functools.cache
+def _everywhere(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def _own_devices(mesh: Mesh) -> Mesh:
+    """Returns a mesh, of one axis, of this process's devices among those of the mesh."""
+    return Mesh(np.array([d for d in mesh.devices.flat if d.process_index == jax.process_index()]), ("own",))
 
 
 def _processes(devices: set[Any]) -> set[int]:

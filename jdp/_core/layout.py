@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from .devices import Device, own_mesh, spans_processes
+from .devices import Device
+from .replica_mesh import ReplicaMesh, cut_along
 
 Tree = Any
 """Any pytree of arrays."""
@@ -91,7 +92,7 @@ class Layout:
     treedef: Any
     leaves: tuple[Leaf, ...]
     sizes: tuple[int, ...]
-    mesh: Mesh
+    mesh: ReplicaMesh
     dim: int
     per_device: int
     """The replicas on each device, which has consecutive ones: i is on device i // per_device."""
@@ -118,7 +119,7 @@ class Layout:
             found = super().__new__(cls)
             found.treedef, found.leaves, found.sizes, found.mesh, found.dim, found.per_device = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
-            found.devices = tuple(d for d in found.mesh.devices.flat for _ in range(found.per_device))
+            found.devices = tuple(d for d in found.mesh.devices for _ in range(found.per_device))
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
             found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
@@ -168,16 +169,16 @@ class Layout:
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
         """The replicas on this process's devices; of devices that are only described, all."""
-        if not spans_processes(self.mesh):
+        if not self.mesh.spans_processes:
             return tuple(range(len(self.devices)))
         return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
 
     @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
-        if not spans_processes(self.mesh):
+        if not self.mesh.spans_processes:
             return self
-        mesh, own = own_mesh(self.mesh), self.own
+        mesh, own = self.mesh.own, self.own
         leaves = tuple(
             Cut(leaf.axis, tuple(leaf.sizes[i] for i in own), leaf.padded) if isinstance(leaf, Cut) else leaf
             for leaf in self.leaves
@@ -291,18 +292,6 @@ def _joined(pieces: list[Any], axis: int) -> Any:
 def _blank(x: Any, rows: int, axis: int) -> Any:
     zeros = (np if isinstance(x, np.ndarray) else jnp).zeros
     return zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
-
-
-@functools.cache
-def cut_along(mesh: Mesh, axis: int | None) -> NamedSharding:
-    """Returns the sharding of an array that is cut over the mesh along `axis`; None: replicated."""
-    return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_names[0]))
-
-
-@functools.cache
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that is replicated over the mesh."""
-    return cut_along(mesh, None)
 
 
 _KEY = jax.dtypes.prng_key

@@ -10,12 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from .._jax import row_traces
-from .devices import spans_processes
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
+from .replica_mesh import ReplicaMesh
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
@@ -183,7 +182,7 @@ class Outputs:
     def _one_for_all(self, x: Any, rule: Marked, index: Any) -> Any:
         if rule.reduce in ("same", "sum") or self.layout.mesh.size == 1:
             return x
-        layout, (axis_name,) = self.layout, self.layout.mesh.axis_names
+        layout, axis_name = self.layout, self.layout.mesh.axis_name
         rows = np.array(layout.by_device, float)
         if self.is_mean(x, rule):
             if (rows == rows[0]).all():
@@ -220,7 +219,7 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
+def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: ReplicaMesh) -> Any:
     """Returns the sum over the replicas, divided; its scope in the program names the output, or the parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
@@ -236,16 +235,16 @@ def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: Mesh) -> Any:
 _SMALL = 1 << 17  # elements
 
 
-def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
+def _sum(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -> Any:
     """Returns the sum over the replicas, replicated or scattered along an axis; profiles and `explain` name it."""
     if axis is not None:
         with jax.named_scope(name):
-            return jax.lax.psum_scatter(x, mesh.axis_names[0], scatter_dimension=axis, tiled=True)
+            return jax.lax.psum_scatter(x, mesh.axis_name, scatter_dimension=axis, tiled=True)
     # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
     # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. For large
     # ones the transposes take longer than that: a fifth of an MLP's. Between processes the sum is another operation,
     # and they would be a fifth of the step, too.
-    on_cpu = mesh.devices.flat[0].platform == "cpu" and not spans_processes(mesh)
+    on_cpu = mesh.devices[0].platform == "cpu" and not mesh.spans_processes
     is_turned = on_cpu and x.ndim == 2 and x.size <= _SMALL
     x = jnp.matrix_transpose(x) if is_turned else x
     with jax.named_scope(name):
@@ -253,10 +252,10 @@ def _sum(x: Any, axis: int | None, name: str, mesh: Mesh) -> Any:
     return jnp.matrix_transpose(x) if is_turned else x
 
 
-def _psum(values: list[Any], mesh: Mesh) -> list[Any]:
+def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
     """Returns the sums, in one collective."""
     # XLA does not take a sum over one device out of the program.
-    return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_names[0])
+    return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_name)
 
 
 def divided(x: Any, by: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from .devices import outside_of_mesh
 from .layout import Cut, Layout, Leaf, Static, Tree
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
+from .replica_mesh import outside_of_mesh
 from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
@@ -120,7 +120,7 @@ def on_replicas(
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         operands, signature = flatten_call(replicas, inputs, kwargs, verb)
         mesh, in_specs = signature.layout.mesh, signature.specs
-        (axis_name,) = mesh.axis_names
+        axis_name = mesh.axis_name
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
 
@@ -139,7 +139,7 @@ def on_replicas(
 
         specs = (PartitionSpec(axis_name), PartitionSpec())
         # check_vma fails on real models (the scan of an RNN).
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+        mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         with jax.named_scope("DataParallel"):
             cut, whole = mapped(*operands)
         return found[-1].scattered(cut, whole)

@@ -19,13 +19,12 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import same_program
 from .._processes.exchange import Exchange, exchange_of
-from .devices import processes_of, spans_processes
 from .layout import Layout, Tree
+from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, concrete
 
 K = TypeVar("K")
@@ -47,7 +46,7 @@ class Compiled:
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         intercepted(self, replicas, inputs, kwargs)
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
-        if spans_processes(inputs._layout.mesh):
+        if inputs._layout.mesh.spans_processes:
             donated, held = (replicas[0], replicas[1:]) if self._donates else (None, replicas)
             return self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
         leaves, treedef = jax.tree.flatten(replicas)
@@ -78,7 +77,7 @@ class Compiled:
             of_trees.__name__ = of_trees.__qualname__ = run.__name__
             program = jax.jit(of_trees, in_shardings=(None, None, *_where(inputs, kwargs)), donate_argnums=0)
             roots = ("donated", "params", "args", "kwargs")
-            found = self.programs[key] = same_program(program, inputs._layout.mesh.devices.flat, roots)
+            found = self.programs[key] = same_program(program, inputs._layout.mesh.all_devices, roots)
         return found
 
     def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
@@ -219,7 +218,7 @@ _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each
 _ALONE = contextlib.nullcontext()
 
 
-def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
+def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
     """Runs `program(*args)`; on several CPU devices it waits for the oldest runs if too many are in flight."""
     few, exchange = _care(mesh)
     if exchange is not None:
@@ -236,7 +235,7 @@ def dispatch(program: Callable[..., T], mesh: Mesh, *args: Any) -> T:
 
 
 def dispatch_step(
-    program: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
+    program: Callable[..., Any], mesh: ReplicaMesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
 ) -> tuple[S, dict[str, Any]]:
     """Dispatches a training step; its loss stands for the run, because its state is donated to the next step."""
     few, exchange = _care(mesh)
@@ -252,9 +251,9 @@ def dispatch_step(
 
 
 @functools.cache
-def _care(mesh: Mesh) -> tuple[bool, Exchange | None]:
+def _care(mesh: ReplicaMesh) -> tuple[bool, Exchange | None]:
     """Returns whether only few runs may be in flight, and the exchange that tells the other processes of each."""
-    return may_deadlock(mesh), exchange_of(processes_of(mesh)) if spans_processes(mesh) else None
+    return may_deadlock(mesh), exchange_of(mesh.processes) if mesh.spans_processes else None
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:
@@ -287,8 +286,8 @@ def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Calla
 
 
 @functools.cache
-def may_deadlock(mesh: Mesh) -> bool:
-    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+def may_deadlock(mesh: ReplicaMesh) -> bool:
+    return len(mesh.all_devices) > 1 and mesh.devices[0].platform == "cpu"
 
 
 def _wait_for_earlier(program: Any, output: Any) -> None:

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from .._processes.agree import same_program
-from .devices import DeviceLike, make_mesh, outside_of_mesh, own_mesh, resolve_output, spans_processes
+from .devices import DeviceLike, resolve_output
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
 from .inputs import name_of
-from .layout import Cut, Static, Tree, Whole, is_key, replicated
+from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch
+from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh, replicated
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
@@ -70,13 +70,13 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             other = next((shape for shape in shapes if shape != shapes[0]), None)
             if other is not None:
                 raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
-    if spans_processes(layout.mesh):
+    if layout.mesh.spans_processes:
         refuse_traced(s._arrays, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sum(s))
     sums = dispatch(_summing(layout.mesh), layout.mesh, s)
     if not everywhere and sums:
-        whole = own_mesh(layout.mesh).devices.flat[0] if target is None else target
+        whole = layout.mesh.own.devices[0] if target is None else target
         sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
     return layout.fill(sums)
 
@@ -111,8 +111,8 @@ def _sum_everywhere(s: Scattered) -> list[Any]:
 
 
 @functools.cache
-def _summing(mesh: Mesh) -> Any:
-    return same_program(_sum_everywhere, mesh.devices.flat, ("outputs",)) if spans_processes(mesh) else _sum_everywhere
+def _summing(mesh: ReplicaMesh) -> Any:
+    return same_program(_sum_everywhere, mesh.all_devices, ("outputs",)) if mesh.spans_processes else _sum_everywhere
 
 
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:

@@ -7,14 +7,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 
-from .devices import Devices, are_described, mesh_of, outside_of_mesh, own_mesh, spans_processes
+from .devices import Devices
 from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
-from .layout import Tree, cut_along, replicated
+from .layout import Tree
 from .programs import capturing
+from .replica_mesh import ReplicaMesh, cut_along, mesh_of, outside_of_mesh, replicated
 from .scattered import concrete, is_scattered, put_all
 from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
@@ -55,7 +56,7 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 OfShards = Literal["scattered", "whole", "kept"]
 
 
-def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
+def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
     """Replicates a tree. What is `Scattered` in it (state with a batch axis) stays so; `root` is its name in errors.
 
     `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
@@ -63,7 +64,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
     """
     refuse_deep(tree, verb, "params")
     target = replicated(mesh)
-    if all_lie(jax.tree.leaves(tree), target) or are_described(mesh):
+    if all_lie(jax.tree.leaves(tree), target) or mesh.is_described:
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     away = [
@@ -89,8 +90,8 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
         _check(leaves[i], mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
-            leaves[i] = jax.device_put(leaves[i], own_mesh(mesh).devices.flat[0])
-    if spans_processes(mesh):
+            leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
+    if mesh.spans_processes:
         refuse_traced([leaves[i] for i in away], verb)
         moved = [put(leaves[i], target) for i in away]
     else:
@@ -100,7 +101,7 @@ def broadcast(tree: Tree, mesh: Mesh, verb: str, root: str = "", cut: OfShards =
     return jax.tree.unflatten(treedef, leaves)
 
 
-def sharded(tree: Tree, mesh: Mesh, verb: str, root: str = "") -> Tree:
+def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
     """Cuts each leaf of the tree over the devices, and replicates those that do not divide; leaves in place stay."""
 
     def checked(index: int, x: Any) -> Any:
@@ -133,7 +134,7 @@ def all_lie(leaves: list[Any], where: Sharding) -> bool:
     return not found or found[0] == where and found.count(found[0]) == len(found)
 
 
-def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
+def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
     """Returns True if the arrays of a tree are replicated over the mesh, by whatever name, or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
     target = replicated(mesh)
@@ -145,11 +146,11 @@ def lives_replicated(tree: Tree, mesh: Mesh) -> bool:
     )
 
 
-def _check(x: Any, mesh: Mesh, verb: str, tree: Tree, index: int, root: str) -> None:
+def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> None:
     x = concrete(x)
     if isinstance(x, jax.Array):
-        primary, found = own_mesh(mesh).devices.flat[0], x.sharding.device_set
-        whole = x.is_fully_replicated and found == set(mesh.devices.flat)
+        primary, found = mesh.own.devices[0], x.sharding.device_set
+        whole = x.is_fully_replicated and found == set(mesh.all_devices)
         if x.committed and found != {primary} and not whole:
             path = _path(tree, index, root)
             raise RuntimeError(_wrong_device(x, mesh, verb, path, jax.tree.leaves(tree)))
@@ -167,8 +168,8 @@ def _path(tree: Tree, index: int, root: str) -> str:
     return root + jax.tree_util.keystr(path) or "params"
 
 
-def _wrong_device(x: jax.Array, mesh: Mesh, verb: str, path: str, all_of_them: list[Any]) -> str:
-    n, primary = mesh.devices.size, own_mesh(mesh).devices.flat[0]
+def _wrong_device(x: jax.Array, mesh: ReplicaMesh, verb: str, path: str, all_of_them: list[Any]) -> str:
+    n, primary = len(mesh.all_devices), mesh.own.devices[0]
     spec = tuple(getattr(x.sharding, "spec", ()))
     found = ", ".join(sorted(str(d) for d in x.sharding.device_set))
     one_each = len(x.sharding.device_set) == n and all(jax.numpy.shape(y)[:1] == (n,) for y in all_of_them)

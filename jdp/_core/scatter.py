@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from .._jax.private import trace_state_clean
 from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
-from .devices import Devices, mesh_of, names_of, outside_of_mesh, own_mesh, processes_of, spans_processes
+from .devices import Devices, names_of
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
     ARRAYS,
@@ -29,8 +28,9 @@ from .inputs import (
     refuse_deep,
     refuse_rows_of_numbers,
 )
-from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, cut_along, given_sizes, pad
+from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
 from .programs import SIZES, Recent, capturing
+from .replica_mesh import ReplicaMesh, cut_along, mesh_of, outside_of_mesh
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
 
@@ -77,7 +77,7 @@ def scatter(
 class Cutting(NamedTuple):
     """How a batch is cut, and its names in errors."""
 
-    mesh: Mesh
+    mesh: ReplicaMesh
     dim: int
     verb: str
     root: str | tuple[str, ...]  # the name of the batch, or one name for each child of a tuple
@@ -101,14 +101,14 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
     try:
         batch = prepare(inputs, how)
     except Exception as error:
-        if spans_processes(how.mesh):
+        if how.mesh.spans_processes:
             fail(how.mesh, how.verb, error)
         raise
     arrays, layout = batch.arrays, batch.layout
     if batch.outline is not None:
         if capturing():
-            rows = {process: iter(layout.rows) for process in processes_of(how.mesh)}
-            devices = [d for d in how.mesh.devices.flat for _ in range(how.per_device)]
+            rows = {process: iter(layout.rows) for process in how.mesh.processes}
+            devices = [d for d in how.mesh.devices for _ in range(how.per_device)]
             sizes = tuple(next(rows[d.process_index], 0) for d in devices)
         else:
             pending = begin(how.mesh, how.verb, layout.by_device, batch.outline)
@@ -151,11 +151,11 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
     is_cut = any(are_cut)
     refuse_cut_graphs(values, are_cut, treedef, how.verb, how.root)
-    several = spans_processes(how.mesh)
+    several = how.mesh.spans_processes
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
     mesh, outline = how.mesh, None
     if not agreed:
-        mesh, outline = own_mesh(mesh), outline_of(values, specs, treedef, how.root)
+        mesh, outline = mesh.own, outline_of(values, specs, treedef, how.root)
     sizes = _sizes(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
@@ -179,8 +179,8 @@ def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, 
         return tuple(x for rows in found for x in (rows, *[0] * (how.per_device - 1)))
     sizes = chunk_sizes(sum(found), how.replicas)
     sizes = (*sizes, *[0] * (how.replicas - len(sizes)))
-    of = np.array([d.process_index for d in how.mesh.devices.flat])
-    processes = processes_of(how.mesh)
+    of = np.array([d.process_index for d in how.mesh.devices])
+    processes = how.mesh.processes
     passed = [int(np.array(found)[of == p].sum()) for p in processes]
     meant = [int(np.array(sizes)[of.repeat(how.per_device) == p].sum()) for p in processes]
     if passed != meant:
@@ -203,7 +203,7 @@ def put_early(batch: Prepared) -> list[Any]:
 
 def _refuse_trace(how: Cutting) -> None:
     """Raises a `ValueError` inside of a transformation, because it would see the rows of one process."""
-    if spans_processes(how.mesh) and not trace_state_clean() and not capturing():
+    if how.mesh.spans_processes and not trace_state_clean() and not capturing():
         raise ValueError(
             f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
             f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
@@ -246,7 +246,7 @@ def _on_mesh(s: Scattered, how: Cutting) -> Scattered:
     if s._layout.mesh != how.mesh:
         raise ValueError(
             f"jdp.{how.verb}: an input is scattered over ({names_of(s.devices)}), the call runs on "
-            f"({names_of([*how.mesh.devices.flat])}); one call runs on one set of devices. Scatter it over these."
+            f"({names_of([*how.mesh.devices])}); one call runs on one set of devices. Scatter it over these."
         )
     refuse_other_replicas(s, how)
     return s
@@ -292,7 +292,7 @@ def _look(
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())
                 if how.stacked is not None and how.stacked(x):
                     spec = Stack()
-                elif spans_processes(how.mesh):
+                elif how.mesh.spans_processes:
                     x = _own_rows(x, spec.axis, how, called)
         values.append(x)
         specs.append(spec)
@@ -315,7 +315,7 @@ def _sizes(
     values: Sequence[Any],
     specs: Sequence[Leaf],
     came: Sequence[Layout],
-    mesh: Mesh,
+    mesh: ReplicaMesh,
     how: Cutting,
     name: Callable[[int], str],
 ) -> tuple[int, ...]:
@@ -340,7 +340,7 @@ def _sizes(
                 f"inputs are cut alike. Scatter them together."
             )
         return sizes
-    if came and spans_processes(mesh):
+    if came and mesh.spans_processes:
         return came[0].sizes
     n = mesh.size * how.per_device
     if how.sizes is not None:
@@ -355,7 +355,7 @@ def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scatter
     own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_padded(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
-    if spans_processes(layout.mesh):
+    if layout.mesh.spans_processes:
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     # In a job of several processes a program takes numpy arrays for replicated ones.
     as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}

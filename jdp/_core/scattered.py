@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax.private import concrete_value
 from .._page import Page, bars, in_notebook, text
-from .devices import Device, names_of, spans_processes
-from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, cut_along, is_key, replicated, unpad
+from .devices import Device, names_of
+from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key, unpad
 from .outline import outline_of_leaf, page_of
+from .replica_mesh import ReplicaMesh, cut_along, replicated
 
 
 @jax.tree_util.register_pytree_node_class
@@ -206,10 +207,10 @@ def in_host_memory(x: Any) -> Any:
     return x if as_it_is else jax.device_get(x)  # np.asarray is what jax_transfer_guard disallows
 
 
-def on_mesh(s: Scattered, mesh: Mesh) -> Scattered:
+def on_mesh(s: Scattered, mesh: ReplicaMesh) -> Scattered:
     """Returns `s`, with the mesh's name for its axis if it was scattered over the same devices."""
     layout = s._layout
-    if layout.mesh == mesh or [*layout.mesh.devices.flat] != [*mesh.devices.flat]:
+    if layout.mesh == mesh or [*layout.mesh.devices] != [*mesh.devices]:
         return s
     named = Layout(layout.treedef, layout.leaves, layout.sizes, mesh, layout.dim, layout.per_device)
     return placed(Scattered(s._arrays, named))
@@ -264,7 +265,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
             return of_replica(turn_of(local, leaf, i % layout.per_device, layout.per_device), leaf, i)
-        if spans_processes(layout.mesh):
+        if layout.mesh.spans_processes:
             raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
                 f"{jax.process_index()}; each sees its own. Pass one of {list(layout.own)}."
@@ -340,7 +341,7 @@ def flatten_call(
     layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
     leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
     layout = _common_layout([x for x in layouts if x])
-    return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_names[0], verb)
+    return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_name, verb)
 
 
 def fold_key(x: Any, index: Any) -> Any:

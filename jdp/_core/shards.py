@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._jax.jaxprs import constants
 from .._jax.pieces import Sharded, run_in_pieces
 from .devices import memory_bytes
 from .layout import LEAF, Layout, Shard, Tree
 from .outputs import Outputs, path_name
+from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, Signature, concrete
 
 Gather = Callable[[Any, int, Any], Any]
@@ -41,7 +42,7 @@ def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
     return axes[0] if len(x.shape) < 3 else next((axis for axis in axes if axis), 0)
 
 
-def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
+def as_shards(params: Tree, mesh: ReplicaMesh, never: Never) -> Tree:
     """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
 
     def cut(x: Any) -> Any:
@@ -51,14 +52,14 @@ def as_shards(params: Tree, mesh: Mesh, never: Never) -> Tree:
     return jax.tree.map(cut, params)
 
 
-def shard(x: Any, axis: int, mesh: Mesh) -> Scattered:
+def shard(x: Any, axis: int, mesh: ReplicaMesh) -> Scattered:
     """Returns an array that is cut over the mesh along an axis, as an operand of the replicas' program."""
     return Scattered((x,), Layout(LEAF, (Shard(axis),), (1,), mesh, 0, 1))
 
 
-def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
+def refuse_too_large(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> None:
     """Raises a `ValueError` for a parameter that a device cannot hold, because it is replicated while it is used."""
-    device = mesh.devices.flat[0]
+    device = mesh.devices[0]
     most = memory_bytes(device) or float("inf")
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         size = x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
@@ -69,7 +70,7 @@ def refuse_too_large(tree: Tree, mesh: Mesh, verb: str, root: str) -> None:
             )
 
 
-def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh) -> None:
+def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: ReplicaMesh) -> None:
     """Raises a `ValueError` if the model has closed over its parameters: these (shards, each with its axis)."""
     cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
     for x in constants(jaxpr):
@@ -82,12 +83,12 @@ def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: Mesh)
             )
 
 
-def cut_axis_of(x: Any, mesh: Mesh) -> int | None:
+def cut_axis_of(x: Any, mesh: ReplicaMesh) -> int | None:
     """Returns the axis that an array is cut along over this very mesh; None for all else."""
     sharding = getattr(concrete(x), "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or mesh.size == 1:
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh.jax_mesh or mesh.size == 1:
         return None
-    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_names[0], mesh.axis_names)]
+    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_name, (mesh.axis_name,))]
     return cut[0] if cut else None
 
 

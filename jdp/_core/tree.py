@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._jax.jaxprs import (
     Hidden,
@@ -32,6 +32,7 @@ from .._jax.jaxprs import (
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of
+from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, flatten_call
 from .turns import weighted
 from .uneven import run_body, trace_bodies
@@ -102,7 +103,7 @@ def segments(
 
     The first begins with the operands. Values that a later program reads are held between two programs.
     """
-    (axis_name,), n = layout.mesh.axis_names, len(layout.devices)
+    axis_name, n = layout.mesh.axis_name, len(layout.devices)
     found: list[tuple[Segmented, Parts]] = []
 
     def of_one(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,16 +305,16 @@ class Counter:
         return sums
 
 
-def exchange(mesh: Mesh, primary: int) -> Any:
+def exchange(mesh: ReplicaMesh, primary: int) -> Any:
     """Returns the program that adds the devices' sums, and copies the values of device number `primary`."""
-    (axis_name,) = mesh.axis_names
+    axis_name = mesh.axis_name
 
     def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
         return [_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
 
     specs = PartitionSpec(axis_name), PartitionSpec()
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     def exchange(sums: list[Any], taken: list[Any]) -> Any:
         return mapped(sums, taken)

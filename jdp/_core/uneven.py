@@ -185,7 +185,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
         values = _on_no_rows(lead, branch(jaxprs[0]), idle, operands, signature, index)
-    elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_names[0], synced=True)):
+    elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_name, synced=True)):
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)

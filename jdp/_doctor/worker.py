@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from .._core.devices import Device, make_mesh, resolve_devices, warn_imbalance
-from .._core.layout import cut_along, replicated
+from .._core.devices import Device, resolve_devices, warn_imbalance
+from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:
@@ -133,13 +133,15 @@ BODIES: dict[str, Callable[[jax.Array, str], jax.Array]] = {
 
 
 @functools.cache
-def _program(name: str, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    body, axis = BODIES[name], mesh.axis_names[0]
+def _program(name: str, mesh: ReplicaMesh) -> Callable[[jax.Array], jax.Array]:
+    body, axis = BODIES[name], mesh.axis_name
     spec = PartitionSpec(axis)
-    return jax.jit(jax.shard_map(lambda x: body(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(
+        jax.shard_map(lambda x: body(x, axis), mesh=mesh.jax_mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
 
 
-MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
+MOVES: dict[str, Callable[[jax.Array, ReplicaMesh], jax.Array]] = {
     "broadcast": lambda x, mesh: jax.device_put(x, replicated(mesh)),  # what jdp.replicate does
     "copy": lambda x, mesh: jax.device_put(x, mesh.devices[1]),
     **{name: lambda x, mesh, name=name: _program(name, mesh)(x) for name in BODIES},

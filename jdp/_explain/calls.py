@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from .._core.devices import are_described, make_mesh, own_mesh
-from .._core.layout import Cut, Layout, Stack, Tree, cut_along, replicated
+from .._core.layout import Cut, Layout, Stack, Tree
 from .._core.programs import Compiled, Flat, intercept
+from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replica_mesh, replicated
 from .._core.scattered import Scattered, is_scattered
 from .._core.shards import cut_axis_of, shard
 from .._jax.private import compilations
@@ -27,7 +26,7 @@ class Call:
     """A call of a program, with shapes in place of arrays: what is lowered, and what its operands are."""
 
     label: str
-    mesh: Mesh
+    mesh: ReplicaMesh
     roles: dict[str, Tree]
     batch: tuple[Scattered, ...]
     differentiated: Tree  # the parameters whose gradients it reduces, if it reduces any
@@ -43,7 +42,7 @@ class Call:
         A compiler for absent GPUs may cache its kernels in the file `kernels`, and reuses them for another program
         with the same kernels. The instructions, their order and their memory are compiled each time.
         """
-        absent = are_described(self.mesh) and self.mesh.devices.flat[0].platform == "gpu"
+        absent = self.mesh.is_described and self.mesh.devices[0].platform == "gpu"
         if not absent:
             return lowered.compile(compiler_options=self.compiler_options or None)
         # Without a GPU to tune on, XLA's own kernels for matrix products have tiles for small products only, and XLA
@@ -78,7 +77,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     # A tracer does not know its array's sharding, so parameters that are cut (in the first argument) are marked here.
     first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
-    cut = {i: (x.sharding.mesh, axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
+    cut = {i: (_mesh_of(x), axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
 
     def run(arrays: dict[int, Any]) -> None:
         arrays |= {i: shard(arrays[i], axis, mesh) for i, (mesh, axis) in cut.items()}
@@ -100,7 +99,12 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def own_axis(x: Any) -> int | None:
     """Returns the axis along which an array is cut over all devices of its one-axis mesh; None for anything else."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-    return cut_axis_of(x, mesh) if mesh is not None and len(mesh.axis_names) == 1 else None
+    return cut_axis_of(x, _mesh_of(x)) if mesh is not None and len(mesh.axis_names) == 1 else None
+
+
+def _mesh_of(x: Any) -> ReplicaMesh:
+    """Returns the mesh that an array is cut over, all of whose devices are replicas."""
+    return replica_mesh(x.sharding.mesh, x.sharding.mesh.axis_names[0])
 
 
 def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
@@ -112,7 +116,7 @@ def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=getattr(x, "weak_type", False))
 
 
-def spread(s: Scattered, mesh: Mesh, rows: int | None = None) -> Scattered:
+def spread(s: Scattered, mesh: ReplicaMesh, rows: int | None = None) -> Scattered:
     """Returns the shapes as if scattered over the devices of `mesh`: `rows` on each, or all rows on its only device."""
     layout = s._layout
 
@@ -132,8 +136,8 @@ def spread(s: Scattered, mesh: Mesh, rows: int | None = None) -> Scattered:
     return Scattered(arrays, to)
 
 
-def _primary(mesh: Mesh) -> Mesh:
-    return make_mesh((own_mesh(mesh).devices.flat[0],), mesh.axis_names[0])
+def _primary(mesh: ReplicaMesh) -> ReplicaMesh:
+    return make_mesh((mesh.own.devices[0],), mesh.axis_name)
 
 
 def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Call:

@@ -112,7 +112,7 @@ def _compiled(call: Call, lowered: Any, kernels: str | None) -> Any:
     try:
         return call.compile(lowered, kernels)
     except jax.errors.JaxRuntimeError as error:
-        rows, kind = max(_rows(call.batch[0])), call.mesh.devices.flat[0].device_kind
+        rows, kind = max(_rows(call.batch[0])), call.mesh.devices[0].device_kind
         what = f"{call.label} with {rows} rows on each {kind}"
         advice = "the compiler for it says why. Change what it names."
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -130,15 +130,15 @@ def _output_bytes(memory: Any) -> int:
 
 def _report(of: CompiledCall) -> Report:
     call, compiled = of.call, of.compiled
-    hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices.flat[0]
+    hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices[0]
     module, chip = parse(hlo), chip_of(device.device_kind)
     sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
     return Report(
         label=call.label,
         platform=device.platform,
         device_kind=device.device_kind,
-        devices=call.mesh.size,
-        processes=len({d.process_index for d in call.mesh.devices.flat}),
+        devices=len(call.mesh.all_devices),
+        processes=len({d.process_index for d in call.mesh.all_devices}),
         rows=_rows(call.batch[0]),
         work=_work(compiled, module),
         parameter_bytes=sizes["parameters"],
@@ -158,7 +158,7 @@ def _report(of: CompiledCall) -> Report:
         compile_seconds=of.seconds,
         hlo=hlo,
         _alone=functools.partial(work_alone, call),
-        _network=Network.of([*call.mesh.devices.flat]) if chip else None,
+        _network=Network.of([*call.mesh.all_devices]) if chip else None,
     )
 
 

@@ -15,20 +15,18 @@ from .._core.devices import (
     Device,
     DeviceLike,
     Devices,
-    are_described,
-    make_mesh,
     names_of,
     refuse_alone,
     resolve_devices,
     resolve_output,
     warn_imbalance,
-    will_run,
 )
 from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
 from .._core.layout import Layout, Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Compiled, Recent, capturing, kept
+from .._core.replica_mesh import ReplicaMesh, make_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
@@ -87,7 +85,7 @@ class Config:
         self.reduce_state: Reduce = reduce_state
         self.state_axes: dict[Any, int] = dict(state_axes or {})
         self.shard_params: bool = bool(shard_params)
-        self.mesh: Mesh = make_mesh(self.devices, axis_name)
+        self.mesh: ReplicaMesh = make_mesh(self.devices, axis_name)
         self.replicas: int | None = _checked(replicas, len(self.devices))
         self.per_device: int = 1 if self.replicas is None else self.replicas // len(self.devices)
         self._forget()
@@ -104,9 +102,9 @@ class Config:
     @property
     def is_described(self) -> bool:
         """Whether the devices are those of a topology, on which nothing runs."""
-        return are_described(self.mesh)
+        return self.mesh.is_described
 
-    def mesh_of(self, devices: Devices) -> Mesh:
+    def mesh_of(self, devices: Devices) -> ReplicaMesh:
         """Returns the mesh of other devices than the wrapper's own, which a subclass chose for a step."""
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
 
@@ -121,7 +119,7 @@ class Config:
     def refuse_other_mesh(self) -> None:
         self.refuse_described()
         around = jax.sharding.get_abstract_mesh()
-        if not around.empty and around != self.mesh.abstract_mesh:
+        if not around.empty and around != self.mesh.jax_mesh.abstract_mesh:
             raise ValueError(
                 f"jdp.DataParallel: traced inside jax.set_mesh of {around}, whose axes are Explicit: values are typed "
                 f"by that mesh, and the wrapper has a mesh of its own. Trace it outside of that context, or make the "
@@ -155,10 +153,10 @@ class Config:
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
         return kept(call, ("program", beside), program, self._programs)
 
-    def on(self, mesh: Mesh) -> Config:
+    def on(self, mesh: ReplicaMesh) -> Config:
         """Returns the same arguments, on other devices, each with one replica."""
         other = object.__new__(Config)
-        changed = {"mesh": mesh, "devices": tuple(mesh.devices.flat), "replicas": None, "per_device": 1}
+        changed = {"mesh": mesh, "devices": mesh.all_devices, "replicas": None, "per_device": 1}
         vars(other).update(vars(self) | changed)
         other._forget()
         return other

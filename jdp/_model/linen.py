@@ -9,14 +9,14 @@ import flax.errors
 import jax
 from flax import linen
 from flax.core.scope import in_filter
-from jax.sharding import Mesh
 
 from .._core.fingerprint import compare_processes
 from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
-from .._core.layout import Tree, cut_along, is_key, replicated
+from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.parallel_apply import replica_context
+from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
 from .._core.scattered import concrete
 from .._core.shards import refuse_too_large, shard_axis
 
@@ -180,7 +180,7 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
 
 
 def init_in_shards(
-    module: Any, axis_name: str, mesh: Mesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: Any, axis_name: str, mesh: ReplicaMesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tree:
     """Runs `init` as a program: each device makes its own parts of the parameters."""
     _check_key(rngs)
@@ -220,7 +220,7 @@ def _check_key(rngs: Any) -> None:
             )
 
 
-def place(variables: Tree, mesh: Mesh) -> Tree:
+def place(variables: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns new variables, replicated, wherever `init` made them."""
     return jax.tree.map(lambda x: x if concrete(x) is None else put(x, replicated(mesh)), variables)
 

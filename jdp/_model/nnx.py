@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import linen, nnx
-from jax.sharding import Mesh
 
-from .._core.devices import spans_processes
 from .._core.inputs import USUAL, no_further
-from .._core.layout import Tree, cut_along, is_key
+from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
+from .._core.replica_mesh import ReplicaMesh, cut_along
 from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
@@ -79,7 +78,7 @@ def with_nodes(
     return call
 
 
-def made_in_shards(module: Any, mesh: Mesh) -> Any:
+def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
     """Returns an NNX module, of a function that makes it: each device makes its own parts of the parameters."""
     if isinstance(module, nnx.Pytree):
         return module
@@ -106,8 +105,8 @@ def made_in_shards(module: Any, mesh: Mesh) -> Any:
 
     target = nnx.map_state(where, state)
     make = jax.jit(lambda: nnx.split(module())[1], out_shardings=target)
-    if spans_processes(mesh):  # a seed of its own would be part of each one's program
-        make = same_program(functools.update_wrapper(make, module), mesh.devices.flat, ())
+    if mesh.spans_processes:  # a seed of its own would be part of each one's program
+        make = same_program(functools.update_wrapper(make, module), mesh.all_devices, ())
     return nnx.merge(graph, make())
 
 

@@ -14,7 +14,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, TextIO, TypeVar
 
-from .._core.devices import Device, make_mesh
+from .._core.devices import Device
+from .._core.replica_mesh import make_mesh
 from .._explain.calls import step_call
 from .._explain.estimate import Network, wire_bytes
 from .._explain.explain import CompiledCall, compiled_call

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from .._core.programs import intercept
+from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
 from .._explain.calls import Captured, shape_of, spread
 from .._script import print_error, run_script
@@ -52,7 +52,7 @@ class Step:
         """True if the batch is cut: a replicated batch has no rows to plan."""
         return self.batch._layout.is_cut
 
-    def on(self, mesh: Mesh, rows: int, way: str | None = None) -> tuple[Program, TrainState, Scattered]:
+    def on(self, mesh: ReplicaMesh, rows: int, way: str | None = None) -> tuple[Program, TrainState, Scattered]:
         """Returns the same step on other devices, with `rows` on each, and its state kept in that way of `WAYS`."""
         params = (way or self.way) == "shard_params"
         changed = {"shard_params": params, "shard_optimizer": params or (way or self.way) == "shard_optimizer"}

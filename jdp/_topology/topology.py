@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from .._core.devices import Device, are_described, make_mesh
+from .._core.devices import Device
+from .._jax.private import is_described
 from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 
@@ -75,7 +76,7 @@ def topology(
                 f"jdp.topology: per_host is {per_host}; NVLink connects {chip.domain[0]} {name}s. Pass more hosts."
             )
         devices = _gpus(name, hosts, per_host)
-    if not are_described(make_mesh(devices[:1])):  # otherwise jdp would run programs on them
+    if not is_described(devices[0]):  # otherwise jdp would run programs on them
         raise NotImplementedError(
             f"jdp.topology: JAX {jax.__version__} does not tell described devices from real ones; nothing runs on "
             f"described ones. Install a version that does (0.10 to 0.12)."

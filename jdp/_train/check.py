@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from .._core.devices import own_mesh, spans_processes
-from .._core.layout import Cut, Layout, Tree, is_key, replicated
+from .._core.layout import Cut, Layout, Tree, is_key
+from .._core.replica_mesh import ReplicaMesh, make_mesh, replicated
 from .._core.scattered import Scattered, map_scattered, unpadded
 from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
@@ -61,8 +60,8 @@ class LossCheck:
 def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
     """Compares the program's loss on its devices with its loss on one device and the whole batch; changes nothing."""
     mesh, options = program.config.mesh, program.options
-    one = own_mesh(mesh) if spans_processes(mesh) else mesh
-    one = Mesh(one.devices.reshape(-1)[:1], mesh.axis_names)
+    one = mesh.own if mesh.spans_processes else mesh
+    one = make_mesh(one.devices[:1], mesh.axis_name)
     # Only the loss is compared, not the placement of its parameters, and not how gradients are sent.
     plain: dict[str, Any] = dict(shard_optimizer=False, shard_params=False, gather_once=False, deterministic=False)
     plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)
@@ -88,7 +87,7 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
 
 
 def _compared(
-    found: Gradients, expected: Gradients, mesh: Mesh, steps: int, program: Program, narrowest: float
+    found: Gradients, expected: Gradients, mesh: ReplicaMesh, steps: int, program: Program, narrowest: float
 ) -> LossCheck:
     names = "loss", "metrics", "update of state", "gradient of params"
     lines: list[str] = []
@@ -156,21 +155,21 @@ def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _on_host(tree: Tree, mesh: Mesh) -> Tree:
+def _on_host(tree: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns the tree as NumPy arrays, each with all rows."""
     tree = map_scattered(lambda s: s._layout.fill(_everywhere(s, mesh)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
-def _everywhere(s: Scattered, mesh: Mesh) -> list[Any]:
+def _everywhere(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
     """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
     return [x.addressable_data(0) for x in run(list(s._arrays))]
 
 
-def _whole_batch(batch: Scattered, one: Mesh) -> Scattered:
+def _whole_batch(batch: Scattered, one: ReplicaMesh) -> Scattered:
     """Returns the batch of all replicas as the batch of a single replica on the mesh `one`."""
     layout, rows = batch._layout, (sum(batch._layout.sizes),)
 
@@ -181,7 +180,7 @@ def _whole_batch(batch: Scattered, one: Mesh) -> Scattered:
     return Scattered(jax.device_put(_everywhere(batch, layout.mesh), list(to.shardings)), to)
 
 
-def _on_one(state: TrainState, mesh: Mesh, one: Mesh) -> TrainState:
+def _on_one(state: TrainState, mesh: ReplicaMesh, one: ReplicaMesh) -> TrainState:
     whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))(state)
     return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0), replicated(one)), whole)
 

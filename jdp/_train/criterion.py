@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, pad
+from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, Gather, on_replicas
+from .._core.replica_mesh import cut_along
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
 from .forms import First, SeveralTerms
 from .gradients import Forward, Gradients, Loss, forward, gradients, has_cotangent, sent_as, weight_of_all

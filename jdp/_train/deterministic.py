@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from .._core.devices import own_mesh, spans_processes
-from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, cut_along, replicated
+from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
 from .._core.outputs import Outputs
 from .._core.parallel_apply import CallOf
+from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
 from .._core.scattered import Scattered, unpadded
 from .._core.tree import (
     Counter,
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class OnDevices:
     """Takes arrays over a mesh apart into the parts on each of this process's devices, and puts parts together."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: ReplicaMesh) -> None:
         self.mesh = mesh
-        self.devices: list[Any] = list((own_mesh(mesh) if spans_processes(mesh) else mesh).devices.flat)
+        self.devices: list[Any] = list((mesh.own if mesh.spans_processes else mesh).devices)
         self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id: the last arrays put together, with their parts
 
     def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
@@ -139,7 +139,7 @@ class Deterministic:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
-        one = Mesh(np.array(on.devices[:1]), layout.mesh.axis_names)
+        one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         self._treedef = treedef

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.devices import Device
-from .._core.layout import Tree, replicated
+from .._core.layout import Tree
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
+from .._core.replica_mesh import replicated
 from .._core.scattered import Scattered, Signature
 from .._model.nnx import enter
 from .gradients import Loss, differentiate, local, rows_of

@@ -11,15 +11,14 @@ import jax.extend
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh
 
-from .._core.devices import make_mesh, outside_of_mesh, own_mesh
 from .._core.gather import join
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
 from .._core.programs import Compiled, dispatch, kept, may_deadlock
+from .._core.replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
@@ -198,7 +197,7 @@ def _axes_of_arguments(
     return tuple(None if p in static else axis for p, axis in enumerate(given))
 
 
-def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: Mesh) -> Replicas:
+def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: ReplicaMesh) -> Replicas:
     """Replicates the arguments that are not cut: returns those that are donated, and the rest with the NNX objects."""
     whole = _without_objects(whole)
     placed = broadcast(whole, mesh, VERB, "args")
@@ -234,7 +233,7 @@ def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     return jax.tree.map(lambda x: x.value if is_object(x) else x, whole, is_leaf=is_object)
 
 
-def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
+def _refuse_deleted(donated: dict[int, Tree], mesh: ReplicaMesh) -> None:
     """Raises a `RuntimeError` if an array was donated already."""
     for i, x in enumerate(jax.tree.leaves(donated)):
         if isinstance(x, Tracer) or not isinstance(x, jax.Array):  # inside of jit; or in explain, which moves nothing
@@ -250,7 +249,7 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: Mesh) -> None:
 
 def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting, *, by_default: bool) -> Any:
     """Scatters the arguments that are cut; `by_default` is True if the user has passed no in_axes."""
-    n, dim = own_mesh(how.mesh).size * how.per_device, how.dim
+    n, dim = how.mesh.own.size * how.per_device, how.dim
     if any(axis is not None and type(axis) is not int for axis in axes):
         _check_stacked(args, axes, n)
     cut = [x for x, axis in zip(args, axes, strict=True) if type(axis) is int]

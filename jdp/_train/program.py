@@ -11,15 +11,14 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
-from .._core.devices import spans_processes
 from .._core.fingerprint import Check, start
 from .._core.gather import join
 from .._core.global_arrays import put
-from .._core.layout import Layout, Shard, Tree, Whole, replicated
+from .._core.layout import Layout, Shard, Tree, Whole
 from .._core.parallel_apply import on_replicas
 from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispatch_step, intercepted, is_plain, stepped
+from .._core.replica_mesh import ReplicaMesh, replicated
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._core.shards import as_shards, shard_axis
 from .._jax.pieces import run_over
@@ -177,7 +176,7 @@ class Program:
         if self.options.deterministic and len(layout.devices) > 1:
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
-        elif spans_processes(mesh):
+        elif mesh.spans_processes:
             program = self.of(state, layout)
         else:
             program = None
@@ -215,8 +214,8 @@ class Program:
                 found = jit_of_leaves(self, state, treedef, layout, options)
             else:
                 found = jit_of_state(self, state, layout, options)
-                if spans_processes(layout.mesh):
-                    found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
+                if layout.mesh.spans_processes:
+                    found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
             self.compiled[key] = found
         return found
 
@@ -226,8 +225,8 @@ class Program:
         found = self.compiled.used(key)
         if found is None:
             found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
-            if spans_processes(layout.mesh):
-                found = same_program(found, layout.mesh.devices.flat, ("state", "batch"))
+            if layout.mesh.spans_processes:
+                found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
             self.compiled[key] = found
         return found
 
@@ -237,7 +236,7 @@ class Program:
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
         return compiler_options(self.config.mesh, sent, bool(self.options.shard_params))
 
-    def on(self, mesh: Mesh, **changed: Any) -> Program:
+    def on(self, mesh: ReplicaMesh, **changed: Any) -> Program:
         """Returns the same step on other devices, with these options changed."""
         options = self.options._replace(**changed)
         return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
@@ -319,7 +318,7 @@ class Program:
         outputs = self.run(*self.operands(state, batch))
         layout = outputs._layout
         found: Gradients = layout.fill(trim(outputs))
-        if spans_processes(layout.mesh):
+        if layout.mesh.spans_processes:
             # Metrics with an entry per row stay scattered: each process takes its own rows after the program has run.
             arrays = [
                 x if isinstance(leaf, Whole | Shard) else Scattered((x,), one)
@@ -489,7 +488,7 @@ CompilerOptions = dict[str, bool | int]
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
-def compiler_options(mesh: Mesh, sent: int, gathers: bool = False) -> CompilerOptions:
+def compiler_options(mesh: ReplicaMesh, sent: int, gathers: bool = False) -> CompilerOptions:
     """Returns the `compiler_options` of `jax.jit` for a step on these devices that sends `sent` bytes of gradients.
 
     With `gathers` the step gathers its parameters as it uses them.
@@ -504,8 +503,8 @@ def compiler_options(mesh: Mesh, sent: int, gathers: bool = False) -> CompilerOp
     return options if _known(mesh, tuple(options.items())) else {}
 
 
-def takes_options(mesh: Mesh) -> bool:
-    return mesh.size > 1 and mesh.devices.flat[0].platform == "gpu"
+def takes_options(mesh: ReplicaMesh) -> bool:
+    return mesh.size > 1 and mesh.devices[0].platform == "gpu"
 
 
 def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
@@ -522,7 +521,7 @@ def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
 
 
 @functools.cache
-def _known(mesh: Mesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
+def _known(mesh: ReplicaMesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
     """Returns True if the compiler knows these options; XLA refuses a program if it does not know one of them."""
     probe = jax.jit(lambda: 0, out_shardings=replicated(mesh), compiler_options=dict(options))
     try:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from .._core.layout import Shard, Tree
 from .._core.outputs import path_name
+from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import Sharded, run_in_pieces
@@ -43,7 +43,7 @@ class Shards(NamedTuple):
         return Shards(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, apart)
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> ReplicaMesh:
         return self.signature.layout.mesh
 
     def before(self, is_ratio: bool) -> float:

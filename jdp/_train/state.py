@@ -16,12 +16,13 @@ import numpy as np
 import optax
 from flax import nnx, struct
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._core.inputs import is_unbound_axis
-from .._core.layout import Tree, cut_along, replicated
+from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.outputs import path_name
+from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
 from .._core.scattered import Scattered
 from .._page import Page, in_notebook
 
@@ -247,7 +248,7 @@ def _of_wrapper(state: Tree) -> Tree:
 
 
 def update(
-    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: Mesh, axis: Axis | None
+    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: ReplicaMesh, axis: Axis | None
 ) -> tuple[Tree, Tree, Tree]:
     """Returns `(params before, params after, opt_state after)`, all cut over the replicas if `axis` is given.
 
@@ -343,7 +344,7 @@ def _clips_each_row(opt_state: Tree) -> bool:
     return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
-def whole(tree: Tree, mesh: Mesh) -> Tree:
+def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
     """Gathers the tree, so that it is replicated."""
 
     def gather(path: Any, x: Any) -> Any:
@@ -371,7 +372,7 @@ Axis = Callable[[Any, int], int | None]
 """Returns the axis along which an array is cut over n devices; None if it stays whole."""
 
 
-def cut_shardings(tree: Tree, mesh: Mesh, axis: Axis) -> Tree:
+def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: Axis) -> Tree:
     """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:

@@ -15,11 +15,11 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._core.devices import outside_of_mesh, spans_processes
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
 from .._core.programs import Recent, capturing
+from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
 from .._core.shards import cut_axis_of
@@ -393,7 +393,7 @@ class TrainStep(_Step[TrainState]):
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
         if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
             found: Tree = (variables, key)
-            if not spans_processes(mesh):  # what came from one place is the same everywhere
+            if not mesh.spans_processes:  # what came from one place is the same everywhere
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
         opt_shapes(self._program.tx, variables["params"])

@@ -13,12 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._core.devices import outside_of_mesh
 from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
 from .._core.programs import Compiled, dispatch, kept
+from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .._core.devices import own_places, spans_processes
 from .._core.layout import Tree, chunk_sizes
 from .._core.scatter import Cutting, Prepared, prepare
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of
@@ -175,7 +174,7 @@ class Batches:
         unregister = atexit.unregister  # a loop that is still open when Python ends has no modules any more
         try:
             read = self._read(threads)
-            if spans_processes(config.mesh):
+            if config.mesh.spans_processes:
                 own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
                 scattered = together(own, self._prepared, self._cutting, self._size)
             else:
@@ -214,10 +213,10 @@ class Batches:
     def _own(self, rows: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
         """Returns the rows of a batch that belong to this process, and how many each of its replicas has."""
         mesh, each = self._config.mesh, self._config.per_device
-        if not spans_processes(mesh):
+        if not mesh.spans_processes:
             return rows, ()
         chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # and an empty one
-        replicas = [place * each + i for place in own_places(mesh) for i in range(each)]
+        replicas = [place * each + i for place in mesh.own_places for i in range(each)]
         own = [chunks[min(i, len(chunks) - 1)] for i in replicas]
         return np.concatenate(own), [len(chunk) for chunk in own]
 

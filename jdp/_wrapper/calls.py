@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 
-from .._core.devices import spans_processes
 from .._core.inputs import NESTED, is_deep
-from .._core.layout import Tree, is_key, replicated
+from .._core.layout import Tree, is_key
 from .._core.programs import Flat, Recent, dispatch, is_plain, may_deadlock
+from .._core.replica_mesh import ReplicaMesh, replicated
 from .._core.replicate import all_lie
 from .._core.scattered import Scattered
 from .._jax.jaxprs import communicates
@@ -44,7 +43,7 @@ class Ran:
     program: Flat
     waits: bool | None = None  # whether its replicas wait for each other; None before its second run
 
-    def again(self, mesh: Mesh, *operands: Any) -> tuple[Any, ...]:
+    def again(self, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
         """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
         run = self.program.run
         if self.waits is None:  # most often JAX has the trace from the first run
@@ -74,7 +73,7 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Fl
 def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
     """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
     config: Config = dp._config
-    if config.state_axes or spans_processes(config.mesh):
+    if config.state_axes or config.mesh.spans_processes:
         return  # (with state_axes some of the variables may have to be cut, another time)
     key, leaves = known_by(args, kwargs)
     at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, outside_of_mesh, spans_processes
+from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
@@ -19,6 +19,7 @@ from .._core.layout import Tree
 from .._core.outline import bytes_on_each, page_of
 from .._core.parallel_apply import in_replica
 from .._core.programs import dispatch
+from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated, sharded
 from .._core.scatter import Cutting, refuse_other_replicas, split
 from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
@@ -192,7 +193,7 @@ class DataParallel(nnx.Module, Generic[M]):
             self._put_state()
             # What was copied from one device just now is one value, unless each process copied its own.
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
-            if spans_processes(mesh) or any(place is not None and len(place.device_set) > 1 for place in places):
+            if mesh.spans_processes or any(place is not None and len(place.device_set) > 1 for place in places):
                 self.check_replicas()
 
     __signature__: ClassVar[OwnSignature] = OwnSignature()
@@ -205,7 +206,7 @@ class DataParallel(nnx.Module, Generic[M]):
     @property
     def mesh(self) -> Mesh:
         """The mesh of the replicas: one axis, `axis_name`, along which the devices lie."""
-        return self._config.mesh
+        return self._config.mesh.jax_mesh
 
     @property
     def output_device(self) -> Device | str | None:
@@ -396,7 +397,7 @@ class DataParallel(nnx.Module, Generic[M]):
             return _linen.init_in_shards(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
         variables = _linen.init(self.module, config.axis_name, rngs, args, kwargs)
         variables = _linen.place(variables, config.mesh)
-        if spans_processes(self._config.mesh):  # each has made its own
+        if self._config.mesh.spans_processes:  # each has made its own
             check_replicas(variables, self._config.mesh, "init")
         return variables
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._core.devices import outside_of_mesh
 from .._core.gather import join
 from .._core.layout import Tree
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import Compiled, capturing, dispatch, kept
+from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, Signature, children

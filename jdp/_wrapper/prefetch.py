@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
-from .._core.devices import own_mesh, spans_processes
 from .._core.inputs import ARRAYS
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
@@ -67,7 +66,7 @@ def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tr
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
     refuse_one_batch(batches, "prefetch")
-    return Prefetched(_scattered(dp._config, batches, size, in_axes), batches, spans_processes(dp._config.mesh))
+    return Prefetched(_scattered(dp._config, batches, size, in_axes), batches, dp._config.mesh.spans_processes)
 
 
 class Prefetched(Iterator[Tree]):
@@ -106,7 +105,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
         return treedef.unflatten(map(convert, leaves))
 
     source = map(host, batches)
-    if not spans_processes(config.mesh):
+    if not config.mesh.spans_processes:
         return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
 
     how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
@@ -250,7 +249,7 @@ def together(
                 batch = None if failed is not None else next(batches, None)
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it comes after the batches before it, and in all processes then
-            rows = (0,) * own_mesh(mesh).size if batch is None else batch.layout.by_device
+            rows = (0,) * mesh.own.size if batch is None else batch.layout.by_device
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
             pending = begin(mesh, verb, rows, outline, failed, never)
             told.append((batch, [] if batch is None else put_early(batch), pending, failed))

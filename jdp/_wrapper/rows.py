@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.devices import own_mesh
 from .._core.inputs import ARRAYS, axes_of, classify, normal_axis
 from .._core.layout import Cut, Tree, is_key
 from .._core.scatter import Cutting, flat, prepare
@@ -45,7 +44,7 @@ class Columns:
     def __init__(self, config: Config, data: Tree) -> None:
         leaves, treedef = flat(data, VERB, "data")
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
-        how = Cutting(own_mesh(config.mesh), config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
+        how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
         self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
         if not self._layout.is_cut:

@@ -15,18 +15,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from laws import free_port
 
 from jdp._core.fingerprint import _program, check_replicas, fingerprint, start
+from jdp._core.replica_mesh import make_mesh
 
 
 def replicas(x, mesh, others=None):
     """A replicated array whose copies on the devices `others` (by their place in the mesh) are what they say."""
-    others = others or {}
+    others, mesh = others or {}, getattr(mesh, "jax_mesh", mesh)
     copies = [jax.device_put(others.get(i, x), d) for i, d in enumerate(mesh.devices.flat)]
     return jax.make_array_from_single_device_arrays(np.shape(x), NamedSharding(mesh, PartitionSpec()), copies)
 
 
 @pytest.fixture
 def mesh(devices):
-    return Mesh(np.array(devices), ("data",))
+    return make_mesh(tuple(devices))
 
 
 W = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -40,9 +41,12 @@ def one_ulp(x, index=(1, 2)):
 
 @pytest.mark.one_case
 def test_equal_copies_pass(devices, n):
-    mesh = Mesh(np.array(devices[:n]), ("data",))
+    mesh = make_mesh(tuple(devices[:n]))
     tree = {"w": replicas(W, mesh), "key": replicas(jax.random.key(1), mesh), "host": W, "none": None, "n": 3}
-    tree |= {"cut": jax.device_put(np.arange(n), NamedSharding(mesh, PartitionSpec("data"))), "one": jnp.ones(2)}
+    tree |= {
+        "cut": jax.device_put(np.arange(n), NamedSharding(mesh.jax_mesh, PartitionSpec("data"))),
+        "one": jnp.ones(2),
+    }
     check_replicas(tree, mesh, "check_replicas")
     check_replicas({}, mesh, "check_replicas")
     check_replicas(replicas(np.zeros((0, 3)), mesh), mesh, "check_replicas")
@@ -108,7 +112,7 @@ def test_many_leaves_and_devices_are_counted(mesh, refused):
 def test_the_majority_is_right_and_a_tie_takes_the_primary(mesh, devices, refused):
     with refused(ValueError, "verb", match=r"CpuDevice\(id=0\) is not what it is on 7 of 8"):
         check_replicas([replicas(W, mesh, {0: one_ulp(W)})], mesh, "verb")
-    two = Mesh(np.array(devices[:2]), ("data",))
+    two = make_mesh(tuple(devices[:2]))
     with refused(ValueError, "verb", match=r"CpuDevice\(id=1\) is not what it is on 1 of 2"):
         check_replicas([replicas(W, two, {1: one_ulp(W)})], two, "verb")
 
@@ -143,20 +147,22 @@ PROCESS = """
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.distributed.initialize(address, 2, rank)
     from jdp._core.fingerprint import check_replicas
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
     from jdp._core.fingerprint import fingerprint
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    from jdp._core.replica_mesh import make_mesh
+    mesh = make_mesh(tuple(jax.devices()))
     w = np.arange(6, dtype=np.float32)
     def tree(last):
         copies = [jax.device_put(w + (i and last), d) for i, d in enumerate(jax.local_devices())]
-        return {"w": jax.make_array_from_single_device_arrays(w.shape, NamedSharding(mesh, PartitionSpec()), copies)}
+        where = NamedSharding(mesh.jax_mesh, PartitionSpec())
+        return {"w": jax.make_array_from_single_device_arrays(w.shape, where, copies)}
     check_replicas(tree(0), mesh, "verb")
     try:
         check_replicas(tree(rank), mesh, "verb")
     except ValueError as e:
         print("FOUND", e)
     own = w[:4].reshape(2, 2)[rank : rank + 1].repeat(2, 0)
-    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    over = jax.sharding.NamedSharding(mesh.jax_mesh, jax.sharding.PartitionSpec("data"))
     cut = jax.make_array_from_process_local_data(over, own)
     print("HASH", fingerprint({"cut": cut, **tree(0)}).tolist())
 """

@@ -201,7 +201,7 @@ def test_without_runtime_type(without, want, monkeypatch):
     monkeypatch.setattr(topology, "_gpus", lambda *_: tuple(jax.devices()))
     with pytest.raises(NotImplementedError, match=r"jdp\.topology: JAX .* does not tell described"):
         jdp.topology("h100")
-    monkeypatch.setattr(topology, "are_described", lambda mesh: True)
+    monkeypatch.setattr(topology, "is_described", lambda device: True)
     assert jdp.topology("h100") == tuple(jax.devices())  # it is refused for that reason alone
     same(outputs_and_gradients(), want)
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from laws import examples
 from markup import read
 
 import jdp
 from jdp.__main__ import main
+from jdp._core.replica_mesh import make_mesh
 from jdp._explain.calls import spread, step_call
 from jdp._explain.explain import compiled_call
 from jdp._model.config import scatter_batch
@@ -127,7 +127,7 @@ def test_a_batch_is_spread_over_other_devices(devices):
     dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
     batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
     scattered = scatter_batch(dp._config, batch, "train_step")[0]
-    other = spread(scattered, Mesh(np.array(devices), ("data",)), 6)
+    other = spread(scattered, make_mesh(tuple(devices)), 6)
     assert other.sizes == (6,) * 8
     shapes = {x.shape for x in other._arrays}
     assert (48, 3) in shapes and shapes <= {(48, 3), ()}
@@ -162,7 +162,7 @@ def test_a_plan_agrees_with_the_compiler(script, cpus, devices, capsys):
         assert one["estimated_seconds"] >= one["estimated_exposed_seconds"] >= parameters * (n - 1) / n / 1e9
         found = Most(**one["most"])
         assert found.compilations <= 4 and found.too_many - found.rows <= max(1, 0.01 * found.rows)
-        mesh = Mesh(np.array(devices[:n]), ("data",))
+        mesh = make_mesh(tuple(devices[:n]))
         peaks = [peak(step, mesh, rows) for rows in (5, found.rows, found.too_many)]
         assert peaks[0] == one["peak_bytes"] and peaks[1] <= 150_000 < peaks[2]  # three quarters of the memory
 
@@ -183,7 +183,7 @@ def test_each_machine_has_a_line_for_each_way_to_keep_the_state(script, cpus, de
     assert {way for (_, way), one in lines.items() if one["is_own"]} == {"shard_optimizer"}
     step = capture_step(path, ["1024"])
     for (n, way), one in lines.items():
-        mesh = Mesh(np.array(devices[:n]), ("data",))
+        mesh = make_mesh(tuple(devices[:n]))
         found = Most(**one["most"])
         assert one["peak_bytes"] == peak(step, mesh, 5, way)
         assert peak(step, mesh, max(1, found.rows), way) <= 150_000 or not found.rows
@@ -621,7 +621,7 @@ def test_compiling_for_16384_gpus_takes_no_longer_than_for_8(script, capsys):
 @pytest.mark.compilers
 @pytest.mark.skipif(not installed("jax_plugins.xla_cuda12"), reason="no CUDA plugin: plan-gpu")
 def test_kept_kernels_change_nothing_but_the_time(script, tmp_path):
-    step, mesh = capture_step(script(STEP), []), Mesh(np.array(jdp.topology("h100")), ("data",))
+    step, mesh = capture_step(script(STEP), []), make_mesh(jdp.topology("h100"))
     call, kept = step_call(*step.on(mesh, 64)), tmp_path / "kernels"
     plain, filled, found = (compiled_call(call, kernels=name) for name in (None, str(kept), str(kept)))
     assert kept.stat().st_size > 1000

@@ -15,15 +15,15 @@ import sys
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 import numpy as np
-from jax.sharding import Mesh
 from jdp._core.agreement import begin, finish
+from jdp._core.replica_mesh import make_mesh
 from jdp._processes.coordination import client
 from jdp._processes.exchange import exchange_of
 
 def kept():
     return [key.rsplit("/", 2)[1] for key, _ in client().key_value_dir_get("jdp/all")]
 
-group, mesh = exchange_of((0,)), Mesh(np.array(jax.devices()), ("data",))
+group, mesh = exchange_of((0,)), make_mesh(tuple(jax.devices()))
 outline = (("containers", "[0]"), ("batch", "float32[*]"))
 finish(begin(mesh, "call", (1, 2, 3), outline))
 before = kept()

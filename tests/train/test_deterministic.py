@@ -18,6 +18,7 @@ from laws import close
 
 import jdp
 from jdp._core import tree
+from jdp._core.replica_mesh import cut_along, make_mesh
 from jdp._core.tree import Counter, exchange
 
 RANDOM = np.random.RandomState(0)
@@ -309,8 +310,8 @@ def test_a_run_goes_on_elsewhere(tmp_path):
 
 def test_no_more_bytes_travel_than_in_an_all_reduce():
     """Recursive halving and doubling sends 2 (n - 1) / n of the vector, as a ring does."""
-    mesh, size = jax.make_mesh((8,), ("data",)), 1 << 12
-    x = jax.ShapeDtypeStruct((8 * size,), np.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    mesh, size = make_mesh(tuple(jax.devices())), 1 << 12
+    x = jax.ShapeDtypeStruct((8 * size,), np.float32, sharding=cut_along(mesh, 0))
     text = exchange(mesh, 0).lower([x], []).compile().as_text()
     sent = [int(n) for n in re.findall(r"= f32\[(\d+)\][^=]* collective-permute\(", text)]
     assert sum(sent) == 2 * size * 7 // 8 and "all-reduce(" not in text
@@ -334,14 +335,14 @@ def test_sums_are_one_balanced_tree(row, n, seed, small):
     values = np.outer(row, np.float32([1, 1e-3, -7, 1e3] * 2)).astype(np.float32)
     values = np.random.RandomState(seed).permutation(values)
     devices = jax.devices()[:n]
-    mesh = jax.make_mesh((n,), ("data",), devices=devices)
+    mesh = make_mesh(tuple(devices))
     totals = []
     for device, mine in zip(devices, np.split(values, n), strict=True):
         counter = Counter()
         for x in mine:
             counter.add([jax.device_put(x, device)])
         totals.append(counter.total[0])
-    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names[0]))
+    where = cut_along(mesh, 0)
     together = jax.make_array_from_single_device_arrays((8 * n,), where, totals)
     rows = jax.device_put(np.asarray(together).reshape(n, 8), where)
     with mock.patch.object(tree, "_SMALL", 1 << 16 if small else 0):  # a small vector is gathered whole
@@ -357,8 +358,8 @@ def test_what_is_the_primarys_comes_to_all_to_the_bit(dtype):
     bits = RANDOM.randint(0, 256, (4, 16), np.uint8)
     x = (bits > 127) if dtype == "bool" else bits.view(jnp.dtype(dtype))
     x = np.concatenate([x, x[:, ::-1]], 1)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    _, (found,) = exchange(mesh, 2)([], [jax.device_put(x, jax.NamedSharding(mesh, jax.P(mesh.axis_names[0])))])
+    mesh = make_mesh(tuple(jax.devices()[:4]))
+    _, (found,) = exchange(mesh, 2)([], [jax.device_put(x, cut_along(mesh, 0))])
     assert np.asarray(found)[0].tobytes() == np.ascontiguousarray(x[2]).tobytes()
 
 

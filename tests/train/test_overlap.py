@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp._core.devices import make_mesh
+from jdp._core.replica_mesh import make_mesh
 from jdp._explain.collectives import collectives
 from jdp._explain.hlo import parse
 from jdp._train import program

@@ -81,7 +81,7 @@ def test_linen(devices, again):
 
 def test_a_wrapper_of_described_devices_is_one_of_devices_where_they_are_real(devices, monkeypatch):
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(config, "are_described", lambda mesh: True)
+        elsewhere.setattr(config.Config, "is_described", True)
         dp = jdp.DataParallel(double, devices[:2])
         with pytest.raises(RuntimeError, match="devices of a topology, which are only described"):
             dp(2.0, ROWS)

@@ -1,0 +1,213 @@
+"""`ReplicaMesh`: a mesh of devices, and which of its axes counts the replicas. jdp's programs run outside of others."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._jax.private import is_described, trace_state_clean
+from .devices import Device, Devices, names_of, resolve_devices
+
+
+class ReplicaMesh:
+    """A mesh of devices, and the axis of it that counts the replicas; one object for each pair (`replica_mesh`).
+
+    A replica is one device, or (of a mesh with further axes) the group of devices along the other axes.
+    """
+
+    __slots__ = (
+        *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
+        *("processes", "spans_processes", "is_described", "_own"),
+    )
+
+    def __init__(self, mesh: Mesh, axis_name: str) -> None:
+        self.jax_mesh = mesh
+        self.axis_name = axis_name
+        self.size: int = mesh.shape[axis_name]
+        """The number of groups of devices: with one replica on each, that of the replicas."""
+        rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(self.size, -1)
+        self.groups: tuple[tuple[Device, ...], ...] = tuple(map(tuple, rows))
+        self.devices: tuple[Device, ...] = tuple(group[0] for group in self.groups)
+        """The first device of each group."""
+        self.all_devices: tuple[Device, ...] = tuple(mesh.devices.flat)
+        self.inner_axes: tuple[str, ...] = tuple(name for name in mesh.axis_names if name != axis_name)
+        """The axes inside of a replica; none where a replica is one device."""
+        self.processes: tuple[int, ...] = tuple(sorted({d.process_index for d in self.all_devices}))
+        # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
+        self.spans_processes: bool = jax.process_count() > 1 and len(self.processes) > 1
+        """Whether other processes hold some of the devices, so that each has rows of its own."""
+        self.is_described: bool = is_described(self.all_devices[0])
+        """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
+        self._own: ReplicaMesh | None = None
+
+    def __repr__(self) -> str:
+        return f"ReplicaMesh({self.jax_mesh}, {self.axis_name!r})"
+
+    def __reduce__(self) -> Any:
+        return replica_mesh, (self.jax_mesh, self.axis_name)
+
+    def __deepcopy__(self, memo: Any) -> ReplicaMesh:
+        return self
+
+    def places_of(self, process: int) -> tuple[int, ...]:
+        """Returns which of the groups are a process's."""
+        return tuple(i for i, d in enumerate(self.devices) if d.process_index == process)
+
+    @property
+    def own_places(self) -> tuple[int, ...]:
+        return self.places_of(jax.process_index())
+
+    @property
+    def own(self) -> ReplicaMesh:
+        """The mesh of this process's groups alone, in the order of the whole one."""
+        if self._own is None:
+            axis = self.jax_mesh.axis_names.index(self.axis_name)
+            self._own = self
+            if self.spans_processes:
+                own = np.take(self.jax_mesh.devices, self.own_places, axis)
+                self._own = replica_mesh(Mesh(own, self.jax_mesh.axis_names), self.axis_name)
+        return self._own
+
+    def within(self, spec: PartitionSpec) -> PartitionSpec | None:
+        """Returns a spec with the axes inside of a replica alone, normalised; None if there are none in it."""
+        kept = tuple(self._inner(entry) for entry in spec)
+        while kept and kept[-1] is None:
+            kept = kept[:-1]
+        return PartitionSpec(*kept) if kept else None
+
+    def _inner(self, entry: Any) -> Any:
+        names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in self.inner_axes)
+        return names if len(names) > 1 else names[0] if names else None
+
+
+@functools.cache
+def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
+    """Returns the one object of a mesh and its replicas' axis; Explicit axes become Auto.
+
+    Raises:
+        ValueError: a replica's devices belong to several processes, so that none has its rows.
+    """
+    found = ReplicaMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
+    for i, group in enumerate(found.groups):
+        processes = sorted({d.process_index for d in group})
+        if len(processes) > 1 and found.spans_processes:
+            raise ValueError(
+                f"jdp.DataParallel: replica {i} of the mesh has devices of the processes "
+                f"{', '.join(map(str, processes))} ({names_of(group)}); each process passes the rows of its own "
+                f"replicas, so that a replica belongs to one process. Order the devices so that the axes other than "
+                f"{axis_name!r} stay inside of a process."
+            )
+    return found
+
+
+def _auto(names: tuple[Any, ...]) -> tuple[AxisType, ...]:
+    return (AxisType.Auto,) * len(names)
+
+
+@functools.cache
+def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> ReplicaMesh:
+    """Returns the mesh of replicas of one device each, in the order of the devices."""
+    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
+    return replica_mesh(Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=_auto((axis_name,))), axis_name)
+
+
+def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
+    return make_mesh(resolve_devices(verb, devices))
+
+
+@functools.cache
+def cut_along(mesh: ReplicaMesh, axis: int | None) -> NamedSharding:
+    """Returns the sharding of an array that is cut over the replicas along `axis`; None: replicated."""
+    spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_name)
+    return NamedSharding(mesh.jax_mesh, spec)
+
+
+@functools.cache
+def replicated(mesh: ReplicaMesh) -> NamedSharding:
+    """Returns the sharding of an array that is replicated over all devices of the mesh."""
+    return cut_along(mesh, None)
+
+
+class OnMesh(Protocol):
+    """A wrapper that runs replicas on a mesh; a number that is not None was chosen by the user."""
+
+    mesh: ReplicaMesh
+    replicas: int | None
+
+
+_on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def will_run(one: OnMesh) -> None:
+    """Registers a wrapper as long as it lives."""
+    _on_meshes.add(one)
+
+
+def replicas_on(mesh: Any) -> tuple[set[int], bool]:
+    """Returns the numbers of replicas that wrappers run on a jax mesh, and whether the user chose them."""
+    here = [one for one in list(_on_meshes) if one.mesh.jax_mesh == mesh]
+    chosen = {one.replicas for one in here if one.replicas is not None}
+    return (chosen, True) if chosen else ({one.mesh.size for one in here} or {mesh.size}, False)
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+_cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
+
+
+def _after_fork() -> None:
+    if replica_mesh.cache_info().currsize:  # its devices have started JAX
+        _cut_off[:] = [os.getppid()]
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
+
+    Where a program is traced around the call, JAX does not let the mesh of devices change, but lets go of its axes; of
+    Explicit ones the values that come in are still typed by it, so these stay. Inside of a `shard_map` the mesh is that
+    of the program around it. In a process that was forked from one with devices the call is a `RuntimeError`: nothing
+    would run there, for ever.
+    """
+
+    @functools.wraps(door)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if _cut_off:
+            raise RuntimeError(
+                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, where JAX had "
+                f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
+                f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
+            )
+        around = jax.sharding.get_abstract_mesh()
+        if around.empty:
+            return door(*args, **kwargs)
+        if trace_state_clean():
+            with jax.set_mesh(_NO_MESH):
+                return door(*args, **kwargs)
+        if not around.are_all_axes_auto:
+            return door(*args, **kwargs)
+        try:
+            with jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh):
+                return door(*args, **kwargs)
+        except ValueError as error:
+            if "jit's context mesh" not in str(error):
+                raise
+            raise ValueError(
+                f"jdp.{door.__name__.strip('_')}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
+                f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
+                f"of that context, or by dp.value_and_grad."
+            ) from error
+
+    return call
