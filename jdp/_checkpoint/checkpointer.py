@@ -35,6 +35,9 @@ T = TypeVar("T")
 class Checkpointer:
     """Saves a training state while training goes on, and restores the newest intact checkpoint.
 
+    `checkpointer = jdp.Checkpointer("run", every=100)`; before the loop `state, data = checkpointer.restore(state)`;
+    in every step `checkpointer.save(number, state)`, which saves at multiples of `every`.
+
     It is built on Orbax's `AsyncCheckpointer`, and adds what a long run needs:
 
     * every array is saved with a fingerprint of its bits, and checked against it when it is restored; `restore` skips
@@ -119,8 +122,9 @@ class Checkpointer:
     def save(self, step: int, state: Tree, data: Any = None) -> bool:
         """Saves the state if `step` is a multiple of `every`, or if this is the step at which a SIGTERM ends the job.
 
-        Returns as soon as the arrays are on the host, so that they may be donated to the next step; the files are
-        written while training goes on. Only one save runs at a time: the next waits for it.
+        Call `checkpointer.save(number, state, data=cursor)` in every step. It returns as soon as the arrays are on the
+        host, so that they may be donated to the next step; the files are written while training goes on. Only one save
+        runs at a time: the next waits for it.
 
         Args:
             step: the number of the step that has just been made, 0 or more; it grows from save to save.
@@ -145,6 +149,12 @@ class Checkpointer:
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
                 no locks.
+
+        Example:
+            >>> import jdp, numpy as np, tempfile
+            >>> with jdp.Checkpointer(tempfile.mkdtemp(), every=10) as checkpointer:
+            ...     [checkpointer.save(number, {"w": np.ones(2)}, data=64 * number) for number in (9, 10, 11)]
+            [False, True, False]
         """
         step = _number(step)
         if self._replay is not None:
@@ -175,8 +185,8 @@ class Checkpointer:
     def restore(self, state: T, step: int | None = None) -> tuple[T, Any]:
         """Returns the newest intact checkpoint, in the shapes, dtypes and shardings of `state`, and its data cursor.
 
+        `state, data = checkpointer.restore(state)`: if there is no checkpoint, the state as it was passed, and None.
         The number of devices and processes may differ from the number that saved it. NNX objects are updated in place.
-        If there is no checkpoint, it returns the state as it was passed, and None.
 
         Checkpoints that are newer than the one restored stay, until the first `save` gives them another name.
 
@@ -195,6 +205,14 @@ class Checkpointer:
         Warns:
             UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
                 replicas, and `replicas=` was passed to `jdp.DataParallel` then or now.
+
+        Example:
+            >>> import jdp, numpy as np, tempfile
+            >>> with jdp.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+            ...     saved = checkpointer.save(7, {"w": np.arange(2.0)}, data={"row": 448})
+            ...     state, data = checkpointer.restore({"w": np.zeros(2)})
+            >>> state["w"].tolist(), data
+            ([0.0, 1.0], {'row': 448})
         """
         step = None if step is None else _number(step)
         self.wait()
@@ -212,10 +230,18 @@ class Checkpointer:
         return state, data
 
     def wait(self) -> None:
-        """Waits until the save that is running, if any, is complete on the disk.
+        """Waits until the save that is running, if any, is complete on the disk: `checkpointer.wait()`.
 
         Raises:
             RuntimeError: the save has failed.
+
+        Example:
+            >>> import jdp, numpy as np, tempfile
+            >>> with jdp.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+            ...     saved = checkpointer.save(7, {"w": np.ones(2)})
+            ...     checkpointer.wait()
+            ...     checkpointer.latest_step
+            7
         """
         self._writer.wait()
         self._report()
@@ -236,7 +262,18 @@ class Checkpointer:
             self._ray.report(self._steps.newest)
 
     def close(self) -> None:
-        """Waits, releases the lock, and puts the earlier SIGTERM handler back; `with` does this at its end."""
+        """Waits, and releases the lock: `checkpointer.close()`. At its end `with` does this by itself.
+
+        The earlier handler of SIGTERM is put back.
+
+        Example:
+            >>> import jdp, numpy as np, tempfile
+            >>> checkpointer = jdp.Checkpointer(tempfile.mkdtemp())
+            >>> saved = checkpointer.save(7, {"w": np.ones(2)})
+            >>> checkpointer.close()
+            >>> checkpointer.latest_step
+            7
+        """
         try:
             self.wait()
         finally:
