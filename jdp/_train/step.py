@@ -121,8 +121,10 @@ def train_step(
 ) -> TrainStep | NNXTrainStep:
     """Makes a training step, which is one program: the gradients of all replicas, their sum, the optimizer's update.
 
-    For variables (Linen, functions) `state = step.init(variables, key=None)`, then `state, metrics =
-    step(state, batch)`. For NNX `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+    Linen and functions: `step = dp.train_step(loss_fn, tx)`, `state = step.init(variables)`, then
+    `state, metrics = step(state, batch)`. NNX: `metrics = step(batch)`; the model and `step.optimizer` are updated in
+    place. `loss_fn(variables, batch)` (NNX: `loss_fn(model, batch)`) returns the mean over the rows that it is given.
+
     The numbers are those of one device and the whole batch, for every batch size. With several processes, the batch
     is the rows of all of them, and a metric with an entry per row comes back for the rows of each process.
 
@@ -300,6 +302,15 @@ class _Step(Generic[Kept]):
         An interrupt may come when the old state is freed and the new one has no name yet: this is the new one, whole;
         an NNX model and its optimizer are both after the step that gave these metrics. It lives until the next step
         gives another, or as long as the step object does.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> state, metrics = step(state, np.full(5, 2, np.float32))
+            >>> step.last is state
+            True
         """
         return self._given.last
 
@@ -329,7 +340,7 @@ class _Step(Generic[Kept]):
 class TrainStep(_Step[TrainState]):
     """A training step for variables: `state = step.init(variables)`, `state, metrics = step(state, batch)`.
 
-    Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+    Made by `step = dp.train_step(loss_fn, tx)`, where its arguments are explained.
 
     Example:
         >>> import jdp, numpy as np, optax
@@ -358,7 +369,7 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
-        """Returns the state to begin with: a copy of the variables (the caller's own are never donated).
+        """Returns the state to begin with: `state = step.init(variables)`, which copies them and never frees them.
 
         Args:
             variables: a dict with `"params"`, of which gradients are taken, and other collections
@@ -369,6 +380,14 @@ class TrainStep(_Step[TrainState]):
         Raises:
             ValueError: no `"params"` in the variables.
             TypeError: parameters without a gradient, or a key that is none.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> int(state.step), float(state.params)
+            (0, 1.0)
         """
         self._program.config.refuse_described()
         if not isinstance(variables, Mapping) or "params" not in variables:
@@ -409,12 +428,21 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes one step, and returns `(state after, metrics)`; with `donate` the state that went in is gone then.
+        """Takes one step, `state, metrics = step(state, batch)`; with `donate` the state that went in is gone then.
 
         Arrays that no step made (in a state that was restored, or made by hand) are copied, and stay.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the state is either all before the step, or all after it and `step.last`.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> state, metrics = step(state, np.full(5, 2, np.float32))
+            >>> float(metrics["loss"]), round(float(state.params), 3)
+            (16.0, 2.6)
         """
         last = self._given.last
         try:
@@ -427,37 +455,85 @@ class TrainStep(_Step[TrainState]):
 
     @outside_of_mesh
     def check(self, state: TrainState, batch: Tree) -> LossCheck:
-        """Compares the loss on the devices with that of one device and the whole batch: for debugging, slow.
+        """Compares the loss with that of one device and the whole batch, `assert step.check(state, batch)`: slow.
 
         Loss, metrics, updates and gradient are compared; BatchNorm is synchronised in both. Nothing is changed. It
         finds what no trace of the loss can tell, as a variance over the rows.
 
         Returns:
             A `jdp.LossCheck`, true where all agree up to rounding; `str()` of it names what differs.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> bool(step.check(state, np.full(5, 2, np.float32)))
+            True
         """
         state, scattered, _, _ = self._ready(state, batch)
         return checked(self._program, state, placed(scattered))
 
     @outside_of_mesh
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
-        """Returns the lowered program of a step, as `jax.jit(...).lower`; `.compile().as_text()` is its HLO."""
+        """Returns the lowered program of a step, `step.lower(state, batch)`; `.compile().as_text()` is its HLO.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> "jit_train_step" in step.lower(state, np.ones(5, np.float32)).as_text()
+            True
+        """
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.lower(state, scattered)
 
     def optimizer_bytes(self, state: TrainState) -> Bytes:
-        """Returns the bytes of optimizer state on each device: `cut` of leaves that are cut, `whole` of others."""
+        """Returns the bytes of optimizer state on each device, `step.optimizer_bytes(state)`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.adam(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> step.optimizer_bytes(state)  # Adam: a count, and two numbers for each parameter
+            Bytes(cut=0, whole=12)
+        """
         return bytes_of(state.opt_state, self._program.shardings(state).opt_state)
 
     def parameter_bytes(self, state: TrainState) -> Bytes:
-        """Returns the same numbers for the parameters."""
+        """Returns the bytes of the parameters on each device, `step.parameter_bytes(state)`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> step.parameter_bytes(state)
+            Bytes(cut=0, whole=4)
+        """
         return bytes_of(state.params, self._program.shardings(state).params)
 
     @outside_of_mesh
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
-        """Returns the replicas whose gradient is not finite, and the rows that make it so: for debugging, slow.
+        """Returns the replicas and rows whose gradient is not finite, `step.find_nonfinite(state, batch)`: slow.
 
         Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
         does it alone) and `.paths` (of the parameters). The state is not changed.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> dp = jdp.DataParallel(lambda v, x: x * v["params"], devices=[0])
+            >>> step = dp.train_step(lambda v, x: ((dp(v, x) - 6) ** 2).mean(), optax.sgd(0.1))
+            >>> state = step.init({"params": np.float32(1)})
+            >>> found = step.find_nonfinite(state, np.array([1, np.nan, 2], np.float32))
+            >>> [(one.replica, one.rows) for one in found]
+            [(0, (1,))]
         """
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
@@ -534,7 +610,7 @@ class TrainStep(_Step[TrainState]):
 class NNXTrainStep(_Step[dict[str, jax.Array]]):
     """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
 
-    Made by `jdp.DataParallel.train_step`, where its arguments are explained.
+    Made by `step = dp.train_step(loss_fn, tx)`, where its arguments are explained.
 
     Example:
         >>> import jdp, numpy as np, optax
@@ -588,12 +664,21 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
 
     @outside_of_mesh
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
-        """Takes one step, and returns the metrics; with `donate` the arrays that the model held before are gone then.
+        """Takes one step, `metrics = step(batch)`; with `donate` the arrays that the model held before are gone then.
 
         Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> metrics = step(np.zeros((4, 3), np.float32))
+            >>> float(metrics["loss"]), int(step.optimizer.step[...])
+            (0.0, 1)
         """
         last = self._given.last
         try:
@@ -621,29 +706,82 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
 
     @outside_of_mesh
     def check(self, batch: Tree) -> LossCheck:
-        """Compares the loss as `TrainStep.check` does; neither the model nor the optimizer is changed."""
+        """Compares the loss with that of one device and the whole batch, `assert step.check(batch)`: slow.
+
+        It is `TrainStep.check` for an NNX module; neither the model nor the optimizer is changed.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> bool(step.check(np.ones((4, 3), np.float32)))
+            True
+        """
         state, scattered, _, _ = self._ready(batch)
         return checked(self._program, state, placed(scattered))
 
     @outside_of_mesh
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the lowered program of a step, as `jax.jit(...).lower`."""
+        """Returns the lowered program of a step, `step.lower(batch)`; `.compile().as_text()` is its HLO.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> "jit_train_step" in step.lower(np.ones((4, 3), np.float32)).as_text()
+            True
+        """
         state, scattered, _, _ = self._ready(batch)
         return self._program.lower(state, scattered)
 
     def optimizer_bytes(self) -> Bytes:
-        """Returns what `TrainStep.optimizer_bytes` returns."""
+        """Returns the bytes of optimizer state on each device, `step.optimizer_bytes()`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.adam(0.1))
+            >>> step.optimizer_bytes()  # Adam: a count, and two numbers for each of 4 parameters
+            Bytes(cut=0, whole=36)
+        """
         opt_state = nnx.as_pure(self.optimizer.opt_state)
         return bytes_of(opt_state, self._program.shardings(TrainState(_NO_STEP, (), opt_state, ())).opt_state)
 
     def parameter_bytes(self) -> Bytes:
-        """Returns what `TrainStep.parameter_bytes` returns."""
+        """Returns the bytes of the parameters on each device, `step.parameter_bytes()`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> step.parameter_bytes()
+            Bytes(cut=0, whole=16)
+        """
         params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
         return bytes_of(params, self._program.shardings(TrainState(_NO_STEP, params, (), ())).params)
 
     @outside_of_mesh
     def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
-        """Returns what `TrainStep.find_nonfinite` returns; the model is not changed."""
+        """Returns the replicas and rows whose gradient is not finite, `step.find_nonfinite(batch)`: slow.
+
+        It is `TrainStep.find_nonfinite` for an NNX module; the model is not changed.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> [found.rows for found in step.find_nonfinite(np.array([[1, 1, 1], [1, np.nan, 1]], np.float32))]
+            [(1,)]
+        """
         state, scattered, _, _ = self._ready(batch)
         return self._program.find_nonfinite(state, scattered)
 
