@@ -36,6 +36,8 @@ def batches(
 ) -> Batches:
     """Yields batches of data that can be indexed: every row once an epoch, on any number of devices and processes.
 
+    `for batch in dp.batches(data, 256, seed=0): state, metrics = step(state, batch)`.
+
     It yields what `dp.prefetch` yields: the containers of the data, or of a row, with a `jdp.Scattered` for each
     array, `size` batches ahead. With several processes, each passes the same arguments, and reads only the rows of its
     own chunks (`jdp.chunk_sizes` of the whole batch). A process without rows in a batch learns its shapes from the
@@ -117,7 +119,7 @@ def _number(name: str, value: Any, least: int, what: str) -> int:
 
 
 class Batches:
-    """Batches of data that can be indexed, made by `dp.batches`: an iterable that knows how many have been taken.
+    """Batches of data that can be indexed, made by `dp.batches(data, 256)`: an iterable that counts what was taken.
 
     Attributes:
         per_epoch: the number of batches of an epoch.

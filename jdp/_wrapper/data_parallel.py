@@ -72,17 +72,17 @@ class OwnSignature:
 class DataParallel(nnx.Module, Generic[M]):
     """Runs a module on every device, each with its chunk of the batch: `dp(params, x) == module(params, x)`.
 
+    Flax Linen: `dp = jdp.DataParallel(model)`, `variables = dp.init(key, x)`, then `dp(variables, x)`. A function:
+    `dp(params, x)`. Flax NNX: `dp(x)`; `dp.module` is the model, updated in place. To train:
+    `dp.train_step(loss_fn, tx)`. To evaluate: `dp.evaluate(metrics_fn, variables, batches)`.
+
     The batch is cut along `dim` by `torch.chunk`'s rule, the parameters are replicated, all replicas
     run as one SPMD program, and the outputs are concatenated in input order. Any number of rows
     works, and is compiled once. `jax.grad` through a call gives the sum over replicas, which is the
     gradient of the whole batch.
 
-    What it takes and returns depends on the module:
-
-    * Flax Linen: `variables = dp.init(key, x)`, `dp.apply(variables, x)` or `dp(variables, x)`.
-    * A function `apply_fn(params, *args, **kwargs)`: `dp(params, *args, **kwargs)`.
-    * Flax NNX: `dp(x)`. The wrapper is an NNX module itself (`nnx.jit`, `nnx.value_and_grad`,
-      `nnx.Optimizer(dp, tx, wrt=nnx.Param)`); `dp.module` is the model, updated in place.
+    For Linen, `dp.apply(variables, x)` is the same as `dp(variables, x)`. For NNX the wrapper is an NNX module itself
+    (`nnx.jit`, `nnx.value_and_grad`, `nnx.Optimizer(dp, tx, wrt=nnx.Param)`).
 
     Over several processes (`jdp.distributed.initialize`) each passes its own rows, any number of them, and gets its
     own outputs; parameters, gradients, losses and state are those of all. All make the same calls in the same order.
@@ -219,7 +219,15 @@ class DataParallel(nnx.Module, Generic[M]):
         return self._config.dim
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`."""
+        """Runs the module. Linen: `dp(variables, *args)`; functions: `dp(params, *args)`; NNX: `dp(*args)`.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), devices=[0])
+            >>> dp(np.ones((5, 2), np.float32)).shape
+            (5, 3)
+        """
         if self._config.kind != "nnx":
             return self.apply(*args, **kwargs)
         if in_replica() or is_tabulated(self):
@@ -294,7 +302,17 @@ class DataParallel(nnx.Module, Generic[M]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
     ) -> tuple[Scattered, Scattered]:
-        """Cuts the arguments into chunks: step one. A subclass may replace it, to cut its own kind of batches."""
+        """Cuts the arguments into chunks, step one: `inputs, kw = dp.scatter((x,), {}, dp.devices)`.
+
+        A subclass may replace it, to cut its own kind of batches.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+            >>> inputs.sizes, inputs[0][0].tolist()
+            ((3,), [0.0, 1.0, 2.0])
+        """
         config = self._config
         axes = None
         if config.in_axes is not None:
@@ -309,15 +327,29 @@ class DataParallel(nnx.Module, Generic[M]):
         return args, kw
 
     def replicate(self, tree: Tree, devices: Devices) -> Tree:
-        """Replicates the parameters: step two. Those in place stay as they are."""
+        """Replicates the parameters, step two: `dp.replicate(params, dp.devices)`. Those in place stay as they are.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> float(dp.replicate(np.float32(2), dp.devices))
+            2.0
+        """
         config = self._config
         mesh = config.mesh if devices is config.devices else config.mesh_of(devices)
         return broadcast(tree, mesh, "DataParallel")
 
     def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
-        """Runs the module on every replica, as one program: step three.
+        """Runs the module on every replica, as one program, step three: `dp.parallel_apply(replicas, inputs, kw)`.
 
         `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+            >>> dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)[0].tolist()
+            [0.0, 2.0, 4.0]
         """
         config = self._config
         if not isinstance(inputs, Scattered):
@@ -332,7 +364,16 @@ class DataParallel(nnx.Module, Generic[M]):
         return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
     def gather(self, outputs: Scattered, output_device: Device | str | None) -> Tree:
-        """Concatenates the outputs on the output device: step four."""
+        """Concatenates the outputs on the output device, step four: `dp.gather(outputs, dp.output_device)`.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+            >>> outputs = dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)
+            >>> dp.gather(outputs, dp.output_device).tolist()
+            [0.0, 2.0, 4.0]
+        """
         if isinstance(outputs, Scattered):
             return join(outputs, output_device)
         if holds_scattered(outputs):  # a batch, each array of which has its own axis
@@ -348,7 +389,7 @@ class DataParallel(nnx.Module, Generic[M]):
     batches = batches
 
     def check_replicas(self, tree: Tree = None) -> None:
-        """Compares the replicas of a tree bit for bit, in the devices: each leaf is one value.
+        """Compares the replicas of a tree bit for bit, in the devices: `dp.check_replicas(state)`, which raises.
 
         JAX does not notice where copies of a replicated array differ: after a fault of a device, or with several
         processes that did not start alike. Leaves that are cut, or on one device, have no copies to compare. With
@@ -382,6 +423,13 @@ class DataParallel(nnx.Module, Generic[M]):
         The tree is that of `module.init` (no `module.` prefix: a checkpoint of the model loads in the
         wrapper and back), with the same numbers, replicated. With `shard_params=True` the parameters are
         cut over the devices, and each part is made where it lives: no device ever holds all of them.
+
+        Example:
+            >>> import flax.linen as nn, jax, jdp, numpy as np
+            >>> dp = jdp.DataParallel(nn.Dense(3), devices=[0])
+            >>> variables = dp.init(jax.random.key(0), np.ones((1, 2), np.float32))
+            >>> jax.tree.map(np.shape, variables)
+            {'params': {'bias': (3,), 'kernel': (2, 3)}}
         """
         if self._config.kind != "linen":
             what = "an NNX module" if self._config.kind == "nnx" else "a function"
@@ -402,12 +450,30 @@ class DataParallel(nnx.Module, Generic[M]):
         return variables
 
     def train(self, **attributes: Any) -> Any:
-        """Sets training mode in an NNX module, as `flax.nnx.Module.train` does; a Linen module has no mode."""
+        """Sets training mode in an NNX module, `dp.train()`, as `nnx.Module.train` does; a Linen module has no mode.
+
+        Example:
+            >>> import jdp
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)), devices=[0])
+            >>> dp.train()
+            >>> dp.module.deterministic
+            False
+        """
         self._needs_nnx("train")
         return super().train(**attributes)
 
     def eval(self, **attributes: Any) -> Any:
-        """Sets evaluation mode in an NNX module, as `flax.nnx.Module.eval` does; a Linen module has no mode."""
+        """Sets evaluation mode in an NNX module, `dp.eval()`, as `nnx.Module.eval` does; a Linen module has no mode.
+
+        Example:
+            >>> import jdp
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), devices=[0])
+            >>> dp.eval()
+            >>> dp.module.deterministic
+            True
+        """
         self._needs_nnx("eval")
         return super().eval(**attributes)
 

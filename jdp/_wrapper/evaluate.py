@@ -36,6 +36,9 @@ _IN_FLIGHT = 2  # batches whose results the host has not read yet
 def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *arguments: Any) -> dict[str, Any]:
     """Runs a whole data set and returns its metrics: `dp.evaluate(metrics_fn, variables, batches)`.
 
+    `metrics_fn(variables, batch)` returns a dict, as `{"accuracy": (logits.argmax(-1) == labels).mean()}`. For NNX:
+    `dp.evaluate(metrics_fn, batches)`, and the function gets the model.
+
     Each is the metric of all rows, whatever the batches, the devices and the processes are: totals and counts are
     added up over all of them and divided once, at the end. The last batch may have any number of rows, and so may
     each process.

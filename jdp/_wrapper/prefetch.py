@@ -27,6 +27,9 @@ from .._processes.coordination import DesyncError
 def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Prefetched:
     """Scatters the next batches ahead: yields each batch, in order, with a `jdp.Scattered` for each of its arrays.
 
+    `for batch in dp.prefetch(loader): state, metrics = step(state, batch)`. While a step runs, the next batches go to
+    the devices.
+
     What it yields has the containers of the batch, and goes in its place, as a whole or in parts: every call takes
     a `jdp.Scattered` where it takes an array, and `jdp.gather` gives the batch back. Python values, strings, None
     and NNX objects stay what they are. Batches are copied, so that the loader may use its buffers again; not
