@@ -230,7 +230,7 @@ def memory_bytes(device: Device) -> int | None:
 
 
 def virtual_cpu_devices(n: int) -> None:
-    """Makes the CPU count as `n` devices, safely; call it before anything asks JAX for devices.
+    """Makes the CPU count as `n` devices, safely: `jdp.virtual_cpu_devices(8)`, before anything asks JAX for devices.
 
     Other platforms are not touched: where there are GPUs, `jax.devices()` still is the GPUs. Besides
     JAX's own `jax_num_cpu_devices` this gives XLA two threads for each device (`NPROC`), without

@@ -199,7 +199,7 @@ class Layout:
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """Returns the chunk sizes of `torch.chunk(x, n)` for `size` rows: `ceil(size / n)` each, the last one smaller.
 
-    There may be fewer than `n` chunks: 10 rows over 4 are 3, 3, 3, 1, but 9 are 3, 3, 3. No rows are
+    `jdp.chunk_sizes(10, 4)` is 3, 3, 3, 1. There may be fewer than `n` chunks: 9 rows over 4 are 3, 3, 3. No rows are
     `n` chunks of none. (`jnp.array_split` is another rule: 3, 3, 2, 2.)
 
     Args:

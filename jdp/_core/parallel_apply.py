@@ -31,6 +31,8 @@ def parallel_apply(
 ) -> Scattered:
     """Runs `fn(replicas, *inputs[i], **kwargs[i])` on every device i at once: `jit(shard_map(fn))`.
 
+    `outputs = jdp.parallel_apply(fn, jdp.replicate(params), jdp.scatter((x,)))`.
+
     One compiled program, which is what `jax.pmap` is today. It is compiled once per function and
     shapes: `fn` is known by its identity (a bound method by its object and name), so a new lambda
     for each call is compiled for each call. Python scalars, strings and other objects among the

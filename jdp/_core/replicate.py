@@ -22,7 +22,7 @@ from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
 @outside_of_mesh
 def replicate(tree: Tree, devices: Devices = None) -> Tree:
-    """Puts a copy of every leaf of a pytree on every device.
+    """Puts a copy of every leaf of a pytree on every device: `params = jdp.replicate(params)`.
 
     Leaves that are there already are neither moved nor copied; if all of them are, the very same tree
     comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes back to where the

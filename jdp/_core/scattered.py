@@ -24,7 +24,7 @@ from .replica_mesh import ReplicaMesh, cut_along, replicated
 
 @jax.tree_util.register_pytree_node_class
 class Scattered(Sequence[Tree]):
-    """A pytree scattered over devices: `s[i]` is replica i's tree, on its device.
+    """A pytree scattered over devices, `s = jdp.scatter(tree)`: `s[i]` is replica i's tree, on its device.
 
     An immutable sequence with one entry per chunk (`len(s)`, `s.sizes` rows, `s.devices`) and a
     registered pytree, so that it passes through `jax.jit`, `jax.grad` and `jax.tree.map`. What
@@ -81,10 +81,12 @@ class Scattered(Sequence[Tree]):
             raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+        """Returns the arrays of all replicas, and how they lie: what `jax.tree` calls."""
         return self._arrays, self._layout
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, arrays: Sequence[Any]) -> Scattered:
+        """Makes one of what `tree_flatten` returned."""
         return cls(arrays, layout)
 
     @property

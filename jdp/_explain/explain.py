@@ -30,7 +30,8 @@ from .report import Report, Work
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Compiles the program that a call would run, and reports what it does: work, memory, collectives, overlap.
 
-    Nothing is run, no state is changed, and the devices need not be present (`jdp.topology`).
+    `print(jdp.explain(step, state, batch))`, or `print(jdp.explain(dp.apply, params, x))`. Nothing is run, no state is
+    changed, and the devices need not be present (`jdp.topology`).
 
     Args:
         fn: `dp.apply`, `dp`, what `dp.value_and_grad`, `dp.grad`, `dp.train_step` and `dp.parallel` return, or any

@@ -44,7 +44,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """What a compiled call does: `print(report)` is a table, the attributes are for assertions. See `jdp.explain`.
+    """What a compiled call does: `print(report)` is a table, the attributes are for assertions.
+
+    Made by `report = jdp.explain(step, state, batch)`. `report.show()` opens it as a page, `report.save("step.html")`
+    writes the page.
 
     Example:
         >>> import jdp, numpy as np
@@ -144,15 +147,31 @@ class Report:
         return self.work if self.devices == 1 else self._alone()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a page: one file of HTML, which asks no other host for anything.
+        """Writes the report as a page, `report.save("step.html")`: one file, which asks no other host for anything.
 
         Raises:
             ValueError: the file's name does not end in .html.
+
+        Example:
+            >>> import jdp, numpy as np, pathlib, tempfile
+            >>> dp = jdp.DataParallel(lambda w, x: x @ w, devices=[0])
+            >>> report = jdp.explain(dp.apply, np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "call.html")
+            >>> report.save(path)
+            >>> path.read_text()[:15]
+            '<!doctype html>'
         """
         page_of_report(self).save(path)
 
     def show(self) -> None:
-        """Shows the page: in the notebook that asks for it, else in a browser; with no display, it prints its path."""
+        """Shows the page, `report.show()`: in a notebook or a browser; with no display, it prints its path.
+
+        Example:
+            >>> import jdp, numpy as np
+            >>> dp = jdp.DataParallel(lambda w, x: x @ w, devices=[0])
+            >>> report = jdp.explain(dp.apply, np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
+            >>> report.show()  # doctest: +SKIP
+        """
         page_of_report(self).show()
 
     @in_notebook

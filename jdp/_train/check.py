@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class LossCheck:
     """The comparison of a step's loss, metrics, updates and gradient on its devices with those on one device.
 
-    It is true if all of them agree up to rounding. `str(check)` names what differs, with both values, and the likely
-    cause. Made by `step.check(state, batch)` (NNX: `step.check(batch)`).
+    Made by `step.check(state, batch)` (NNX: `step.check(batch)`). It is true if all of them agree up to rounding.
+    `str(check)` names what differs, with both values, and the likely cause.
 
     Attributes:
         devices: how many devices the step runs on.

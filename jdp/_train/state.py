@@ -30,8 +30,8 @@ from .._page import Page, in_notebook
 class TrainState(struct.PyTreeNode):
     """The state that a step takes and returns: a plain pytree, whose shapes do not depend on the number of devices.
 
-    `step.init` makes it. Orbax saves it, and restores it onto any number of devices. `state.replace(...)`
-    returns the state with other parts.
+    `state = step.init(variables)` makes it. Orbax saves it, and restores it onto any number of devices.
+    `state.replace(...)` returns the state with other parts.
 
     Attributes:
         step: the number of updates so far, a 0-d int32.

@@ -71,7 +71,7 @@ class Term:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean(Term):
-    """A mean that is `total / count` over the whole batch: sums of both over all replicas, divided once.
+    """A mean over the whole batch, `jdp.Mean(total, count)`: sums of both over all replicas, divided once.
 
     Use it for a loss or a metric whose weight is not the number of rows: the loss per token of sentences
     that differ in length. Replicas and microbatches each give their own total and count. A count that depends on
@@ -105,10 +105,10 @@ class Mean(Term):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum(Term):
-    """A sum over the whole batch, as a loss or a metric: added up over all replicas, microbatches and processes.
+    """A sum over the whole batch, `jdp.Sum(total)`: added up over all replicas, microbatches and processes.
 
-    Use it for a loss that torch would make with `reduction="sum"`, and for metrics that are neither a mean over rows
-    nor an entry per row: a confusion matrix, a histogram, a number of hits. Terms can be added and multiplied by real
+    Use it as a loss that torch would make with `reduction="sum"`, and as a metric that is neither a mean over rows nor
+    an entry per row: a confusion matrix, a histogram, a number of hits. Terms can be added and multiplied by real
     numbers, as those of `jdp.Mean`.
 
     Args:

@@ -50,10 +50,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns the function that gives the loss and its gradient: `jax.value_and_grad(loss_fn)` on the whole batch.
 
-    The function that comes back takes `(params, *batch)`: the first argument is replicated, the others are cut along
-    `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over
-    all rows, exact for every batch size, and each gradient is summed over the replicas once. For NNX
-    the arguments may be modules: `nnx.value_and_grad`, with their state updated in place.
+    `loss, grads = dp.value_and_grad(loss_fn)(params, *batch)`: the first argument is replicated, the others are cut
+    along `dim`. Each replica runs `loss_fn` on its chunk; the results are one mean over all rows, exact for every batch
+    size, and each gradient is summed over the replicas once. For NNX the arguments may be modules:
+    `nnx.value_and_grad`, with their state updated in place.
 
     Args:
         loss_fn: returns `loss`, or with `has_aux` `(loss, aux)`. The loss is a scalar (the mean over the
@@ -148,7 +148,9 @@ def grad(
     criterion: Callable[..., Any] | None = None,
     **options: Unpack[GradArguments],
 ) -> Callable[..., Any]:
-    """Returns the gradient alone: `jax.grad` as `value_and_grad` is `jax.value_and_grad`, with the same options.
+    """Returns the function that gives the gradient alone: `grads = dp.grad(loss_fn)(params, *batch)`.
+
+    It is `jax.grad` on the whole batch, as `value_and_grad` is `jax.value_and_grad`, with the same options.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np
