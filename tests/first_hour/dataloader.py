@@ -11,7 +11,7 @@ from flax import nnx
 
 import jdp
 
-ROWS = 50
+ROWS = 53
 
 
 class Rows(torch.utils.data.Dataset):
@@ -53,7 +53,7 @@ def main():
         optimizer.update(model, grads)
         return loss
 
-    assert [len(x) for x in rows] == [16, 16, 16, 2] * 2
+    assert [len(x) for x in rows] == [16, 16, 16, 5] * 2
     epochs = np.concatenate(rows[:4]), np.concatenate(rows[4:])
     assert all(sorted(epoch) == [*range(ROWS)] for epoch in epochs) and not np.array_equal(*epochs)
     data, expected = Rows(), []
