@@ -152,12 +152,9 @@ def train_step(
             tells what could be cut. The new parameters are gathered at the end of the step, where little is left to
             compute; `shard_params` with `gather_once` gathers them while the next forward pass runs.
         shard_params: cuts the parameters, their gradients and the optimizer's state over the replicas (ZeRO-3, FSDP).
-            None: as the wrapper says (NNX), or as the variables lie that `init` is given. The first batch shows which
-            parameters a scan iterates over; one that `dp.init` has cut along that axis moves then.
-            Each parameter is gathered where the loss uses it, and again in the backward pass, in pieces of at most
-            32 MB, or of one iteration of a scan. `step.parameter_bytes(state)` tells what could be cut. A batch with
-            uneven chunks gathers all of them at once, with the memory of `shard_optimizer`. With `accumulate_steps`
-            the gradients of microbatches are added before they are summed over the replicas, and are whole until then.
+            None: as the wrapper says (NNX), or as the variables lie that `init` is given. Each parameter is gathered
+            where the loss uses it, and again in the backward pass; a batch with uneven chunks gathers all of them at
+            once. `step.parameter_bytes(state)` tells what could be cut.
         gather_once: with `shard_params` and `accumulate_steps`, gathers all parameters once a step, not in each
             microbatch: fewer bytes travel, and all parameters are whole at a time.
         reduce_dtype: the dtype of the gradients that travel; `jnp.bfloat16` halves the bytes of float32.
@@ -167,13 +164,9 @@ def train_step(
             too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
         deterministic: with `jdp.DataParallel(..., replicas=R)`, R a power of two, state, loss and metrics are the same
-            to the last bit on any number of devices and processes that divides R, after any number of steps, where the
+            to the last bit on any number of devices and processes that divides R, after any number of steps, if the
             platform, the kind of device, jaxlib and XLA's flags are the same (on GPUs with
-            `--xla_gpu_deterministic_ops=true`). Each replica runs alone, gradients are added in one balanced tree, and
-            each device makes the whole update, with `shard_optimizer` too. At each BatchNorm with `sync_batch_norm`,
-            and at each `psum` or `pmean` of the loss's own, all replicas meet: what they need later is in memory of
-            all replicas of a device at once there, and each such sum makes one more program for each device.
-            `docs/replicas.md` says what it costs.
+            `--xla_gpu_deterministic_ops=true`). `docs/replicas.md` says how that is done, and what it costs.
         check_replicas: compares the replicas of the state bit for bit after every so many steps, as
             `check_replicas` does; what differs is an error a few steps later. 0 is never.
 

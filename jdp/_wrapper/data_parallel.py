@@ -118,12 +118,9 @@ class DataParallel(nnx.Module, Generic[M]):
         state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
             filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
         replicas: the number of replicas, if it should be the same on any hardware: the batch is cut into that
-            many chunks, and the number of devices (of all processes together) divides it. A device has consecutive
-            replicas, and runs them one after the other, in the memory of one (a gradient that is taken through a call
-            keeps what the backward pass needs of all of them). Sizes, masks, statistics and state are those of as many
-            devices. Where replicas meet (collectives over `axis_name`, `sync_batch_norm`) those of a device run side by
-            side, in the memory of all. With several processes, each passes the rows of its replicas, by the rule for
-            the batch of all. `None` is one for each device.
+            many chunks, and the number of devices (of all processes together) divides it. A device runs its replicas
+            one after the other. Sizes, masks, statistics and state are those of as many devices. `None` is one for
+            each device. `docs/replicas.md` says what it costs, and which rows each of several processes passes.
         shard_params: for NNX, cuts the parameters over the devices, each along an axis that they divide; they are
             gathered as they are used. `module` may be a function that makes it, `lambda: Net(rngs=nnx.Rngs(0))`: each
             part is then made where it lives, and no device, nor the host, ever holds all. (For Linen
