@@ -145,8 +145,9 @@ def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
     if len(devices.axis_names) != 1:
         axes = ", ".join(f"{name} ({size})" for name, size in devices.shape.items())
         raise ValueError(
-            f"jdp.{verb}: devices is a mesh of the axes {axes}; a replica is one device, and a mesh of "
-            f"replicas has one axis. Pass the devices along it, as mesh.devices[:, 0], or all, mesh.devices.flat."
+            f"jdp.{verb}: devices is a mesh of the axes {axes}; here a replica is one device, and its mesh has one "
+            f"axis. Pass the devices along it, as mesh.devices[:, 0], or all, mesh.devices.flat; replicas of several "
+            f"devices are for jdp.DataParallel(model, mesh)."
         )
     return tuple(devices.devices.flat)
 

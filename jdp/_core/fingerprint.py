@@ -26,7 +26,9 @@ _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
 
 def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
-    """Raises a `ValueError` if a replicated leaf does not hold the same bits on every device of the mesh.
+    """Raises a `ValueError` if a leaf does not hold the same bits on every replica.
+
+    A leaf that is cut over the devices of a replica has one part on each; the parts at the same place are compared.
 
     It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
     process has to call it, and raises the same error. Leaves with one copy only are left out.
@@ -42,18 +44,19 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
     """
     paths, copies = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_replicated(x, mesh) and x.size:  # XLA refuses a program of empty arrays alone
+        if _has_copies(x, mesh) and x.size:  # XLA refuses a program of empty arrays alone
             paths.append(jax.tree_util.keystr(path) or "the array")
             copies.append(_over(x, mesh))
     if not copies:
         return Check(mesh, paths, None, None)
+    specs = tuple(x.sharding.spec for x in copies) if mesh.inner_axes else ()
     if mesh.spans_processes:
-        program = _program(mesh)
+        program = _program(mesh, specs)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     else:  # a program for each shape compiles faster than one for all leaves
-        program, copies = _program(mesh, True), [_hash_each(mesh)(x) for x in copies]
+        program, copies = _program(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
-    return Check(mesh, paths, extremes, own)
+    return Check(mesh, paths, extremes, own, specs)
 
 
 def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
@@ -93,6 +96,11 @@ class Check:
     paths: Sequence[str]
     extremes: jax.Array | None
     own: jax.Array | None
+    specs: Sequence[PartitionSpec] = ()  # how each leaf is cut over the devices of a replica
+
+    def _compared(self, i: int) -> Sequence[Sequence[Any]]:
+        """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
+        return [*zip(*self.mesh.groups, strict=True)] if self.specs and any(self.specs[i]) else [self.mesh.all_devices]
 
     def result(self, verb: str) -> None:
         """Waits for the comparison, and raises as `check_replicas` does."""
@@ -103,14 +111,14 @@ class Check:
             return
         # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
         hashes = np.asarray(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(self.own))
-        devices = list(self.mesh.all_devices)
         found = []
         for i, path in enumerate(self.paths):
-            of = [tuple(h) for h in hashes[:, i].tolist()]
-            (usual, count), *_ = collections.Counter(of).most_common()
-            odd = [d for d, h in zip(devices, of, strict=True) if h != usual]
-            if odd:
-                found.append(f"{path} on {_names(odd)} is not what it is on {count} of {len(devices)} devices")
+            of = dict(zip(self.mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
+            for devices in self._compared(i):
+                (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
+                odd = [d for d in devices if of[d] != usual]
+                if odd:
+                    found.append(f"{path} on {_names(odd)} is not what it is on {count} of {len(devices)} devices")
         more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ValueError(
             f"jdp.{verb}: of {len(self.paths)} replicated leaves {len(found)} differ: "
@@ -120,17 +128,21 @@ class Check:
         )
 
 
-@functools.cache
-def _program(mesh: ReplicaMesh, are_hashed: bool = False) -> Any:
+@functools.lru_cache(64)
+def _program(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
     """Returns the comparison of a list of leaves, or of what `_hash_each` gives of them."""
-    axes = mesh.jax_mesh.axis_names
+    axes, is_cut = mesh.jax_mesh.axis_names, np.array([any(spec) for spec in specs], bool)
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
-        own = jnp.concatenate(leaves) if are_hashed else hash_leaves(leaves)
+        own = found = jnp.concatenate(leaves) if are_hashed else hash_leaves(leaves)
+        if is_cut.any():  # each device's part differs from those beside it, not from the first replica's
+            first = jnp.where(jax.lax.axis_index(mesh.axis_name) == 0, own, _ZERO)
+            found = jnp.where(is_cut[:, None], own ^ jax.lax.psum(first, mesh.axis_name), own)
         # max(h) is ~min(~h): one collective finds both.
-        return jax.lax.pmin(jnp.stack([own, ~own]), axes), own[None]
+        return jax.lax.pmin(jnp.stack([found, ~found]), axes), own[None]
 
-    of, out = PartitionSpec(axes) if are_hashed else PartitionSpec(), (PartitionSpec(), PartitionSpec(axes))
+    of: Any = PartitionSpec(axes) if are_hashed else ([*specs],) if specs else PartitionSpec()
+    out = (PartitionSpec(), PartitionSpec(axes))
     compare.__name__ = "check_replicas"
     # Not checked: whether the copies are equal is the question.
     program = jax.jit(jax.shard_map(compare, mesh=mesh.jax_mesh, in_specs=of, out_specs=out, check_vma=False))
@@ -139,20 +151,24 @@ def _program(mesh: ReplicaMesh, are_hashed: bool = False) -> Any:
 
 
 @functools.cache
-def _hash_each(mesh: ReplicaMesh) -> Any:
-    """Returns the hashes of each device's copy of a replicated array, uint32[devices, 2], each on its device."""
-    specs: Any = dict(in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
+def _hash_each(mesh: ReplicaMesh, spec: PartitionSpec) -> Any:
+    """Returns the hashes of what each device has of an array, uint32[devices, 2], each on its device."""
+    specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
     return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs))
 
 
-def _is_replicated(x: Any, mesh: ReplicaMesh) -> bool:
-    return isinstance(x, jax.Array) and x.is_fully_replicated and x.sharding.device_set == set(mesh.all_devices)
+def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:
+    if not isinstance(x, jax.Array) or is_key(x) and not x.is_fully_replicated:
+        return False
+    if mesh.inner_axes and mesh.size > 1 and mesh.holds(x.sharding):
+        return True
+    return x.is_fully_replicated and x.sharding.device_set == set(mesh.all_devices)
 
 
 def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
     """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
     target = replicated(mesh)
-    if x.sharding == target:
+    if x.sharding == target or not x.is_fully_replicated:
         return x
     if is_key(x):
         x = jax.random.key_data(x)

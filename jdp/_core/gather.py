@@ -102,7 +102,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target: Any = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
-    if {*layout.devices} != {target}:  # else they are there
+    if {*layout.mesh.all_devices} != {target}:  # else they are there
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         bring = put_all if target.platform == _HOST else _from_device_to_device
         arrays = bring(arrays, [target] * len(arrays))
@@ -129,7 +129,7 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     """Returns an array that device_put brings to one device well."""
     if isinstance(x, Tracer):
         return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
-    if isinstance(leaf, Whole):
+    if isinstance(leaf, Whole) and x.is_fully_replicated:
         return x.addressable_data(0)  # device_put would read it through the host, and from other processes not at all
     return x
 
@@ -154,8 +154,8 @@ def _parts_of(x: Any) -> tuple[list[Any], int | None]:
     """Returns the parts of an array on the devices, in order, and the axis along which it is cut; None if it is not."""
     if isinstance(x, Tracer) or x.is_fully_replicated:
         return [x], None
-    shards = sorted(x.addressable_shards, key=lambda shard: [part.start or 0 for part in shard.index])
-    parts = [shard.data for shard in shards]
+    found = {tuple(part.start or 0 for part in shard.index): shard.data for shard in x.addressable_shards}
+    parts = [data for _, data in sorted(found.items())]  # one of each that several devices have
     return parts, next((axis for axis, size in enumerate(x.shape) if parts[0].shape[axis] != size), None)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import row_traces
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
-from .replica_mesh import ReplicaMesh
+from .replica_mesh import ReplicaMesh, cut_along
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
@@ -199,7 +199,7 @@ class Outputs:
 
     def scattered(self, cut: Sequence[Any], whole: Sequence[Any]) -> Scattered:
         """Returns, outside of the program's body, the arrays as one `Scattered`."""
-        layout, cuts, wholes = self.layout, iter(cut), iter(whole)
+        layout, mesh, cuts, wholes = self.layout, self.layout.mesh, iter(cut), iter(whole)
         arrays: list[Any] = []
         leaves: list[Leaf] = []
         for rule, sizes in zip(self.rules, self.sizes, strict=True):
@@ -209,7 +209,9 @@ class Outputs:
                 leaves.append(Whole())
                 continue
             x = next(cuts)
-            arrays.append(jnp.moveaxis(x, 0, axis) if axis else x)
+            x = jnp.moveaxis(x, 0, axis) if axis else x
+            # A replica's device has all of the replica's rows, also where the model has cut them over the inner axes.
+            arrays.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, axis)) if mesh.inner_axes else x)
             leaves.append(Shard(axis) if rule.scatter is not None else Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, layout.of(self.treedef, leaves))
 
@@ -255,7 +257,13 @@ def _sum(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -> Any:
 def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
     """Returns the sums, in one collective."""
     # XLA does not take a sum over one device out of the program.
-    return values if mesh.size == 1 else jax.lax.psum(values, mesh.axis_name)
+    if mesh.size == 1:
+        return values
+    if mesh.inner_axes and mesh.devices[0].platform == "cpu":
+        # XLA's CPU compiler widens sums of 16 bits, and ends the process at those over a Manual axis beside Auto ones.
+        wide = [x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x for x in values]
+        return [x.astype(y.dtype) for x, y in zip(jax.lax.psum(wide, mesh.axis_name), values, strict=True)]
+    return jax.lax.psum(values, mesh.axis_name)
 
 
 def divided(x: Any, by: Any) -> Any:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .layout import Cut, Layout, Leaf, Static, Tree
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
-from .replica_mesh import outside_of_mesh
+from .replica_mesh import ReplicaMesh, outside_of_mesh
 from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
@@ -127,7 +128,7 @@ def on_replicas(
         found: list[Outputs] = []
 
         def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            index = jax.lax.axis_index(axis_name)
+            index = jax.lax.axis_index(axis_name) if mesh.size > 1 or not mesh.inner_axes else jnp.int32(0)
             mine, several = signature, signature.layout.per_device > 1
             operands = list(arrays if several else signature.fold_keys(arrays, index))
             if mine.holds_shards and (gather == "at once" or several or is_uneven(mine)):
@@ -139,15 +140,37 @@ def on_replicas(
             found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
             return outputs.reduce(index)
 
-        specs = (PartitionSpec(axis_name), PartitionSpec())
-        # check_vma fails on real models (the scan of an RNN).
-        mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         with jax.named_scope("DataParallel"):
-            cut, whole = mapped(*operands)
+            cut, whole = mapped(local, mesh, in_specs)(*operands)
         return found[-1].scattered(cut, whole)
 
     run.__name__ = run.__qualname__ = label
     return run
+
+
+def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[PartitionSpec]) -> Callable[..., Tree]:
+    """Returns the program of all replicas: `local` on each, with `(outputs that are cut, outputs that are whole)`.
+
+    Inside of a replica of several devices the compiler partitions it, as under `jax.jit`.
+    """
+    if mesh.size == 1 and mesh.inner_axes:
+        # XLA cannot sum over a Manual axis of one device beside Auto ones ("Cross-partition allreduce must be in
+        # (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
+        def alone(*operands: Any) -> Tree:
+            lanes = jax.vmap(lambda _: local(*operands), axis_name=mesh.axis_name)(jnp.zeros(1))
+            return jax.tree.map(lambda x: x[0], lanes)
+
+        return alone
+    specs = (PartitionSpec(mesh.axis_name), PartitionSpec())
+    # check_vma fails on real models (the scan of an RNN).
+    return jax.shard_map(
+        local,
+        mesh=mesh.jax_mesh,
+        in_specs=tuple(in_specs),
+        out_specs=specs,
+        axis_names={mesh.axis_name},
+        check_vma=False,
+    )
 
 
 def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
@@ -179,7 +202,7 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
 
         def call(*operands: Any) -> Outputs:
             try:
-                with replica_context():
+                with replica_context(signature.layout.mesh):
                     out = run(*operands)
             except Exception as error:
                 if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
@@ -210,7 +233,8 @@ _NO_AXES = AbstractMesh((), ())
 
 
 class _Threads(threading.local):
-    depth = 0  # of replicas that this thread is tracing, one inside of another
+    def __init__(self) -> None:
+        self.inside: list[ReplicaMesh | None] = []  # of the replicas that this thread traces, one inside of another
 
 
 _this_thread = _Threads()
@@ -219,37 +243,39 @@ _threads_inside = 0
 
 
 @contextlib.contextmanager
-def replica_context() -> Iterator[None]:
-    """Traces its body as the code of a replica of one device: under no mesh, and without sharding constraints.
+def replica_context(mesh: ReplicaMesh | None = None) -> Iterator[None]:
+    """Traces its body as the code of a replica: sharding constraints name the axes inside of it, and no others.
 
     A model that was written for a mesh names its axes in `with_sharding_constraint`, in `with_logical_constraint` of
-    Flax, and in the boxes of its parameters. A replica is one device, which has no such axes and nothing to constrain.
+    Flax, and in the boxes of its parameters. Those of the replica itself hold; all others are left out. A replica of
+    one device has no axes: it is traced under no mesh, and has nothing to constrain.
 
     JAX itself traces the inside of a `shard_map` under a mesh of Manual axes. The types of values that `jax.eval_shape`
     gives there have that mesh in them or not, depending on the pass. Programs that compare types (the adjoints of
     equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
     Collectives over the replicas' axis need nothing but its name, and stay as they are.
     """
-    with _left_out(), jax.sharding.use_abstract_mesh(_NO_AXES):
-        _this_thread.depth += 1
+    is_grouped = mesh is not None and bool(mesh.inner_axes)
+    with _left_out(), jax.sharding.use_abstract_mesh(mesh.inside if mesh and is_grouped else _NO_AXES):
+        _this_thread.inside.append(mesh if is_grouped else None)
         try:
             yield
         finally:
-            _this_thread.depth -= 1
+            _this_thread.inside.pop()
 
 
 def in_replica() -> bool:
     """Returns True while a replica is traced: one of jdp's, or one of a `shard_map` or a `pmap` of the user's."""
-    return _this_thread.depth > 0 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return bool(_this_thread.inside) or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @contextlib.contextmanager
 def _left_out() -> Iterator[None]:
     """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
 
-    Nothing in JAX leaves constraints out: inside of a `shard_map` one that names an axis of another mesh is an error
-    before it becomes part of the program. Flax looks the function up at each call, and so do most models; one that was
-    imported by name stays as it is, and JAX's error with it.
+    Nothing in JAX leaves axes out: inside of a `shard_map` a constraint that names an axis of another mesh, or one of
+    the `shard_map`, is an error before it becomes part of the program. Flax looks the function up at each call, and so
+    do most models; one that was imported by name stays as it is, and JAX's error with it.
     """
     global _threads_inside
     with _lock:
@@ -269,8 +295,19 @@ _of_jax = jax.lax.with_sharding_constraint
 
 
 @functools.wraps(_of_jax)
-def _constraint(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return x if _this_thread.depth else _of_jax(x, *args, **kwargs)
+def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _this_thread.inside:
+        return _of_jax(x, shardings, *args, **kwargs)
+    mesh = _this_thread.inside[-1]
+    if mesh is None:
+        return x
+
+    def within(sharding: Any) -> Any:
+        spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
+        return sharding if spec is None else NamedSharding(mesh.inside, mesh.within(spec))
+
+    is_one = lambda x: isinstance(x, PartitionSpec | Sharding)  # noqa: E731
+    return _of_jax(x, jax.tree.map(within, shardings, is_leaf=is_one), *args, **kwargs)
 
 
 def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described, trace_state_clean
 from .devices import Device, Devices, names_of, resolve_devices
@@ -24,7 +24,7 @@ class ReplicaMesh:
 
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
-        *("processes", "spans_processes", "is_described", "_own"),
+        *("processes", "spans_processes", "is_described", "inside", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -46,6 +46,9 @@ class ReplicaMesh:
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
         self._own: ReplicaMesh | None = None
+        # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
+        manual = {axis_name: AxisType.Manual} if self.size > 1 else {}
+        self.inside: AbstractMesh = mesh.abstract_mesh.update_axis_types(manual) if manual else mesh.abstract_mesh
 
     def __repr__(self) -> str:
         return f"ReplicaMesh({self.jax_mesh}, {self.axis_name!r})"
@@ -75,26 +78,58 @@ class ReplicaMesh:
                 self._own = replica_mesh(Mesh(own, self.jax_mesh.axis_names), self.axis_name)
         return self._own
 
-    def within(self, spec: PartitionSpec) -> PartitionSpec | None:
-        """Returns a spec with the axes inside of a replica alone, normalised; None if there are none in it."""
+    def holds(self, sharding: Any) -> bool:
+        """Returns True if an array with this sharding has its copy on each replica, in the replica's own parts."""
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.jax_mesh:
+            return False
+        names = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+        return self.axis_name not in names
+
+    def renamed(self, sharding: Any) -> Any:
+        """Returns a sharding over a mesh of the same devices and axes (Explicit ones) as one over this mesh."""
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            return sharding
+        other = sharding.mesh
+        if other == self.jax_mesh or other.shape != self.jax_mesh.shape or (*other.devices.flat,) != self.all_devices:
+            return sharding
+        return NamedSharding(self.jax_mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+    def cut(self, x: Any, axis: int | None) -> Any:
+        """Returns, inside a program, an array that is cut over the replicas along `axis`; None: replicated.
+
+        How it lies inside of a replica of several devices is left to the compiler.
+        """
+        if not self.inner_axes:
+            return jax.lax.with_sharding_constraint(x, cut_along(self, axis))
+        entries = [self.axis_name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
+
+    def within(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec with the axes inside of a replica alone, in the form that JAX gives to results."""
         kept = tuple(self._inner(entry) for entry in spec)
         while kept and kept[-1] is None:
             kept = kept[:-1]
-        return PartitionSpec(*kept) if kept else None
+        return PartitionSpec(*kept)
 
     def _inner(self, entry: Any) -> Any:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            return entry
         names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in self.inner_axes)
         return names if len(names) > 1 else names[0] if names else None
 
 
-@functools.cache
 def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
     """Returns the one object of a mesh and its replicas' axis; Explicit axes become Auto.
 
     Raises:
         ValueError: a replica's devices belong to several processes, so that none has its rows.
     """
-    found = ReplicaMesh(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
+    return _of_auto_axes(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
+
+
+@functools.cache
+def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
+    found = ReplicaMesh(mesh, axis_name)
     for i, group in enumerate(found.groups):
         processes = sorted({d.process_index for d in group})
         if len(processes) > 1 and found.spans_processes:
@@ -166,7 +201,7 @@ _cut_off: list[int] = []  # the process that this one was forked from, where JAX
 
 
 def _after_fork() -> None:
-    if replica_mesh.cache_info().currsize:  # its devices have started JAX
+    if _of_auto_axes.cache_info().currsize:  # its devices have started JAX
         _cut_off[:] = [os.getppid()]
 
 

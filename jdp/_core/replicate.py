@@ -73,12 +73,19 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
         # jitted step would compile once for it, and again for what comes back committed.
         if not is_scattered(x) and (value := concrete(x)) is not None and getattr(value, "sharding", None) != target
+        if not (mesh.inner_axes and mesh.holds(getattr(value, "sharding", None)))
     ]
     if not away:
         return tree
     for i in list(away):
+        leaves[i] = _adopted(leaves[i], mesh)
+        if mesh.inner_axes and mesh.holds(getattr(concrete(leaves[i]), "sharding", None)):
+            away.remove(i)
+            continue
         axis = cut_axis_of(leaves[i], mesh)
         if axis is not None:
+            if mesh.inner_axes:
+                raise ValueError(cut_over_replicas(verb, _path(tree, i, root), leaves[i], mesh))
             if cut != "whole":
                 leaves[i] = shard(leaves[i], axis, mesh) if cut == "scattered" else leaves[i]
                 away.remove(i)
@@ -140,7 +147,12 @@ def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
     target = replicated(mesh)
     return bool(values) and all(
         isinstance(x, jax.Array)
-        and (x.sharding == target or x.sharding.is_equivalent_to(target, x.ndim) or cut_axis_of(x, mesh) is not None)
+        and (
+            x.sharding == target
+            or x.sharding.is_equivalent_to(target, x.ndim)
+            or mesh.holds(mesh.renamed(x.sharding))
+            or cut_axis_of(x, mesh) is not None
+        )
         for x in values
         if x is not None
     )
@@ -161,6 +173,24 @@ def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: s
                 f"jdp.{verb}: {_path(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it out "
                 f"of the parameters and pass it as an argument."
             )
+
+
+def _adopted(x: Any, mesh: ReplicaMesh) -> Any:
+    """Returns an array that is cut over a mesh of the same devices and axes (with Explicit axes) over this mesh."""
+    if not mesh.inner_axes:
+        return x
+    found = getattr(concrete(x), "sharding", None)
+    where = mesh.renamed(found)
+    return x if where is found else jax.device_put(x, where)
+
+
+def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:
+    """Returns the error for a parameter that is cut over the replicas of several devices."""
+    return (
+        f"jdp.{verb}: {path} is cut as {concrete(x).sharding.spec}, and {mesh.axis_name!r} counts the replicas; each "
+        f"replica holds all of a parameter, cut over {' and '.join(map(repr, mesh.inner_axes))} at most. Leave "
+        f"{mesh.axis_name!r} out of its spec."
+    )
 
 
 def _path(tree: Tree, index: int, root: str) -> str:

@@ -177,6 +177,8 @@ def placed(s: Scattered) -> Scattered:
         value = concrete(x) if isinstance(x, Tracer) else x
         if value is None or (found := getattr(value, "sharding", None)) == to:
             continue
+        if to.is_fully_replicated and mesh.inner_axes and mesh.holds(found):
+            continue  # cut inside of each replica, as the parameters are
         if mesh.size == 1 and found is not None and _is_there(found, to):
             continue  # a device of its own, which JAX has several names for
         if value is not x:
@@ -387,5 +389,5 @@ def trim(s: Scattered) -> Sequence[Any]:
     mesh, found = s._layout.mesh, []
     for x, leaf in zip(unpadded(s), s._layout.arrays, strict=True):
         divides = isinstance(leaf, Cut | Shard) and x.shape[leaf.axis] % mesh.size == 0
-        found.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, leaf.axis if divides else None)))
+        found.append(x if isinstance(leaf, Whole) else mesh.cut(x, leaf.axis if divides else None))
     return found

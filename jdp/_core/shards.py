@@ -88,7 +88,8 @@ def cut_axis_of(x: Any, mesh: ReplicaMesh) -> int | None:
     sharding = getattr(concrete(x), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh.jax_mesh or mesh.size == 1:
         return None
-    cut = [axis for axis, name in enumerate(sharding.spec) if name in (mesh.axis_name, (mesh.axis_name,))]
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    cut = [axis for axis, names in enumerate(entries) if mesh.axis_name in names]
     return cut[0] if cut else None
 
 

@@ -67,7 +67,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
         out = as_used(body_of(0), operands, signature)
     else:
         if not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
-            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n)
+            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n, bool(signature.layout.mesh.inner_axes))
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return dataclasses.replace(out, sizes=sizes)
@@ -130,7 +130,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
         mine = _at_size(operands, signature, replica)
         jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
-        _refuse_what_needs_devices(jaxpr, n)
+        _refuse_what_needs_devices(jaxpr, n, bool(layout.mesh.inner_axes))
         if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, signature)
         bodies[sizes] = Body(replica, jaxpr, out)
@@ -292,9 +292,9 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
         )
 
 
-def _refuse_what_needs_devices(traced: Any, n: int) -> None:
-    """Raises a `ValueError` for a `shard_map` of the model's own, and for what is printed or called in order."""
-    own = first(traced, "shard_map")
+def _refuse_what_needs_devices(traced: Any, n: int, is_grouped: bool) -> None:
+    """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered."""
+    own = None if is_grouped else first(traced, "shard_map")
     if own is not None:
         where = source_line(own)
         raise ValueError(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from flax import linen, nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from .._core.devices import (
     Device,
@@ -26,7 +27,7 @@ from .._core.layout import Layout, Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Compiled, Recent, capturing, kept
-from .._core.replica_mesh import ReplicaMesh, make_mesh, will_run
+from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
@@ -59,7 +60,8 @@ class Config:
     ) -> None:
         verb = "DataParallel"
         check_dim(verb, dim)
-        axis_name = _name_of_axis(axis_name, devices)
+        mesh = devices if isinstance(devices, Mesh) else None
+        axis_name = _name_of_axis(axis_name, mesh)
         axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
         if any(not isinstance(axis, int) for axis in axes):
             raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
@@ -75,7 +77,7 @@ class Config:
         if kind == "nnx":
             filters_of(state_axes or {})
         self.kind: Kind = kind
-        self.devices: tuple[Device, ...] = resolve_devices(verb, devices)
+        self.devices: tuple[Device, ...] = resolve_devices(verb, [*mesh.devices.flat] if mesh is not None else devices)
         refuse_alone(verb, self.devices)
         self.output_device: Device | str | None = resolve_output(verb, output_device)
         self.dim: int = dim
@@ -85,9 +87,10 @@ class Config:
         self.reduce_state: Reduce = reduce_state
         self.state_axes: dict[Any, int] = dict(state_axes or {})
         self.shard_params: bool = bool(shard_params)
-        self.mesh: ReplicaMesh = make_mesh(self.devices, axis_name)
-        self.replicas: int | None = _checked(replicas, len(self.devices))
-        self.per_device: int = 1 if self.replicas is None else self.replicas // len(self.devices)
+        self.mesh: ReplicaMesh = make_mesh(self.devices, axis_name) if mesh is None else replica_mesh(mesh, axis_name)
+        self.refuse_grouped(verb, shard_params=self.shard_params, replicas=replicas is not None)
+        self.replicas: int | None = _checked(replicas, self.mesh.size)
+        self.per_device: int = 1 if self.replicas is None else self.replicas // self.mesh.size
         self._forget()
         warn_imbalance(self.devices)
         will_run(self)
@@ -107,6 +110,16 @@ class Config:
     def mesh_of(self, devices: Devices) -> ReplicaMesh:
         """Returns the mesh of other devices than the wrapper's own, which a subclass chose for a step."""
         return make_mesh(resolve_devices("DataParallel", devices), self.axis_name)
+
+    def refuse_grouped(self, verb: str, **options: bool) -> None:
+        """Raises a `ValueError` for the first of the options that is on, if a replica is several devices."""
+        on = [name for name, is_on in options.items() if is_on]
+        if on and self.mesh.inner_axes:
+            axes = " and ".join(map(repr, self.mesh.inner_axes))
+            raise ValueError(
+                f"jdp.{verb}: {on[0]} is given, and a replica is the devices along {axes} of the mesh; the two are not "
+                f"combined. Leave {on[0]} out, or pass a mesh of the axis {self.axis_name!r} alone."
+            )
 
     def refuse_described(self) -> None:
         if self.is_described and not capturing():
@@ -167,18 +180,25 @@ class Config:
     def __reduce__(self) -> Any:
         named = (*self.devices, self.output_device)
         devices = [d if d is None or isinstance(d, str) else (d.platform, d.id) for d in named]
+        mesh = [*self.mesh.jax_mesh.shape.items()]
         rest = self.dim, self.in_axes, self.out_axes, self.axis_name, self.reduce_state, self.state_axes
         rest = *rest, self.shard_params, self.replicas
-        return _unpickled, (self.kind, devices, *rest)
+        return _unpickled, (self.kind, devices, mesh, *rest)
 
 
-def _name_of_axis(axis_name: str, devices: Devices) -> str:
-    """Returns the name of the replicas' axis: the mesh's, if there is one."""
+def _name_of_axis(axis_name: str, mesh: Mesh | None) -> str:
+    """Returns the name of the replicas' axis: one of the mesh's, if there is a mesh."""
     if not isinstance(axis_name, str):
         raise TypeError(f"jdp.DataParallel: axis_name is {axis_name!r}; it must be the axis's name. Pass a str.")
-    if not isinstance(devices, Mesh) or len(devices.axis_names) != 1:
+    if mesh is None or len(mesh.axis_names) > 1 and axis_name in mesh.axis_names:
         return axis_name
-    (name,) = devices.axis_names
+    if len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"jdp.DataParallel: axis_name is {axis_name!r}, and the mesh has the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}; one of them counts the replicas. Pass axis_name="
+            f"{mesh.axis_names[0] if mesh.axis_names else 'data'!r}, or another of them."
+        )
+    (name,) = mesh.axis_names
     if axis_name not in ("data", name):
         raise ValueError(
             f"jdp.DataParallel: axis_name is {axis_name!r}, and the mesh has the axis {name!r}; the replicas are along "
@@ -204,9 +224,11 @@ def _checked(replicas: Any, n: int) -> int | None:
     return replicas
 
 
-def _unpickled(kind: Kind, portable: list[Any], *rest: Any) -> Config:
+def _unpickled(kind: Kind, portable: list[Any], axes: list[tuple[str, int]], *rest: Any) -> Config:
     *devices, output_device = _here(portable)
-    return Config(kind, devices, output_device, *rest)
+    names, sizes = zip(*axes, strict=True)
+    mesh = Mesh(np.array(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return Config(kind, mesh, output_device, *rest)
 
 
 def _of_function(function: Callable[..., Tree]) -> Compiled:

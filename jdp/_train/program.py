@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from .._core.fingerprint import Check, start
 from .._core.gather import join
@@ -31,7 +33,7 @@ from .deterministic import Deterministic, OnDevices
 from .forms import SeveralTerms
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
-from .state import TrainState, cut_axis, cut_shardings, first_difference, update, whole
+from .state import TrainState, cut_axis, cut_shardings, first_difference, like_params, places_of, update, whole
 from .terms import finished
 
 Leaves = tuple[list[Any], Any]
@@ -89,6 +91,7 @@ class Program:
         self.flags = Compiled(_flags(alone, steps, name))
         self.compiled: Recent[Any, Any] = Recent()
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
+        self.places: tuple[Any, ...] = ({}, {}, {})  # of what is cut inside of a replica, when the state was seen last
         self.steps = 0  # calls so far
         self.check: Check | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
@@ -96,13 +99,38 @@ class Program:
     def shardings(self, state: TrainState) -> TrainState:
         """Returns the sharding of each part of a state, as a prefix of its tree."""
         everywhere = cast(Any, replicated(self.config.mesh))
-        params = opt_state = everywhere
+        params = opt_state = others = everywhere
+        if self.config.mesh.inner_axes:
+            params, opt_state, others = self._inside(state)
         if self.options.shard_params:
             params = cut_shardings(state.params, self.config.mesh, self.axis)
         if self.options.shard_optimizer:
             opt_state = cut_shardings(state.opt_state, self.config.mesh, self.axis)
         key = None if state.key is None else everywhere
-        return TrainState(step=everywhere, params=params, opt_state=opt_state, state=everywhere, key=key)
+        return TrainState(step=everywhere, params=params, opt_state=opt_state, state=others, key=key)
+
+    def _inside(self, state: TrainState) -> tuple[Tree, Tree, Tree]:
+        """Returns the shardings of parameters, optimizer state and other state over the devices of a replica."""
+        mesh = self.config.mesh
+        if not any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.params)):
+            self.see(state.params, state.state)
+        params, of_view, others = self.places
+        parts = (state.params, params), (state.opt_state, of_view), (state.state, others)
+        first, second, third = (like_params(tree, places, mesh) for tree, places in parts)
+        return first, second, third if others else cast(Any, replicated(mesh))
+
+    def see(self, params: Tree, others: Tree) -> None:
+        """Takes note of where the variables lie that are cut inside of a replica; traced ones do not tell."""
+        mesh = self.config.mesh
+        if mesh.inner_axes:
+            found = (
+                places_of(params, mesh, "params"),
+                places_of(self.view(params), mesh, "params"),
+                places_of(others, mesh, "state"),
+            )
+            if found != self.places:
+                self.compiled.clear()
+            self.places = found
 
     def axis(self, x: Any, n: int) -> int | None:
         """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""
@@ -446,10 +474,16 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
         return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)
 
     where, to = (*[None] * count, *layout.shardings), program.shardings(state)
-    cut = jax.tree.leaves(to.opt_state) if program.options.shard_optimizer else to.opt_state
-    first = [to.step, *jax.tree.leaves(to.params)] if program.options.shard_params else to.step
-    out = (first, cut, to.step), None, to.step, None
+    first, cut, last = [to.step, *_each(to.params, state.params)], _each(to.opt_state, state.opt_state), to.step
+    if to.state is not to.step:
+        last = [*_each(to.state, state.state), *[to.step] * (state.key is not None)]
+    out = (first, cut, last), None, to.step, None
     return _jit(program, train_step, tuple(range(count)), where, out, options)
+
+
+def _each(where: Any, tree: Tree) -> list[Any]:
+    """Returns the sharding of each leaf of a tree; `where` is one for all, or a tree of them."""
+    return [where] * len(jax.tree.leaves(tree)) if isinstance(where, NamedSharding) else jax.tree.leaves(where)
 
 
 def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:

@@ -23,7 +23,9 @@ from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.outputs import path_name
 from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
+from .._core.replicate import cut_over_replicas
 from .._core.scattered import Scattered
+from .._core.shards import cut_axis_of
 from .._page import Page, in_notebook
 
 
@@ -352,6 +354,40 @@ def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
             return jax.lax.with_sharding_constraint(x, replicated(mesh))
 
     return jax.tree_util.tree_map_with_path(gather, tree)
+
+
+Places = dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]]
+"""The shape and the sharding of parameters, by path."""
+
+
+def places_of(params: Tree, mesh: ReplicaMesh, root: str) -> Places:
+    """Returns where the parameters lie that are cut inside of the replicas."""
+    found: Places = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if cut_axis_of(x, mesh) is not None:
+            raise ValueError(cut_over_replicas(VERB, root + jax.tree_util.keystr(path), x, mesh))
+        where = mesh.renamed(getattr(x, "sharding", None))
+        if mesh.holds(where) and any(where.spec):
+            found[tuple(map(str, path))] = x.shape, NamedSharding(mesh.jax_mesh, mesh.within(where.spec))
+    return found
+
+
+def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
+    """Returns the sharding of each array of a tree: that of the parameter whose path ends the array's own.
+
+    An optimizer keeps its moments in trees of the parameters' form. An array of another shape (a factored moment), or
+    of no parameter's path, is replicated.
+    """
+
+    def where(path: Any, x: Any) -> NamedSharding:
+        names = tuple(map(str, path))
+        for i in range(len(names) + 1):
+            shape, found = places.get(names[i:], (None, None))
+            if found is not None and shape == jnp.shape(x):
+                return found
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(where, tree)
 
 
 class Bytes(NamedTuple):

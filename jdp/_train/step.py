@@ -240,6 +240,8 @@ def _resolved(options: StepOptions, config: Config, are_cut: bool = False) -> St
         )
     shard_optimizer = bool(options.shard_optimizer or shard_params)
     options = options._replace(shard_params=shard_params, shard_optimizer=shard_optimizer)
+    on = dict(shard_params=shard_params, shard_optimizer=shard_optimizer, deterministic=options.deterministic)
+    config.refuse_grouped(VERB, **on)
     _check_deterministic(options, config.replicas or len(config.devices))
     return options
 
@@ -409,7 +411,7 @@ class TrainStep(_Step[TrainState]):
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
         opt_shapes(self._program.tx, variables["params"])
-
+        self._program.see(variables["params"], {k: x for k, x in variables.items() if k != "params"})
         shapes = jax.eval_shape(self._first, variables, key)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
@@ -550,7 +552,8 @@ class TrainStep(_Step[TrainState]):
     def _follow(self, params: Tree, name: str, before: bool = False) -> None:
         """Cuts the parameters if these are cut, or were before, and the caller did not say; refuses them for a no."""
         config = self._program.config
-        are_cut = any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
+        grouped = bool(config.mesh.inner_axes)  # where a parameter that is cut over the replicas is refused by its path
+        are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(
                 f"jdp.{VERB}: shard_params is False, and {name} are cut over the devices; what is made in parts is "
