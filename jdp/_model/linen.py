@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.errors
 import jax
 from flax import linen
 from flax.core.scope import in_filter
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.fingerprint import compare_processes
 from .._core.global_arrays import put
@@ -72,8 +74,7 @@ def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
 
 def unbox(tree: Tree) -> Tree:
     """Returns the tree with the values of its boxes."""
-    box = linen.Partitioned  # logically partitioned ones are of this class, too
-    return jax.tree.map(lambda x: x.value if isinstance(x, box) else x, tree, is_leaf=lambda x: isinstance(x, box))
+    return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)
 
 
 def is_stateful(kwargs: Mapping[str, Any]) -> bool:
@@ -179,10 +180,13 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
             return bound(jax.numpy.zeros(1))
 
 
-def init_in_shards(
+def init_as_program(
     module: Any, axis_name: str, mesh: ReplicaMesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tree:
-    """Runs `init` as a program: each device makes its own parts of the parameters."""
+    """Runs `init` as a program: each device makes its own parts of the parameters.
+
+    They are cut over the replicas, or over the devices of each replica as their annotations say.
+    """
     _check_key(rngs)
     leaves, treedef = jax.tree.flatten((rngs, args, dict(kwargs)))
     at = [i for i, x in enumerate(leaves) if is_array(x)]
@@ -196,11 +200,50 @@ def init_in_shards(
 
     arrays = [leaves[i] for i in at]
     shapes = jax.eval_shape(make, *arrays)
-    refuse_too_large(shapes, mesh, "init", "variables")
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
+    if mesh.inner_axes:
+        return jax.jit(make, out_shardings=annotated(shapes, mesh))(*arrays)
+    refuse_too_large(shapes, mesh, "init", "variables")
     params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
     where = {name: params if name == "params" else replicated(mesh) for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)
+
+
+def annotated(variables: Tree, mesh: ReplicaMesh) -> Tree:
+    """Returns the sharding of each variable, or of what is in its box, inside of a replica: what the box says."""
+
+    def where(path: Any, x: Any) -> NamedSharding:
+        if not _is_box(x):
+            return replicated(mesh)
+        spec = x.get_partition_spec()
+        if isinstance(x, linen.LogicallyPartitioned):
+            spec = linen.logical_to_mesh(spec, x.rules or linen.get_logical_axis_rules())
+        return sharding_within(mesh, spec, x.value.shape, f"variables{jax.tree_util.keystr(path)}")
+
+    return jax.tree_util.tree_map_with_path(where, variables, is_leaf=_is_box)
+
+
+def sharding_within(mesh: ReplicaMesh, spec: PartitionSpec, shape: Sequence[int], name: str) -> NamedSharding:
+    """Returns the sharding over the devices of a replica that an annotation asks for.
+
+    Raises:
+        ValueError: an axis of the array does not divide by the devices that it would be cut over.
+    """
+    inner = mesh.within(spec)
+    for axis, entry in enumerate(inner):
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        n = math.prod(mesh.jax_mesh.shape[one] for one in names)
+        if shape[axis] % n:
+            raise ValueError(
+                f"jdp.DataParallel: {name} has shape {tuple(shape)}, and its annotation {spec} cuts axis {axis} over "
+                f"{n} devices; {shape[axis]} does not divide by {n}. Choose another size, or leave the axis out of the "
+                f"annotation."
+            )
+    return NamedSharding(mesh.jax_mesh, inner)
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, linen.Partitioned)  # logically partitioned ones are of this class, too
 
 
 def _is_old_key(x: Any) -> bool:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import linen, nnx
+from jax.sharding import PartitionSpec
 
+from .._core.global_arrays import put
 from .._core.inputs import USUAL, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
@@ -21,7 +23,7 @@ from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
 from .._jax.private import CAPTURES
 from .._processes.agree import same_program
-from .linen import mark_sown, mark_state
+from .linen import mark_sown, mark_state, sharding_within
 from .sync_batch_norm import sync_nodes
 
 Filter = Callable[[Any, Any], bool]
@@ -108,6 +110,23 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
     if mesh.spans_processes:  # a seed of its own would be part of each one's program
         make = same_program(functools.update_wrapper(make, module), mesh.all_devices, ())
     return nnx.merge(graph, make())
+
+
+def annotated(state: Tree, mesh: ReplicaMesh) -> Tree:
+    """Puts each variable where its annotation says, over the devices of each replica; one that lies there stays."""
+    specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
+
+    def place(path: Any, variable: Any) -> Any:
+        x, spec = variable.get_value(), specs[path].get_value()
+        if (
+            not hasattr(x, "ndim")
+            or not any(mesh.within(spec or PartitionSpec()))
+            or mesh.holds(mesh.renamed(x.sharding))
+        ):
+            return variable
+        return variable.replace(put(x, sharding_within(mesh, spec, x.shape, ".".join(map(str, path)))))
+
+    return nnx.from_flat_state([(path, place(path, variable)) for path, variable in nnx.to_flat_state(state)])
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:

@@ -438,8 +438,9 @@ class DataParallel(nnx.Module, Generic[M]):
 
     def _init(self, rngs: Tree, *args: Any, shard_params: bool = False, **kwargs: Any) -> Tree:
         config = self._config
-        if shard_params:
-            return _linen.init_in_shards(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
+        config.refuse_grouped("init", shard_params=shard_params)
+        if shard_params or config.mesh.inner_axes:
+            return _linen.init_as_program(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
         variables = _linen.init(self.module, config.axis_name, rngs, args, kwargs)
         variables = _linen.place(variables, config.mesh)
         if self._config.mesh.spans_processes:  # each has made its own
@@ -486,6 +487,8 @@ class DataParallel(nnx.Module, Generic[M]):
         if self._config.shard_params:
             params, state = nnx.split_state(state, nnx.Param, ...)
             nnx.update(self.module, sharded(params, mesh, "DataParallel"))
+        if mesh.inner_axes:
+            state = _nnx.annotated(state, mesh)
         nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
 
     @outside_of_mesh
