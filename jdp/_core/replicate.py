@@ -158,6 +158,17 @@ def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
     )
 
 
+def placed_like(tree: Tree, params: Tree, mesh: ReplicaMesh) -> Tree:
+    """Puts each array of a tree that lies on the replicas where the parameter at its place lies."""
+
+    def place(x: Any, param: Any) -> Any:
+        to, found = (getattr(concrete(one), "sharding", None) for one in (param, x))
+        is_there = to is None or found == to or not mesh.holds(found) or not mesh.holds(to)
+        return x if is_there else jax.device_put(x, to)
+
+    return jax.tree.map(place, tree, params)
+
+
 def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> None:
     x = concrete(x)
     if isinstance(x, jax.Array):

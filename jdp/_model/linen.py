@@ -217,7 +217,7 @@ def annotated(variables: Tree, mesh: ReplicaMesh) -> Tree:
             return replicated(mesh)
         spec = x.get_partition_spec()
         if isinstance(x, linen.LogicallyPartitioned):
-            spec = linen.logical_to_mesh(spec, x.rules or linen.get_logical_axis_rules())
+            spec = linen.spmd.logical_to_mesh(spec, x.rules or linen.get_logical_axis_rules())
         return sharding_within(mesh, spec, x.value.shape, f"variables{jax.tree_util.keystr(path)}")
 
     return jax.tree_util.tree_map_with_path(where, variables, is_leaf=_is_box)

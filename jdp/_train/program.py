@@ -112,8 +112,6 @@ class Program:
     def _inside(self, state: TrainState) -> tuple[Tree, Tree, Tree]:
         """Returns the shardings of parameters, optimizer state and other state over the devices of a replica."""
         mesh = self.config.mesh
-        if not any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.params)):
-            self.see(state.params, state.state)
         params, of_view, others = self.places
         parts = (state.params, params), (state.opt_state, of_view), (state.state, others)
         first, second, third = (like_params(tree, places, mesh) for tree, places in parts)
@@ -122,7 +120,7 @@ class Program:
     def see(self, params: Tree, others: Tree) -> None:
         """Takes note of where the variables lie that are cut inside of a replica; traced ones do not tell."""
         mesh = self.config.mesh
-        if mesh.inner_axes:
+        if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             found = (
                 places_of(params, mesh, "params"),
                 places_of(self.view(params), mesh, "params"),

@@ -591,6 +591,7 @@ class TrainStep(_Step[TrainState]):
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
+        self._program.see(state.params, state.state)
         return self._program.placed(state, owned)
 
     def _keep(
@@ -630,7 +631,9 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
     ) -> None:
         check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
         if not isinstance(tx, nnx.Optimizer):
-            tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
+            # Its state takes over the annotations of the parameters, which name the axes of a mesh.
+            with jax.set_mesh(dp._config.mesh.jax_mesh), nnx.use_eager_sharding(False):
+                tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer[Any] = tx
         params = nnx.state(dp.module, tx.wrt)
         check_differentiable(VERB, params, "model")
@@ -656,6 +659,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
             judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
+        self._program.see(*divide((dp.module, []), {}, self._argnums, True, [None, 0], VERB).replicas)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
     @outside_of_mesh
@@ -793,6 +797,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves, "model")
         if not self._given.has(leaves):
+            self._program.see(params, held)
             state = self._program.placed(state, owned)
             leaves = jax.tree.leaves(state)
         return state, scattered, (leaves, treedef), nodes

@@ -19,7 +19,7 @@ from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
 from .._core.programs import Compiled, dispatch, kept
 from .._core.replica_mesh import outside_of_mesh
-from .._core.replicate import broadcast, lives_replicated
+from .._core.replicate import broadcast, lives_replicated, placed_like
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
 from .._model.config import Config, Wrapper
@@ -121,6 +121,8 @@ def value_and_grad(
         program = _program(config, loss_fn, options, one.division)
         outputs = dispatch(program, config.mesh, replicas, *children(inputs))
         found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
+        if config.mesh.inner_axes:
+            found = found._replace(grads=placed_like(found.grads, replicas[0], config.mesh))
         if one.nodes:
             nnx.update(one.nodes, found.state)
         grads = assemble(one.division, found, one.args)
