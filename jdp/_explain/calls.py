@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from .._core.layout import Cut, Layout, Stack, Tree
 from .._core.programs import Compiled, Flat, intercept
@@ -79,14 +80,18 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
     cut = {i: (_mesh_of(x), axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
 
+    inside: dict[int, Any] = {}  # the shardings of parameters that are cut inside of a replica, by id of their tracers
+
     def run(arrays: dict[int, Any]) -> None:
+        inside.update({id(x): leaves[i].sharding for i, x in arrays.items() if i < first and lies_inside(leaves[i])})
         arrays |= {i: shard(arrays[i], axis, mesh) for i, (mesh, axis) in cut.items()}
         args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
         fn(*args, **kwargs)
 
     def take(program: Any, *operands: Any) -> None:
-        call: Any = step_call if isinstance(program, Program) else replicas_call
-        raise Captured(call(program, *operands))
+        if isinstance(program, Program):
+            raise Captured(step_call(program, *operands))
+        raise Captured(replicas_call(program, *operands, inside=inside))
 
     try:
         with intercept(take, shapes=True):
@@ -105,6 +110,12 @@ def own_axis(x: Any) -> int | None:
 def _mesh_of(x: Any) -> ReplicaMesh:
     """Returns the mesh that an array is cut over, all of whose devices are replicas."""
     return replica_mesh(x.sharding.mesh, x.sharding.mesh.axis_names[0])
+
+
+def lies_inside(x: Any) -> bool:
+    """Returns True if an array is cut over a mesh of several axes."""
+    where = getattr(x, "sharding", None)
+    return isinstance(where, NamedSharding) and len(where.mesh.axis_names) > 1 and not where.is_fully_replicated
 
 
 def shape_of(x: Any, where: jax.sharding.Sharding | None) -> Any:
@@ -140,11 +151,20 @@ def _primary(mesh: ReplicaMesh) -> ReplicaMesh:
     return make_mesh((mesh.own.devices[0],), mesh.axis_name)
 
 
-def replicas_call(program: Compiled, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Call:
-    """Returns the `Call` of `program(replicas, inputs, kwargs)`."""
+def replicas_call(
+    program: Compiled,
+    replicas: Tree,
+    inputs: Scattered,
+    kwargs: Scattered | None,
+    inside: Mapping[int, NamedSharding] = {},
+) -> Call:
+    """Returns the `Call` of `program(replicas, inputs, kwargs)`; `inside` is how parameters lie inside of a replica."""
     mesh = inputs._layout.mesh
-    where = replicated(mesh)
-    operands = jax.tree.map(lambda x: shape_of(x, where), (replicas, inputs, kwargs), is_leaf=is_scattered)
+
+    def shape(x: Any) -> Any:
+        return shape_of(x, inside.get(id(x), replicated(mesh)))
+
+    operands = jax.tree.map(shape, (replicas, inputs, kwargs), is_leaf=is_scattered)
     replicas, *rest = operands
 
     def alone() -> Call:
@@ -202,7 +222,8 @@ def _gradients(program: Program, params: Tree) -> Tree:
     def kept(x: Any) -> Any:
         axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None
         dtype = jnp.promote_types(x.dtype, jnp.float32) if several else x.dtype
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=cut_along(mesh, axis))
+        where = x.sharding if mesh.inner_axes else cut_along(mesh, axis)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
 
     return jax.tree.map(lambda x: kept(x) if hasattr(x, "dtype") else x, params)
 

@@ -70,7 +70,7 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
     is_random, narrowest = _traced(alone, state_of_one, batch_of_one)
     if is_random:
         return LossCheck(
-            mesh.size,
+            len(mesh.all_devices),
             cause="It depends on a random key, and each replica draws from its own. Check it without dropout and the "
             "like: a loss that ignores its key is compared.",
         )
@@ -89,7 +89,7 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
 def _compared(
     found: Gradients, expected: Gradients, mesh: ReplicaMesh, steps: int, program: Program, narrowest: float
 ) -> LossCheck:
-    names = "loss", "metrics", "update of state", "gradient of params"
+    names, n = ("loss", "metrics", "update of state", "gradient of params"), len(mesh.all_devices)
     lines: list[str] = []
     what: set[str] = set()
     for name, tree, other in zip(names, _parts(found, program), _parts(expected, program), strict=True):
@@ -99,10 +99,10 @@ def _compared(
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
             if line := _difference(a, b, least, narrowest):
                 where = f"{name}{jax.tree_util.keystr(path)}"
-                lines.append(f"{where}: {line.replace(' here', f' on {mesh.size} device' + 's' * (mesh.size > 1))}")
+                lines.append(f"{where}: {line.replace(' here', f' on {n} device' + 's' * (n > 1))}")
                 what.add(name)
     if not lines:
-        return LossCheck(mesh.size)
+        return LossCheck(n)
     if what == {"update of state"}:
         cause = "An update of the state is made of one replica's rows, as torch's is (reduce_state='mean' averages)."
     elif program.loss.criterion is not None:
@@ -114,7 +114,7 @@ def _compared(
         )
     if steps > 1:
         cause += f" With accumulate_steps={steps}, BatchNorm and the loss see the rows of one microbatch."
-    return LossCheck(mesh.size, tuple(lines), cause)
+    return LossCheck(n, tuple(lines), cause)
 
 
 def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:

@@ -270,7 +270,9 @@ class Program:
     def like(self, **changed: Any) -> Program:
         """Returns the same step on the same devices, with these options changed."""
         options = self.options._replace(**changed)
-        return Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
+        other = Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
+        other.places = self.places
+        return other
 
     @staticmethod
     def view_of_state(state: Tree) -> Tree:

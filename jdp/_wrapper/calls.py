@@ -41,6 +41,7 @@ class Ran:
     """A program that ran."""
 
     program: Flat
+    inside: Sequence[Any] | None  # the shardings of the parameters, if some are cut inside of the replicas
     waits: bool | None = None  # whether its replicas wait for each other; None before its second run
 
     def again(self, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
@@ -64,7 +65,9 @@ def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Fl
         return None
     leaves, treedef = jax.tree.flatten(params)
     ran = known.programs.used(treedef)
-    if ran is None or not leaves or not all_lie(leaves, replicated(config.mesh)):
+    if ran is None or not leaves:
+        return None
+    if not all_lie(leaves, replicated(config.mesh)) if ran.inside is None else _shardings(leaves) != ran.inside:
         return None
     batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
     return ran.program, ran.again(config.mesh, leaves, *batch)
@@ -85,8 +88,13 @@ def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scat
     known: Known | None = config.calls.used(key)
     if known is None or known.module is not dp.module:
         known = config.calls[key] = Known(dp.module, None if len(at) == len(leaves) else at, Recent())
-    treedef = jax.tree.structure(params)
-    known.programs[treedef] = Ran(config.program(dp.module).flat(treedef, inputs._layout, kw._layout))
+    found, treedef = jax.tree.flatten(params)
+    inside = _shardings(found) if config.mesh.inner_axes and not all_lie(found, replicated(config.mesh)) else None
+    known.programs[treedef] = Ran(config.program(dp.module).flat(treedef, inputs._layout, kw._layout), inside)
+
+
+def _shardings(leaves: Sequence[Any]) -> list[Any]:
+    return [getattr(x, "sharding", None) for x in leaves]
 
 
 _STATICS = (bool, int, str)
