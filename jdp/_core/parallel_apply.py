@@ -211,6 +211,12 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
                         f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
                         f"take float(...) of what the call gives."
                     )
+                if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
+                    error.add_note(
+                        "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of "
+                        "the model's own takes it from there. Leave mesh= out, and name the replica's axes: "
+                        "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
+                    )
                 if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
                     error.add_note(
                         "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own "

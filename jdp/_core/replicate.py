@@ -67,6 +67,8 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     if all_lie(jax.tree.leaves(tree), target) or mesh.is_described:
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
+    if mesh.inner_axes:
+        _refuse_explicit(leaves, mesh, verb)
     away = [
         i
         for i, x in enumerate(leaves)
@@ -193,6 +195,17 @@ def _adopted(x: Any, mesh: ReplicaMesh) -> Any:
     found = getattr(concrete(x), "sharding", None)
     where = mesh.renamed(found)
     return x if where is found else jax.device_put(x, where)
+
+
+def _refuse_explicit(leaves: list[Any], mesh: ReplicaMesh, verb: str) -> None:
+    """Raises a `ValueError` for values that a program around the call has typed by a mesh of Explicit axes."""
+    for x in leaves:
+        if isinstance(x, Tracer) and concrete(x) is None and jax.typeof(x).sharding.mesh.explicit_axes:
+            raise ValueError(
+                f"jdp.{verb}: traced (by jax.jit or the like) with parameters over Explicit axes, {jax.typeof(x)}; "
+                f"values are typed by these axes, and a replica's program has Auto ones. Put the parameters on dp.mesh, "
+                f"whose axes are Auto: jax.device_put(x, NamedSharding(dp.mesh, x.sharding.spec))."
+            )
 
 
 def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:

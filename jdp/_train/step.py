@@ -178,7 +178,8 @@ def train_step(
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
             no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
             where replicas meet in a branch or a `while` loop; `gather_once` without `shard_params`; `shard_params` with
-            `shard_optimizer=False`, or against the wrapper or the variables.
+            `shard_optimizer=False`, or against the wrapper or the variables; `shard_params`, `shard_optimizer` or
+            `deterministic` where a replica is several devices of a mesh.
         RuntimeError: a state that was donated already.
 
     Example:
