@@ -440,6 +440,7 @@ class DataParallel(nnx.Module, Generic[M]):
             )
         return self._init
 
+    @outside_of_mesh
     def _init(self, rngs: Tree, *args: Any, shard_params: bool = False, **kwargs: Any) -> Tree:
         config = self._config
         config.refuse_grouped("init", shard_params=shard_params)

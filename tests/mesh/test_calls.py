@@ -81,10 +81,11 @@ def test_a_call_is_compiled_once_and_the_next_is_straight(compilations):
     mesh = mesh_of("2x2")
     dp, w = jdp.DataParallel(lambda w, x: mlp(w, x), mesh), placed(mesh)
     batches = [rows(8, seed) for seed in range(3)]
+    expected = [bare(WEIGHTS, x) for x in batches]
     dp(w, batches[0])
     compilations()
-    for x in batches[1:]:
-        close(dp(w, x), bare(WEIGHTS, x), 1e-5, 1e-5)
+    for x, y in zip(batches, expected, strict=True):
+        close(dp(w, x), y, 1e-5, 1e-5)
     assert compilations() == 0 and dp._config.calls
     moved = placed(mesh, {**SPECS, "wide": P("model")})  # the same call with parameters that lie in another way
     close(dp(moved, batches[0]), bare(WEIGHTS, batches[0]), 1e-5, 1e-5)
