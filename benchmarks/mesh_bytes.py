@@ -20,7 +20,7 @@ import optax
 
 import jdp
 
-ROWS, LENGTH, TOKENS, WIDTH, HEADS, LAYERS = 32, 128, 4096, 256, 8, 4
+ROWS, LENGTH, TOKENS, WIDTH, HEADS, LAYERS = 8, 128, 4096, 512, 8, 4
 WAYS: dict[str, tuple[tuple[int, int] | None, dict[str, bool]]] = {
     "replicated": (None, {}),
     "`shard_optimizer=True`": (None, {"shard_optimizer": True}),
