@@ -57,14 +57,14 @@ COMMANDS = [
     for path in PAGES
     for language, code, *_ in blocks(path)
     if language == "sh"
-    for line in code.splitlines()
+    for line in code.replace("\\\n", " ").splitlines()
 ]
 by_place = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.line}")
 
 
 def test_blocks_are_of_known_languages():
     for path in PAGES:
-        kinds = {"sh", "python", "text", SKETCH, "{toctree}", "{eval-rst}"}
+        kinds = {"sh", "python", "text", "diff", SKETCH, "{toctree}", "{eval-rst}"}
         assert {language for language, *_ in blocks(path)} <= kinds, path
     assert len(PROGRAMS) >= 20
     assert any(program.page == "README.md" and program.prints for program in PROGRAMS)
@@ -153,8 +153,8 @@ def test_jdp_commands_are_understood(tmp_path, monkeypatch):
 
 
 @pytest.mark.budget(20)
-def test_the_six_lines_beside_those_of_torch_run():
-    (block,) = [code for _, code, *_ in blocks(README) if code.startswith("torch ")]
+def test_the_lines_beside_those_of_torch_run():
+    (block,) = [code for _, code, *_ in blocks(ROOT / "docs" / "from_torch.md") if code.startswith("torch ")]
     width = block.index("jdp\n")
     right = "\n".join(line[width:] for line in block.splitlines()[1:])
     rows = np.ones((10, 3), np.float32), np.zeros((10, 2), np.float32)
@@ -162,8 +162,50 @@ def test_the_six_lines_beside_those_of_torch_run():
     names["Net"] = lambda rngs: nnx.Linear(3, 2, rngs=rngs)
     names["forward"] = lambda model, batch: model(batch[0])
     names["criterion"] = lambda outputs, batch: ((outputs - batch[1]) ** 2).mean()
-    exec(compile(right, "README.md", "exec"), names)
+    exec(compile(right, "from_torch.md", "exec"), names)
     assert float(names["metrics"]["loss"]) > 0
+
+
+def sides(path):
+    """The two programs of a page's diff."""
+    (diff,) = [code.splitlines() for language, code, *_ in blocks(path) if language == "diff"]
+    assert {line[:2] for line in diff} <= {"  ", "- ", "+ ", "-", "+", ""}
+    return ["\n".join(line[2:] for line in diff if line[:1] in ("", " ", side)) for side in "-+"]
+
+
+@pytest.mark.budget(20)
+def test_both_sides_of_the_diff_in_the_readme_train_alike():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 3)).astype(np.float32), rng.normal(size=(50, 2)).astype(np.float32)
+    losses = []
+    for program in sides(README):
+        names = {
+            "nnx": nnx,
+            "jdp": jdp,
+            "optax": optax,
+            "loader": [(x[i : i + 16], y[i : i + 16]) for i in (0, 16, 32, 48)],
+        }
+        names["Net"] = lambda rngs: nnx.Linear(3, 2, rngs=rngs)
+        names["loss_fn"] = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
+        exec(compile(program, "README.md", "exec"), names)
+        losses.append(float(names["loss"]))  # of the last batch, of 2 rows, after three steps
+    assert "jdp" not in sides(README)[0]
+    assert np.isclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.budget(20)
+def test_both_sides_of_the_diff_for_pmap_end_with_the_same_numbers():
+    before, after = sides(ROOT / "docs" / "from_pmap.md")
+    assert "jdp" not in before and len(before.splitlines()) > len(after.splitlines()) + 15
+    ends = []
+    for program in (before, after):
+        names = {}
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(program, "from_pmap.md", "exec"), names)
+        ends.append((out.getvalue(), names["loss"], names["accuracy"]))
+    (said, loss, accuracy), (same, loss_of_jdp, accuracy_of_jdp) = ends
+    assert said == same and accuracy == accuracy_of_jdp > 0.8
+    assert np.isclose(loss, loss_of_jdp, rtol=1e-5)
 
 
 def test_each_option_of_a_training_step_is_explained_on_a_page():
