@@ -48,8 +48,9 @@ class ReplicaMesh:
         """Whether other processes hold some of the devices, so that each has rows of its own."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
-        # XLA's CPU compiler widens sums of 16 bits, and ends the process at those over a Manual axis beside Auto ones.
-        self.sums_in_32_bits = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
+        # XLA's CPU compiler widens sums of 16 bits. At a sum over a Manual axis of a mesh that has Auto axes, too, its
+        # way to do so ends the process.
+        self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
         self._own: ReplicaMesh | None = None
         # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
         manual = {axis_name: AxisType.Manual} if self.size > 1 else {}

@@ -99,7 +99,7 @@ class DataParallel(nnx.Module, Generic[M]):
         module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
         devices: `jax.Device`s, ints (indices into `jax.devices()`) or strings (`"gpu:0"`); the first
             is the primary device. `None` is all of `jax.devices()`. A `jax.sharding.Mesh` of one axis stands for its
-            devices, and its axis for `axis_name`. Of a mesh with several, `axis_name` counts the replicas, and each
+            devices, and its axis for `axis_name`. In a mesh with several, `axis_name` counts the replicas, and each
             replica is the devices along the others, over which XLA partitions it as under `jax.jit`: parameters keep
             the `NamedSharding` over these that they have (or that `nn.with_partitioning`, logical axis rules or NNX
             metadata give them), and constraints on these axes hold. `docs/mesh.md` says when that pays.
