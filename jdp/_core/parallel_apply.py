@@ -157,8 +157,8 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
     Inside of a replica of several devices the compiler partitions it, as under `jax.jit`.
     """
     if mesh.size == 1 and mesh.inner_axes:
-        # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be in
-        # (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
+        # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be
+        # in (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
         def alone(*operands: Any) -> Tree:
             lanes = jax.vmap(lambda _: local(*operands), axis_name=mesh.axis_name)(jnp.zeros(1))
             return jax.tree.map(lambda x: x[0], lanes)

@@ -265,6 +265,23 @@ def test_what_is_refused(refused):
         jdp.DataParallel(odd, mesh)
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bits(dtype, refused):
+    """XLA's CPU compiler ends the process at sums of 16 bits over the replicas: none is left in the program."""
+    mesh, x = mesh_of("2x2"), rows(10).astype(dtype)
+    w = jax.tree.map(lambda x: x.astype(dtype), placed(mesh))
+    dp, halves = jdp.DataParallel(mlp, mesh), jax.tree.map(lambda x: x.astype(dtype), WEIGHTS)
+    loss = lambda f: lambda w, x: (f(w, x).astype(jnp.float32) ** 2).mean()  # noqa: E731
+    expected = jax.grad(loss(bare))(halves, x)
+    for grads in (jax.grad(loss(dp))(w, x), dp.value_and_grad(loss(mlp))(w, x)[1]):
+        assert {g.dtype for g in grads.values()} == {jnp.dtype(dtype)}
+        widened = [jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (grads, expected)]
+        close(*widened, 0.05, 0.05)
+    with refused(ValueError, "parallel_apply", match=r"psum over 'data' of .*16\[4\]; .*Cast to float32"):
+        jdp.DataParallel(lambda w, x: x @ w - jax.lax.psum((x @ w).mean(0), "data"), mesh)(halves["wide"][:, :4], x[:8])
+
+
 def test_explicit_axes_are_treated_as_auto(refused):
     mesh = mesh_of("explicit")
     assert mesh.axis_types[0] == EXPLICIT
