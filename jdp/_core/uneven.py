@@ -303,8 +303,8 @@ def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
         if half is not None and eqn.primitive.name in ("psum", "psum_invariant", "reduce_scatter"):
             raise ValueError(
                 f"jdp.parallel_apply: the model runs {eqn.primitive.name} over {mesh.axis_name!r} of "
-                f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several devices. Cast to "
-                f"float32 for the sum."
+                f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several "
+                f"devices. Cast to float32 for the sum."
             )
     own = None if mesh.inner_axes else first(traced, "shard_map")
     if own is not None:
