@@ -54,7 +54,7 @@ def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
         others = sorted({path.stem for path in HERE.glob("*.md")} - named)
         source[0] = source[0].replace("\n*\n", "\n" + "".join(f"{name}\n" for name in others))
     if docname == "errors":
-        source[0] = errors.page()
+        source[0] = source[0].partition("The site has")[0] + errors.page()
     if docname == "notebooks":
         texts = [notebooks.markdown(notebooks.read(path)) for path in sorted(notebooks.FOLDER.glob("*.ipynb"))]
         source[0] = source[0].partition("The site shows")[0] + "\n".join(texts)
