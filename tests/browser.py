@@ -14,8 +14,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-# Each page in a frame as wide as a telephone, and in one of a laptop. What it says at the end: which are wider, what code
-# is cut off, and what asks another host.
+# Each page in a frame as wide as a telephone, and in one of a laptop. What it says at the end: which are wider, what
+# code is cut off, and what asks another host.
 PROBE = """<!doctype html><title>probe</title><body><pre id="wrong">[]</pre><script>
 const wrong = [], names = %s;
 async function look(name, width) {
