@@ -24,6 +24,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # of a block that only begins as a language does
 
 html_theme = "furo"  # which asks no other host for anything: fonts and scripts are the reader's and the site's own
+pygments_style, pygments_dark_style = "default", "github-dark"  # a diff is red and green in both
 html_title = f"jdp {release}"
 smartquotes_action = "D"  # -- is a dash; quotation marks stay as they are typed
 html_copy_source = html_show_sourcelink = False

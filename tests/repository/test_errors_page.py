@@ -174,7 +174,7 @@ CASES = {
 
 def test_the_first_section_has_fifteen_messages():
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert re.findall(r"^### (.*)$", page, re.MULTILINE) == [*CASES] and len(CASES) == 15
+    assert re.findall(r'^### "(.*)"$', page, re.MULTILINE) == [*CASES] and len(CASES) == 15
 
 
 @pytest.mark.budget(20)

@@ -113,6 +113,14 @@ def test_no_page_is_wider_than_a_screen_or_cuts_code_off_or_fails_in_the_console
     assert wrong_pages(SITE, sorted(pages), tmp_path) == ([], [], [])
 
 
+@in_browser
+def test_each_program_has_a_button_that_copies_it(pages, tmp_path):
+    with served(SITE) as (address, missing):
+        text, console = shown(f"{address}/index.html", tmp_path)
+    assert text.count('<button class="copybtn') == text.count('<div class="highlight">') == 2
+    assert not console
+
+
 BOTH_SIZES = (
     "jdp.scatter: inputs[0] has 10 rows (axis 0), inputs[1] has 8 (axis 0); all arrays that are cut must agree."
 )
