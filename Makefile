@@ -98,6 +98,7 @@ bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-wr
 	$(VENV)/bin/python benchmarks/train.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/criterion.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/shard.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/mesh.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/deterministic.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/processes.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/host_cost.py --write $(ARGS)

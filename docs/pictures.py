@@ -161,7 +161,32 @@ def exposed() -> str:
     return svg(670, 104, "A step in time: a collective is exposed where the device waits for it", parts)
 
 
-PICTURES = {draw.__name__: draw for draw in (chunks, pipeline, uneven, memory, accumulate, exposed)}
+def mesh() -> str:
+    """Four replicas of two devices each: rows are cut over one axis, parameters over the other."""
+    parts = [text(60, 40, "10 rows,", "out"), text(60, 57, 'cut over "data"', "out")]
+    parts.append(text(390, 40, 'each device has the parameters of four of 8 heads, cut over "model"', "out"))
+    first = 0
+    for i, size in enumerate(chunk_sizes(10, 4)):
+        y, row = 70 + 64 * i, 16
+        for j in range(size):
+            top = 74 + 24 * (first + j)
+            parts += [box(20, top, 80, row + 4, COLOURS[i]), text(60, top + 15, str(first + j))]
+        parts += [arrow(102, 74 + 24 * (first + size / 2) - 2, 147, y + 26), box(150, y - 2, 480, 56, "none", 8)]
+        parts.append(text(644, y + 30, f"replica {i}", "out bold left"))
+        for j in range(2):
+            x = 160 + 236 * j
+            parts += [box(x, y + 4, 224, 44, "", 6), text(x + 42, y + 31, f"device {2 * i + j}", "bold")]
+            parts += [box(x + 80 + 20 * k, y + 16, row, 20, COLOURS[i]) for k in range(size)]
+            parts += [text(x + 88 + 20 * k, y + 31, str(first + k)) for k in range(size)]
+            for k in range(2):  # what the device has of the heads, and what the other one has
+                parts.append(box(x + 146 + 36 * k, y + 16, 34, 20, "dark" if k == j else "none", 0))
+            parts.append(text(x + 163 + 36 * j, y + 31, "0-3" if j == 0 else "4-7"))
+        first += size
+    title = "A mesh of 4 x 2 devices: four replicas with chunks of 3, 3, 3 and 1 rows, each of two devices"
+    return svg(720, 332, title, parts)
+
+
+PICTURES = {draw.__name__: draw for draw in (chunks, pipeline, uneven, memory, accumulate, exposed, mesh)}
 
 
 def main(arguments: list[str] | None = None, here: Path = Path(__file__).parent) -> None:

@@ -1,4 +1,4 @@
-"""What char_gpt.py, resnet.py and multi_process.py share: options, the lines about the machine, the progress bar."""
+"""What several examples share: options, the lines about the machine, the progress bar."""
 
 import argparse
 import hashlib

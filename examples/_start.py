@@ -39,5 +39,9 @@ def no_picture() -> str | None:
 
 sys.excepthook = _ends
 FIRST = os.environ.get("JDP_PROCESS_ID", "0") == "0"  # of those of jdp launch
-if NAME in ("mnist", "mnist_nnx", "char_gpt", "resnet") and FIRST and not {"-h", "--help"} & {*sys.argv}:
+if (
+    NAME in ("mnist", "mnist_nnx", "char_gpt", "resnet", "tensor_parallel")
+    and FIRST
+    and not {"-h", "--help"} & {*sys.argv}
+):
     print(f"{NAME}: JAX is started, then the model is compiled; each takes some seconds", flush=True)

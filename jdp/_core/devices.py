@@ -40,7 +40,7 @@ else:
 DeviceLike: TypeAlias = Device | int | str
 """A `jax.Device`, an index into `jax.devices()`, or a string such as `"gpu:0"`."""
 Devices: TypeAlias = Sequence[DeviceLike] | Mesh | None
-"""The devices of a verb, or a mesh of one axis; `None` is all of `jax.devices()`."""
+"""The devices of a verb, or a mesh (of one axis, except for `DataParallel`); `None` is all of `jax.devices()`."""
 
 
 def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Device:

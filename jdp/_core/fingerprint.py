@@ -135,7 +135,7 @@ def _program(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashe
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
         own = found = jnp.concatenate(leaves) if are_hashed else hash_leaves(leaves)
-        if is_cut.any():  # each device's part differs from those beside it, not from the first replica's
+        if is_cut.any():  # the parts of a leaf differ; each is compared with the first replica's part of it
             first = jnp.where(jax.lax.axis_index(mesh.axis_name) == 0, own, _ZERO)
             found = jnp.where(is_cut[:, None], own ^ jax.lax.psum(first, mesh.axis_name), own)
         # max(h) is ~min(~h): one collective finds both.

@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import row_traces
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
-from .replica_mesh import ReplicaMesh, cut_along
+from .replica_mesh import HALVES, ReplicaMesh, cut_along
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
@@ -259,9 +259,8 @@ def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
     # XLA does not take a sum over one device out of the program.
     if mesh.size == 1:
         return values
-    if mesh.inner_axes and mesh.devices[0].platform == "cpu":
-        # XLA's CPU compiler widens sums of 16 bits, and ends the process at those over a Manual axis beside Auto ones.
-        wide = [x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x for x in values]
+    if mesh.sums_in_32_bits:
+        wide = [x.astype(jnp.float32) if x.dtype in HALVES else x for x in values]
         return [x.astype(y.dtype) for x, y in zip(jax.lax.psum(wide, mesh.axis_name), values, strict=True)]
     return jax.lax.psum(values, mesh.axis_name)
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from .layout import Cut, Layout, Leaf, Static, Tree
+from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
-from .replica_mesh import ReplicaMesh, outside_of_mesh
+from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
 from .replicate import broadcast
 from .scatter import Cutting, split
 from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
@@ -127,7 +127,10 @@ def on_replicas(
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
 
+        operands, narrowed = widened(operands, signature)
+
         def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
+            arrays = narrowed(arrays)
             index = jax.lax.axis_index(axis_name) if mesh.size > 1 or not mesh.inner_axes else jnp.int32(0)
             mine, several = signature, signature.layout.per_device > 1
             operands = list(arrays if several else signature.fold_keys(arrays, index))
@@ -154,8 +157,8 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
     Inside of a replica of several devices the compiler partitions it, as under `jax.jit`.
     """
     if mesh.size == 1 and mesh.inner_axes:
-        # XLA cannot sum over a Manual axis of one device beside Auto ones ("Cross-partition allreduce must be in
-        # (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
+        # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be
+        # in (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
         def alone(*operands: Any) -> Tree:
             lanes = jax.vmap(lambda _: local(*operands), axis_name=mesh.axis_name)(jnp.zeros(1))
             return jax.tree.map(lambda x: x[0], lanes)
@@ -171,6 +174,23 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
         axis_names={mesh.axis_name},
         check_vma=False,
     )
+
+
+def widened(operands: list[Any], signature: Signature) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns the operands with 16-bit parameters in 32 bits, where their gradients cannot be summed in 16.
+
+    Also returns the function that takes these back to 16 bits, inside of a replica.
+    """
+    if not signature.layout.mesh.sums_in_32_bits:
+        return operands, lambda arrays: arrays
+    dtypes = [x.dtype for x in operands]
+    pairs = zip(operands, signature.leaves, strict=True)
+    wide = [x.astype(jnp.float32) if isinstance(leaf, Whole) and x.dtype in HALVES else x for x, leaf in pairs]
+
+    def narrowed(arrays: Sequence[Any]) -> list[Any]:
+        return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(arrays, dtypes, strict=True)]
+
+    return wide, narrowed
 
 
 def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
@@ -210,6 +230,12 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
                         f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
                         f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
                         f"take float(...) of what the call gives."
+                    )
+                if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
+                    error.add_note(
+                        "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of "
+                        "the model's own takes it from there. Leave mesh= out, and name the replica's axes: "
+                        "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
                     )
                 if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
                     error.add_note(

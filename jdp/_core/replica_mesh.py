@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described, trace_state_clean
 from .devices import Device, Devices, names_of, resolve_devices
+
+HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class ReplicaMesh:
@@ -24,7 +27,7 @@ class ReplicaMesh:
 
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
-        *("processes", "spans_processes", "is_described", "inside", "_own"),
+        *("processes", "spans_processes", "is_described", "inside", "sums_in_32_bits", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -45,6 +48,9 @@ class ReplicaMesh:
         """Whether other processes hold some of the devices, so that each has rows of its own."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
+        # XLA's CPU compiler widens sums of 16 bits. At a sum over a Manual axis of a mesh that has Auto axes, too, its
+        # way to do so ends the process.
+        self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
         self._own: ReplicaMesh | None = None
         # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
         manual = {axis_name: AxisType.Manual} if self.size > 1 else {}

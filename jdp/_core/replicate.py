@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -67,25 +70,16 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     if all_lie(jax.tree.leaves(tree), target) or mesh.is_described:
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
-    away = [
-        i
-        for i, x in enumerate(leaves)
-        # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
-        # jitted step would compile once for it, and again for what comes back committed.
-        if not is_scattered(x) and (value := concrete(x)) is not None and getattr(value, "sharding", None) != target
-        if not (mesh.inner_axes and mesh.holds(getattr(value, "sharding", None)))
-    ]
+    if mesh.inner_axes:
+        found = [_inside(x, mesh, verb, functools.partial(_path, tree, i, root)) for i, x in enumerate(leaves)]
+        tree = tree if all(map(operator.is_, found, leaves)) else treedef.unflatten(found)
+        leaves = found
+    away = _away(leaves, mesh, target)
     if not away:
         return tree
     for i in list(away):
-        leaves[i] = _adopted(leaves[i], mesh)
-        if mesh.inner_axes and mesh.holds(getattr(concrete(leaves[i]), "sharding", None)):
-            away.remove(i)
-            continue
         axis = cut_axis_of(leaves[i], mesh)
         if axis is not None:
-            if mesh.inner_axes:
-                raise ValueError(cut_over_replicas(verb, _path(tree, i, root), leaves[i], mesh))
             if cut != "whole":
                 leaves[i] = shard(leaves[i], axis, mesh) if cut == "scattered" else leaves[i]
                 away.remove(i)
@@ -106,6 +100,19 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
+    """Returns which leaves do not lie on the replicas yet."""
+
+    def is_away(x: Any) -> bool:
+        # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
+        # jitted step would compile once for it, and again for what comes back committed.
+        if is_scattered(x) or (value := concrete(x)) is None or (found := getattr(value, "sharding", None)) == target:
+            return False
+        return not (mesh.inner_axes and mesh.holds(found))
+
+    return [i for i, x in enumerate(leaves) if is_away(x)]
 
 
 def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
@@ -186,13 +193,28 @@ def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: s
             )
 
 
-def _adopted(x: Any, mesh: ReplicaMesh) -> Any:
-    """Returns an array that is cut over a mesh of the same devices and axes (with Explicit axes) over this mesh."""
-    if not mesh.inner_axes:
+def _inside(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
+    """Returns a parameter for replicas of several devices: one that is cut over Explicit axes, over this mesh.
+
+    Raises:
+        ValueError: it is cut over the replicas, or a program around the call has typed it by Explicit axes.
+    """
+    if is_scattered(x):
         return x
+    if isinstance(x, Tracer) and concrete(x) is None and jax.typeof(x).sharding.mesh.explicit_axes:
+        raise ValueError(
+            f"jdp.{verb}: traced (by jax.jit or the like) with parameters over Explicit axes, {jax.typeof(x)}; values "
+            f"are typed by these axes, and a replica's program has Auto ones. Put the parameters on dp.mesh, whose "
+            f"axes are Auto: jax.device_put(x, NamedSharding(dp.mesh, x.sharding.spec))."
+        )
+    if cut_axis_of(x, mesh) is not None:
+        raise ValueError(cut_over_replicas(verb, path(), x, mesh))
     found = getattr(concrete(x), "sharding", None)
     where = mesh.renamed(found)
-    return x if where is found else jax.device_put(x, where)
+    if where is found:
+        return x
+    x = jax.device_put(x, where)
+    return _inside(x, mesh, verb, path)
 
 
 def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:

@@ -35,6 +35,7 @@ from .._jax.jaxprs import (
 from .._jax.row_places import keeps_places
 from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
+from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Signature, of_replica
 from .shards import as_used
 
@@ -67,7 +68,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
         out = as_used(body_of(0), operands, signature)
     else:
         if not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
-            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n, bool(signature.layout.mesh.inner_axes))
+            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n, signature.layout.mesh)
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return dataclasses.replace(out, sizes=sizes)
@@ -130,7 +131,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
         mine = _at_size(operands, signature, replica)
         jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
-        _refuse_what_needs_devices(jaxpr, n, bool(layout.mesh.inner_axes))
+        _refuse_what_needs_devices(jaxpr, n, layout.mesh)
         if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, signature)
         bodies[sizes] = Body(replica, jaxpr, out)
@@ -292,9 +293,20 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
         )
 
 
-def _refuse_what_needs_devices(traced: Any, n: int, is_grouped: bool) -> None:
-    """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered."""
-    own = None if is_grouped else first(traced, "shard_map")
+def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
+    """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered.
+
+    Also for a collective that would end the process: see `ReplicaMesh.sums_in_32_bits`.
+    """
+    for eqn in equations(traced.jaxpr) if mesh.sums_in_32_bits else ():
+        half = next((x.aval for x in eqn.invars if mesh.axis_name in axes(eqn) and x.aval.dtype in HALVES), None)
+        if half is not None and eqn.primitive.name in ("psum", "psum_invariant", "reduce_scatter"):
+            raise ValueError(
+                f"jdp.parallel_apply: the model runs {eqn.primitive.name} over {mesh.axis_name!r} of "
+                f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several "
+                f"devices. Cast to float32 for the sum."
+            )
+    own = None if mesh.inner_axes else first(traced, "shard_map")
     if own is not None:
         where = source_line(own)
         raise ValueError(

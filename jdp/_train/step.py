@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import flax.core
@@ -178,7 +179,8 @@ def train_step(
         ValueError: the batch has no rows; a state of another model; `deterministic` with a number of replicas that is
             no power of two, with `shard_params`, with a collective of the loss's own other than `psum` and `pmean`, or
             where replicas meet in a branch or a `while` loop; `gather_once` without `shard_params`; `shard_params` with
-            `shard_optimizer=False`, or against the wrapper or the variables.
+            `shard_optimizer=False`, or against the wrapper or the variables; `shard_params`, `shard_optimizer` or
+            `deterministic` where a replica is several devices of a mesh.
         RuntimeError: a state that was donated already.
 
     Example:
@@ -632,7 +634,9 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
         if not isinstance(tx, nnx.Optimizer):
             # Its state takes over the annotations of the parameters, which name the axes of a mesh.
-            with jax.set_mesh(dp._config.mesh.jax_mesh), nnx.use_eager_sharding(False):
+            mesh = dp._config.mesh
+            around = jax.set_mesh(mesh.jax_mesh) if mesh.inner_axes and trace_state_clean() else nullcontext()
+            with around, nnx.use_eager_sharding(False):
                 tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
         self.optimizer: nnx.Optimizer[Any] = tx
         params = nnx.state(dp.module, tx.wrt)

@@ -99,7 +99,10 @@ class DataParallel(nnx.Module, Generic[M]):
         module: a Linen module, an NNX module, or a function `apply_fn(params, *args, **kwargs)`.
         devices: `jax.Device`s, ints (indices into `jax.devices()`) or strings (`"gpu:0"`); the first
             is the primary device. `None` is all of `jax.devices()`. A `jax.sharding.Mesh` of one axis stands for its
-            devices, and its axis for `axis_name`.
+            devices, and its axis for `axis_name`. In a mesh with several, `axis_name` counts the replicas, and each
+            replica is the devices along the others, over which XLA partitions it as under `jax.jit`: parameters keep
+            the `NamedSharding` over these that they have (or that `nn.with_partitioning`, logical axis rules or NNX
+            metadata give them), and constraints on these axes hold. `docs/mesh.md` says when that pays.
         output_device: where outputs go: a device, `"cpu"` or -1 (the host's CPU), or `"sharded"`
             (one array over the replicas). `None` is where the parameters live: the primary device
             for parameters there or on the host, over the replicas for replicated ones. With several processes,
@@ -110,7 +113,7 @@ class DataParallel(nnx.Module, Generic[M]):
             tuple with an int or None (whole to every replica) for each. Default: `dim` for all.
         out_axes: as in `jax.vmap`, of the outputs; None in it is the primary replica's. Default: `dim`.
         axis_name: the name of the axis inside the program, for `BatchNorm(axis_name=...)` and
-            collectives of your own.
+            collectives of your own; in a mesh, the axis that counts the replicas.
         reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
             weighted by rows.
             What a call makes has no value from before: a float is then an error, unless it is 0-d and the mean
@@ -128,7 +131,8 @@ class DataParallel(nnx.Module, Generic[M]):
         device_ids: torch's name of `devices`.
 
     Raises:
-        ValueError: devices are empty, duplicate, unknown or of several platforms, or do not divide `replicas`.
+        ValueError: devices are empty, duplicate, unknown or of several platforms, or do not divide `replicas`; a mesh
+            of several axes without `axis_name`, or together with `replicas` or `shard_params`.
         TypeError: `module` is none of the three (a torch module, a callable pytree that holds arrays).
 
     Example:
@@ -202,7 +206,7 @@ class DataParallel(nnx.Module, Generic[M]):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the replicas: one axis, `axis_name`, along which the devices lie."""
+        """The mesh of the devices, with Auto axes: `axis_name` counts the replicas; others lie inside of a replica."""
         return self._config.mesh.jax_mesh
 
     @property
@@ -436,6 +440,7 @@ class DataParallel(nnx.Module, Generic[M]):
             )
         return self._init
 
+    @outside_of_mesh
     def _init(self, rngs: Tree, *args: Any, shard_params: bool = False, **kwargs: Any) -> Tree:
         config = self._config
         config.refuse_grouped("init", shard_params=shard_params)

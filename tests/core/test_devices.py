@@ -229,14 +229,14 @@ def test_a_mesh_of_one_axis_is_its_devices(kind):
 
 def test_other_meshes_are_refused(refused):
     two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    for devices, match in (
-        (two, r"devices is a mesh of the axes data \(2\), model \(2\); .*mesh\.devices\[:, 0\]"),
-        (two.devices, r"devices is an array of shape \(2, 2\); .*devices\.ravel\(\)"),
-    ):
-        with refused(ValueError, "DataParallel", match=match):
-            jdp.DataParallel(lambda w, x: x, devices)
-        with refused(ValueError, "scatter", match=match):
-            jdp.scatter(np.ones(4), devices)
+    match = (
+        r"devices is a mesh of the axes data \(2\), model \(2\); .*mesh\.devices\[:, 0\].*DataParallel\(model, mesh\)"
+    )
+    with refused(ValueError, "scatter", match=match):
+        jdp.scatter(np.ones(4), two)
+    for verb, call in (("DataParallel", jdp.DataParallel), ("scatter", jdp.scatter)):
+        with refused(ValueError, verb, match=r"devices is an array of shape \(2, 2\); .*devices\.ravel\(\)"):
+            call(np.ones(4) if verb == "scatter" else lambda w, x: x, two.devices)
     for devices in (two.devices[:, 0], two.devices.flat):
         x = np.arange(5.0)
         np.testing.assert_array_equal(jdp.DataParallel(lambda w, x: w * x, devices)(2.0, x), 2 * x)

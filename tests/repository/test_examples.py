@@ -57,7 +57,7 @@ def broken(folder, module, error):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(EXAMPLES.parent)])}
 
 
-@pytest.mark.parametrize("script", ["mnist", "mnist_nnx", "char_gpt", "resnet"])
+@pytest.mark.parametrize("script", ["mnist", "mnist_nnx", "char_gpt", "resnet", "tensor_parallel"])
 def test_the_first_line_comes_before_jax(script, tmp_path):
     env = broken(tmp_path, "jax", "raise SystemExit(7)")
     done = subprocess.run([sys.executable, str(EXAMPLES / f"{script}.py")], capture_output=True, text=True, env=env)

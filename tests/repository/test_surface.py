@@ -204,7 +204,7 @@ def test_the_examples_in_the_docstrings_run(path):
 
 def test_the_shape_of_the_code():
     lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
-    assert statistics.median(lengths.values()) < 200
+    assert statistics.median(lengths.values()) <= 200
     long = [
         f"{path.name}:{node.name} {length}"
         for path in MODULES

@@ -95,6 +95,20 @@ def test_char_gpt_learns_the_same_with_its_parameters_cut(tmp_path, rows, blocks
     assert cut == pytest.approx(plain, abs=0.02)  # gradients travel in bfloat16
 
 
+@pytest.mark.full
+def test_tensor_parallel_has_the_losses_of_one_device():
+    """4 x 2 devices, then 2 x 4. The program itself compares the losses, and looks at what each device has."""
+    out = run("tensor_parallel.py", "--steps", "28")
+    assert "7 rows: 2, 2, 2, 1" in out and "7 rows: 4, 3" in out
+    assert "going on  after step 14 of 28" in out
+    sizes = [int(x.replace(",", "")) for x in re.findall(r"^model .* each device has ([\d,]+)", out, re.M)]
+    whole = int(re.search(r"^model +([\d,]+)", out, re.M).group(1).replace(",", ""))
+    assert sizes[0] < 0.6 * whole and sizes[1] < 0.35 * whole
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
+    assert "has the same 28 losses" in out
+
+
 @pytest.mark.faults
 def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     # Four runs that compile the same programs: once is enough.
@@ -136,6 +150,7 @@ def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     [
         ("char_gpt.py", ("--width", "20", "--heads", "3"), "--width: 20"),
         ("char_gpt.py", ("--lr", "nan"), "--lr"),
+        ("tensor_parallel.py", ("--meshes", "4x2", "2x3"), "8 heads cannot be cut over 3 devices"),
         ("resnet.py", ("--picture", "nowhere/a.png"), "there is no folder nowhere"),
         ("resnet.py", ("--checkpoint-dir", __file__), "is not a folder"),
     ],

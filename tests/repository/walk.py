@@ -32,6 +32,7 @@ EXAMPLES = {  # a few steps of each
     "resnet.py": f"{FEW} --devices 1 --width 4 --blocks 1",
     "multi_process.py": "--train-rows 252 --epochs 1",
     "from_torch.py": "",
+    "tensor_parallel.py": "--meshes 2x2 2x1 --steps 4",
 }
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # variables that a newcomer does not have

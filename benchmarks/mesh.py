@@ -1,0 +1,217 @@
+"""What a training step costs whose replicas are groups of devices, beside the same by hand. Run: make bench
+
+One process for each model and mesh; in it the contenders take turns, in an order that is shuffled every round. A turn
+is one step, from the batch in numpy to the loss and the new parameters; figures are medians, and ratios of medians. All
+train the same model with one Adam, from parameters that lie alike, and must give the same losses before anything is
+timed. Attention heads and the MLP are cut over "model" (Megatron), the rest is whole. The ViT is that of criterion.py,
+and the GPT is the Transformer of train.py.
+
+    by hand        jit of the whole step, with in_shardings and out_shardings for the parameters, the optimizer's state
+                   and the batch, on the same mesh: XLA sees to the rest
+    jdp            dp.train_step(loss_fn, tx) of jdp.DataParallel(model, mesh)
+    uneven / even  the same batch and a row fewer, with the same largest chunk, both by dp.train_step
+    collectives    how many the optimized program has, and what a device gives to them
+    memory         XLA's temporaries of the step on a device
+    gathered       collectives that give a device a whole parameter that is cut, or its gradient; none should
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections as of_python
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import _results
+import jax
+import numpy as np
+import optax
+from criterion import task_of
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from train import Loop, Task, clock, faster_feed, loss_with, make_task, step_by_hand
+
+import jdp
+from jdp._explain import collectives, hlo
+
+MODELS = ("ViT", "GPT")
+MESHES = ("4x2", "2x4")
+TARGETS = {"jdp / by hand": 1.05, "uneven / even": 1.15, "memory": 1.05}
+
+
+class Placed(NamedTuple):
+    """A task, and where its state and its batch lie on a mesh."""
+
+    task: Task
+    mesh: Mesh
+    state: Any
+    rows: NamedSharding
+
+    def put(self) -> Any:
+        """The state, in arrays of its own: donation takes them."""
+        return jax.tree.map(
+            lambda x, where: jax.device_put(np.array(x), where),
+            (self.task.variables, self.task.tx.init(self.task.variables)),
+            self.state,
+        )
+
+
+def placed(model_name: str, sizes: tuple[int, int]) -> Placed:
+    n = sizes[0] * sizes[1]
+    task = task_of(model_name, n) if model_name == "ViT" else make_task("Transformer", n)
+    mesh = Mesh(np.array(task.devices).reshape(sizes), ("data", "model"))
+    specs = jax.tree_util.tree_map_with_path(spec, task.variables)
+    state = jax.eval_shape(task.tx.init, task.variables)
+    of_state = optax.tree_map_params(task.tx, lambda _, s: s, state, specs, transform_non_params=lambda _: P())
+    where = jax.tree.map(lambda s: NamedSharding(mesh, s), (specs, of_state))
+    return Placed(task, mesh, where, NamedSharding(mesh, P("data")))
+
+
+def spec(path: Any, x: Any) -> P:
+    """Heads are cut, and the wide layer in the middle of an MLP."""
+    *_, layer, name = [part.key for part in path]
+    if layer in ("query", "key", "value"):
+        return P(None, "model") if name == "kernel" else P("model")
+    if layer == "out":
+        return P("model") if name == "kernel" else P()
+    if name == "kernel" and x.ndim == 2 and x.shape[1] == 4 * x.shape[0]:
+        return P(None, "model")
+    if name == "kernel" and x.ndim == 2 and x.shape[0] == 4 * x.shape[1] or name == "bias" and x.shape[0] >= 256:
+        return P("model")
+    return P()
+
+
+def contenders(at: Placed) -> dict[str, Loop]:
+    task = at.task
+    by_hand = jax.jit(
+        step_by_hand(task), in_shardings=(at.state, at.rows), out_shardings=(at.state, None), donate_argnums=0
+    )
+    dp = jdp.DataParallel(task.model, at.mesh)
+    uneven = jax.tree.map(lambda x: x[:-1], task.batch)
+
+    def loop(batch: Any) -> Loop:
+        step = dp.train_step(loss_with(dp.apply), task.tx)
+        return Loop(step, step.init(at.put()[0]), lambda: batch)
+
+    feeds = (lambda: task.batch), (lambda: jax.device_put(task.batch, at.rows))  # the faster one is taken
+    return {"by hand": Loop(by_hand, at.put(), *feeds), "jdp": loop(task.batch), "uneven": loop(uneven)}
+
+
+class Program(NamedTuple):
+    """What XLA made of a step: its collectives, the bytes that a device gives to them, and its temporaries."""
+
+    kinds: dict[str, int]
+    sent: int
+    temporary: int
+    gathered: int
+
+
+def program(loop: Loop, at: Placed) -> Program:
+    compiled = loop.step.lower(loop.state, loop.feeds[0]()).compile()
+    found = collectives.collectives(hlo.parse(compiled.as_text()))
+    kinds = of_python.Counter(c.kind for c in found)
+    return Program(
+        dict(sorted(kinds.items())),
+        sum(c.bytes * (c.runs or 1) for c in found),
+        compiled.memory_analysis().temp_size_in_bytes,
+        whole_parameters(compiled.as_text(), at),
+    )
+
+
+def whole_parameters(text: str, at: Placed) -> int:
+    """How many lines with a collective give an array of the shape of a whole parameter that is cut, and of no other."""
+    leaves = list(zip(jax.tree.leaves(at.task.variables), jax.tree.leaves(at.state[0]), strict=True))
+    cut = {x.shape for x, where in leaves if any(where.spec)}
+    whole = {",".join(map(str, shape)) for shape in cut - {x.shape for x, where in leaves if not any(where.spec)}}
+    lines = [line for line in text.splitlines() if " all-gather" in line or " all-to-all" in line]
+    return sum(any(f"[{shape}]" in line.split(" all-", 1)[0] for shape in whole) for line in lines)
+
+
+def measure(model_name: str, sizes: tuple[int, int], seconds: float) -> dict[str, Any]:
+    at = placed(model_name, sizes)
+    loops = contenders(at)
+    programs = {name: program(loop, at) for name, loop in loops.items()}
+    losses = {name: [float(loop()["loss"]) for _ in range(4)] for name, loop in loops.items()}
+    for name, found in losses.items():  # the uneven one has another batch, but for one row the same
+        np.testing.assert_allclose(found, losses["by hand"], rtol=0.1 if name == "uneven" else 1e-4, err_msg=name)
+    feeds = {"by hand": faster_feed(loops["by hand"], 0.1 * seconds)}
+    calls: dict[str, Callable[[], Any]] = {name: partial(loop, feeds.get(name, 0)) for name, loop in loops.items()}
+    clock(calls, 0.1 * seconds)  # warm
+    times = clock(calls, 0.8 * seconds)
+    took = {name: float(np.median(values)) for name, values in times.items()}
+    upper, lower = np.percentile(times["jdp"] / times["by hand"], (75, 25))  # of pairs, each in one round
+    rounds = len(times["jdp"])
+    noise = 0.93 * (upper - lower) / rounds**0.5  # a median's standard error, if the noise is normal
+    programs_ = {name: found._asdict() for name, found in programs.items()}
+    return {"took": took, "programs": programs_, "noise": float(noise), "rounds": rounds}
+
+
+COLUMNS = (
+    "model", "replicas x devices", "by hand", "jdp / by hand", "uneven / even", "memory", "collectives: by hand",
+    "jdp", "uneven", "sent: jdp / by hand", "gathered", "rounds",
+)  # fmt: skip
+
+
+def cells(model_name: str, mesh: str, row: dict[str, Any]) -> list[str]:
+    took, found = row["took"], row["programs"]
+
+    def beside(name: str, value: float) -> str:
+        return f"{value:.2f} {'<=' if round(value, 2) <= TARGETS[name] else '>'} {TARGETS[name]:.2f}"
+
+    def count(name: str) -> str:
+        return ", ".join(f"{n} {kind}" for kind, n in found[name]["kinds"].items())
+
+    return [
+        model_name,
+        mesh.replace("x", " x "),
+        f"{took['by hand'] * 1e3:.1f} ms",
+        f"{beside('jdp / by hand', took['jdp'] / took['by hand'])} ± {row['noise']:.2f}",
+        beside("uneven / even", took["uneven"] / took["jdp"]),
+        beside("memory", found["jdp"]["temporary"] / found["by hand"]["temporary"]),
+        *map(count, ("by hand", "jdp", "uneven")),
+        f"{found['jdp']['sent'] / found['by hand']['sent']:.2f}",
+        ", ".join(str(found[name]["gathered"]) for name in ("by hand", "jdp", "uneven")),
+        str(row["rounds"]),
+    ]
+
+
+def mesh_sizes(text: str) -> tuple[int, int]:
+    replicas, model = map(int, text.split("x"))
+    return replicas, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--meshes", nargs="*", default=[*MESHES], metavar="RxM", help="replicas x devices of each")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timing for each row")
+    parser.add_argument("--write", action="store_true", help="write the table to RESULTS.md beside this file")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "RxM"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:  # a process of its own: the number of virtual devices is fixed once JAX has started
+        model_name, sizes = args.one[0], mesh_sizes(args.one[1])
+        jdp.virtual_cpu_devices(sizes[0] * sizes[1])
+        return print(json.dumps(measure(model_name, sizes, args.seconds)))
+    rows = []
+    for model_name in args.models:
+        for mesh in args.meshes:
+            command = [sys.executable, __file__, "--seconds", str(args.seconds), "--one", model_name, mesh]
+            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            rows.append(cells(model_name, mesh, json.loads(out.splitlines()[-1])))
+            print(dict(zip(COLUMNS, rows[-1], strict=True)), flush=True)
+    if args.write:
+        _results.write(
+            "mesh",
+            "Replicas of several devices against the same by hand",
+            f"{_results.versions()}, virtual CPU devices. Ratios of medians, {args.seconds:g} s a row, beside their "
+            "targets; `>`: missed.",
+            _results.table(COLUMNS, rows),
+        )
+
+
+if __name__ == "__main__":
+    main()
