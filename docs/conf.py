@@ -24,6 +24,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # of a block that only begins as a language does
 
 html_theme = "furo"  # which asks no other host for anything: fonts and scripts are the reader's and the site's own
+pygments_style, pygments_dark_style = "default", "github-dark"  # a diff is red and green in both
 html_title = f"jdp {release}"
 smartquotes_action = "D"  # -- is a dash; quotation marks stay as they are typed
 html_copy_source = html_show_sourcelink = False
@@ -54,7 +55,7 @@ def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
         others = sorted({path.stem for path in HERE.glob("*.md")} - named)
         source[0] = source[0].replace("\n*\n", "\n" + "".join(f"{name}\n" for name in others))
     if docname == "errors":
-        source[0] = errors.page()
+        source[0] = source[0].partition("The site has")[0] + errors.page()
     if docname == "notebooks":
         texts = [notebooks.markdown(notebooks.read(path)) for path in sorted(notebooks.FOLDER.glob("*.ipynb"))]
         source[0] = source[0].partition("The site shows")[0] + "\n".join(texts)

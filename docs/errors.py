@@ -1,6 +1,7 @@
 """Collects every message of jdp from its code: `jdp.<verb>: <fact>; <rule>. <what to do>`.
 
-`python docs/errors.py` prints the page *Errors by their text* of the site, which is made when the site is built.
+`python docs/errors.py` prints the list on the page *Errors by their text* of the site, which is made when the site is
+built.
 """
 
 import ast
@@ -14,20 +15,9 @@ ROOT = Path(__file__).parents[1]
 START = re.compile(r"jdp(\.[\w.<>]+)?: ")
 FORM = re.compile(r"(?P<fact>.+?); (?P<rule>.+?)\. (?P<way>[A-Z<…].*)")
 SHORT = re.compile(r"(?P<fact>.+?)(?P<rule>)(?:\. |; )(?P<way>.+)")  # without a rule, or without what to do
-HEAD = """# Errors by their text
-
-Each message of jdp has one form:
-
-```text
-jdp.<verb>: <what was found>; <the rule that it breaks>. <what to do>
-```
-
-`<verb>` is the function or the method that was called: `train_step` for `dp.train_step`. To find your message, search
-this page for a few of its words. Names and numbers of your own are `<...>` or `…` here, so leave them out. (The search
-of the site takes the whole message, too.) The page has all {count} messages that are in the code of jdp.
-
-A message without `jdp` in front comes from JAX, Flax, Optax or your own model. If jdp knows more about such an error,
-it adds a note below it, such as *Caught KeyError in replica 0*.
+HEAD = """These are all {count} messages that are in the code of jdp. To find yours, search this page for a few of its
+words. Names and numbers of your own are `<...>` or `…` here, so leave them out. (The search of the site takes the whole
+message, too.)
 """
 
 
@@ -144,7 +134,7 @@ def _of_file(path: Path, package: Path) -> Iterator[Message]:
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """The list, in Markdown."""
     every = messages()
     lines, title = [HEAD.replace("{count}", str(len(every)))], None
     for message in every:

@@ -14,24 +14,29 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-# Each page in a frame as wide as a telephone. What it says at the end: which are wider, and what asks another host.
+# Each page in a frame as wide as a telephone, and in one of a laptop. What it says at the end: which are wider, what
+# code is cut off, and what asks another host.
 PROBE = """<!doctype html><title>probe</title><body><pre id="wrong">[]</pre><script>
 const wrong = [], names = %s;
-async function look(name) {
+async function look(name, width) {
   const frame = document.createElement("iframe");
-  frame.style = "width: 390px; height: 844px";
+  frame.style = `width: ${width}px; height: 844px`;
   frame.src = name;
   await new Promise(done => { frame.onload = done; document.body.append(frame); });
   const page = frame.contentDocument;
   for (const part of [page.documentElement, ...page.querySelectorAll(".page, .main, .content")])
     if (part.scrollWidth > part.clientWidth)
       wrong.push(`${name}: ${part.className || part.localName} ${part.scrollWidth} of ${part.clientWidth}`);
+  const code = width < 1000 ? ".highlight-python pre, .highlight-sh pre, .highlight-diff pre" : "div.highlight pre";
+  for (const part of page.querySelectorAll(code))
+    if (part.scrollWidth > part.clientWidth)
+      wrong.push(`${name}: code of ${part.scrollWidth} in ${part.clientWidth}: ${part.textContent.slice(0, 60)}`);
   for (const asked of frame.contentWindow.performance.getEntriesByType("resource"))
     if (!asked.name.startsWith(location.origin)) wrong.push(`${name}: asks ${asked.name}`);
   frame.remove();
 }
 (async () => {
-  for (const name of names) await look(name);
+  for (const name of names) for (const width of [390, 1280]) await look(name, width);
   document.getElementById("wrong").textContent = JSON.stringify([names.length, wrong]);
 })();
 </script></body>"""
@@ -82,7 +87,7 @@ def shown(url, tmp_path):
 
 
 def wrong_pages(folder, names, tmp_path):
-    """Pages that are wider than a telephone or ask another host; what is asked for and not there; the console."""
+    """Pages that are wider than a screen, or cut code off, or ask another host; what is not there; the console."""
     with served(folder, PROBE % json.dumps(names)) as (address, missing):
         text, console = shown(f"{address}/probe.html", tmp_path)
     looked, wrong = json.loads(html.unescape(re.search(r'<pre id="wrong">(.*?)</pre>', text)[1]))

@@ -94,6 +94,12 @@ def in_fresh_process(code, folder):
     return done.stdout
 
 
+def test_code_fits_the_column_of_the_site():
+    pages = [path for path in PAGES if path != README]
+    lines = [(path.name, line) for path in pages for _, code, *_ in blocks(path) for line in code.splitlines()]
+    assert not [(name, line) for name, line in lines if len(line) > 100]
+
+
 def test_the_readme_is_short_and_its_program_too():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 125
     (whole,) = [program for program in PROGRAMS if program.page == "README.md" and program.prints]

@@ -109,8 +109,16 @@ def test_pages_show_no_marks_that_should_have_become_something(pages):
 
 
 @in_browser
-def test_no_page_is_wider_than_a_telephone_or_fails_in_the_console(pages, tmp_path):
+def test_no_page_is_wider_than_a_screen_or_cuts_code_off_or_fails_in_the_console(pages, tmp_path):
     assert wrong_pages(SITE, sorted(pages), tmp_path) == ([], [], [])
+
+
+@in_browser
+def test_each_program_has_a_button_that_copies_it(pages, tmp_path):
+    with served(SITE) as (address, missing):
+        text, console = shown(f"{address}/index.html", tmp_path)
+    assert text.count('<button class="copybtn') == text.count('<div class="highlight">') == 2
+    assert not console
 
 
 BOTH_SIZES = (
@@ -121,7 +129,19 @@ BOTH_SIZES = (
 @in_browser
 @pytest.mark.parametrize(
     "words, found",
-    [("train_step", "api.html#jdp.DataParallel.train_step"), (BOTH_SIZES, "errors.html")],
+    [
+        ("train_step", "api.html#jdp.DataParallel.train_step"),
+        (BOTH_SIZES, "errors.html"),
+        ("tensorboard", "recipes.html"),
+        ("clip", "recipes.html"),
+        ("warmup", "recipes.html"),
+        ("mixup", "recipes.html"),
+        ("ema", "recipes.html"),
+        ("bf16", "recipes.html"),
+        ("gan", "losses.html"),
+        ("bert", "losses.html"),
+        ("slow", "slow.html"),
+    ],
 )
 def test_search_finds(pages, tmp_path, words, found):
     with served(SITE) as (address, missing):
