@@ -97,4 +97,11 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
             f"jdp.plan: {script} {how} before a training step; plan reads the first call of what dp.train_step made. "
             f"Pass a script that trains with one, and its own arguments after --."
         )
+    mesh = found[0].program.config.mesh
+    if mesh.inner_axes:
+        raise PlanError(
+            f"jdp.plan: {script} trains replicas of several devices (a mesh of the axes "
+            f"{', '.join(map(repr, mesh.jax_mesh.axis_names))}); plan compiles for other numbers of devices, and the "
+            f"mesh of each would have to be chosen. Pass the step to jdp.explain, on the mesh that you mean."
+        )
     return found[0]

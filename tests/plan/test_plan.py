@@ -316,6 +316,13 @@ def test_one_device_has_one_line(script, cpus, capsys):
     assert list(all_lines_of(capsys)) == [(1, "replicated")]
 
 
+def test_replicas_of_several_devices_are_refused(script):
+    mesh = 'devices=jax.make_mesh((4, 2), ("data", "model"))'
+    path = script(STEP.replace("devices=jax.devices()[:2]", mesh))
+    with pytest.raises(PlanError, match=r"several devices \(a mesh of the axes 'data', 'model'\); .*jdp\.explain"):
+        capture_step(path, [])
+
+
 @pytest.mark.parametrize("text", [STEP, NNX])
 def test_without_values_a_script_takes_no_memory(script, text):
     """Of the same shapes, and wide as no array here could be."""
