@@ -10,6 +10,7 @@ and the GPT is the Transformer of train.py.
                    and the batch, on the same mesh: XLA sees to the rest
     jdp            dp.train_step(loss_fn, tx) of jdp.DataParallel(model, mesh)
     uneven / even  the same batch and a row fewer, with the same largest chunk, both by dp.train_step
+    on a list      the same ratio where each replica is one device
     collectives    how many the optimized program has, and what a device gives to them
     memory         XLA's temporaries of the step on a device
     gathered       collectives that give a device a whole parameter that is cut, or its gradient; none should
@@ -90,15 +91,22 @@ def contenders(at: Placed) -> dict[str, Loop]:
     by_hand = jax.jit(
         step_by_hand(task), in_shardings=(at.state, at.rows), out_shardings=(at.state, None), donate_argnums=0
     )
-    dp = jdp.DataParallel(task.model, at.mesh)
     uneven = jax.tree.map(lambda x: x[:-1], task.batch)
 
-    def loop(batch: Any) -> Loop:
+    def loop(devices: Any, variables: Any, batch: Any) -> Loop:
+        dp = jdp.DataParallel(task.model, devices)
         step = dp.train_step(loss_with(dp.apply), task.tx)
-        return Loop(step, step.init(at.put()[0]), lambda: batch)
+        return Loop(step, step.init(variables), lambda: batch)
 
+    on_mesh, on_list = (at.mesh, at.put()[0]), (task.devices[: at.mesh.shape["data"]], task.variables)
     feeds = (lambda: task.batch), (lambda: jax.device_put(task.batch, at.rows))  # the faster one is taken
-    return {"by hand": Loop(by_hand, at.put(), *feeds), "jdp": loop(task.batch), "uneven": loop(uneven)}
+    return {
+        "by hand": Loop(by_hand, at.put(), *feeds),
+        "jdp": loop(*on_mesh, task.batch),
+        "uneven": loop(*on_mesh, uneven),
+        "list": loop(*on_list, task.batch),
+        "list, uneven": loop(*on_list, uneven),
+    }
 
 
 class Program(NamedTuple):
@@ -134,10 +142,10 @@ def whole_parameters(text: str, at: Placed) -> int:
 def measure(model_name: str, sizes: tuple[int, int], seconds: float) -> dict[str, Any]:
     at = placed(model_name, sizes)
     loops = contenders(at)
-    programs = {name: program(loop, at) for name, loop in loops.items()}
+    programs = {name: program(loop, at) for name, loop in loops.items() if "list" not in name}
     losses = {name: [float(loop()["loss"]) for _ in range(4)] for name, loop in loops.items()}
-    for name, found in losses.items():  # the uneven one has another batch, but for one row the same
-        np.testing.assert_allclose(found, losses["by hand"], rtol=0.1 if name == "uneven" else 1e-4, err_msg=name)
+    for name, found in losses.items():  # an uneven one has another batch, but for one row the same
+        np.testing.assert_allclose(found, losses["by hand"], rtol=0.1 if "uneven" in name else 1e-4, err_msg=name)
     feeds = {"by hand": faster_feed(loops["by hand"], 0.1 * seconds)}
     calls: dict[str, Callable[[], Any]] = {name: partial(loop, feeds.get(name, 0)) for name, loop in loops.items()}
     clock(calls, 0.1 * seconds)  # warm
@@ -151,8 +159,8 @@ def measure(model_name: str, sizes: tuple[int, int], seconds: float) -> dict[str
 
 
 COLUMNS = (
-    "model", "replicas x devices", "by hand", "jdp / by hand", "uneven / even", "memory", "collectives: by hand",
-    "jdp", "uneven", "sent: jdp / by hand", "gathered", "rounds",
+    "model", "replicas x devices", "by hand", "jdp / by hand", "uneven / even", "on a list", "memory",
+    "collectives: by hand", "jdp", "uneven", "sent: jdp / by hand", "gathered", "rounds",
 )  # fmt: skip
 
 
@@ -171,6 +179,7 @@ def cells(model_name: str, mesh: str, row: dict[str, Any]) -> list[str]:
         f"{took['by hand'] * 1e3:.1f} ms",
         f"{beside('jdp / by hand', took['jdp'] / took['by hand'])} ± {row['noise']:.2f}",
         beside("uneven / even", took["uneven"] / took["jdp"]),
+        f"{took['list, uneven'] / took['list']:.2f}",
         beside("memory", found["jdp"]["temporary"] / found["by hand"]["temporary"]),
         *map(count, ("by hand", "jdp", "uneven")),
         f"{found['jdp']['sent'] / found['by hand']['sent']:.2f}",

@@ -333,7 +333,11 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
         return sharding if spec is None else NamedSharding(mesh.inside, mesh.within(spec))
 
     is_one = lambda x: isinstance(x, PartitionSpec | Sharding)  # noqa: E731
-    return _of_jax(x, jax.tree.map(within, shardings, is_leaf=is_one), *args, **kwargs)
+    found = jax.tree.map(within, shardings, is_leaf=is_one)
+    # Flax's DenseGeneral makes its kernel with two axes first, and constrains that by a name for each axis of its own.
+    if isinstance(found, NamedSharding) and len(found.spec) > jnp.ndim(x):
+        return x
+    return _of_jax(x, found, *args, **kwargs)
 
 
 def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:

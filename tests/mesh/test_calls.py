@@ -110,6 +110,18 @@ def test_annotations_of_linen(name, logical):
     close(out, Plain().apply(expected, x), 1e-5, 1e-5)
 
 
+def test_an_annotation_with_more_axes_than_the_value():
+    """Flax's DenseGeneral makes its kernel flat, and applies the annotation of the whole one to that."""
+    init = nn.initializers.lecun_normal()
+    boxed, x = nn.with_partitioning(init, (None, None, "model", None)), rows(10)
+    model = nn.DenseGeneral((3, 4, 2), use_bias=False, kernel_init=boxed)
+    dp = jdp.DataParallel(model, mesh_of("4x2"))
+    variables = dp.init(jax.random.key(0), x)
+    assert nn.meta.unbox(variables)["params"]["kernel"].addressable_data(0).shape == (6, 3, 2, 2)
+    plain = nn.DenseGeneral((3, 4, 2), use_bias=False, kernel_init=init)
+    close(dp(variables, x), plain.apply(plain.init(jax.random.key(0), x), x), 1e-5, 1e-5)
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("how", ["in the mesh", "lazily"])
 @pytest.mark.parametrize("name", ["4x2", "one replica", "explicit", "2x2"])
