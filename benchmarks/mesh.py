@@ -14,6 +14,8 @@ and the GPT is the Transformer of train.py.
     collectives    how many the optimized program has, and what a device gives to them
     memory         XLA's temporaries of the step on a device
     gathered       collectives that give a device a whole parameter that is cut, or its gradient; none should
+
+With --compiled the same steps are compiled for 8 H100 that are not here, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import collections as of_python
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,13 +122,17 @@ class Program(NamedTuple):
 
 def program(loop: Loop, at: Placed) -> Program:
     compiled = loop.step.lower(loop.state, loop.feeds[0]()).compile()
-    found = collectives.collectives(hlo.parse(compiled.as_text()))
+    return program_of(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, at)
+
+
+def program_of(text: str, temporary: int, at: Placed) -> Program:
+    found = collectives.collectives(hlo.parse(text))
     kinds = of_python.Counter(c.kind for c in found)
     return Program(
         dict(sorted(kinds.items())),
         sum(c.bytes * (c.runs or 1) for c in found),
-        compiled.memory_analysis().temp_size_in_bytes,
-        whole_parameters(compiled.as_text(), at),
+        temporary,
+        whole_parameters(text, at),
     )
 
 
@@ -156,6 +162,52 @@ def measure(model_name: str, sizes: tuple[int, int], seconds: float) -> dict[str
     noise = 0.93 * (upper - lower) / rounds**0.5  # a median's standard error, if the noise is normal
     programs_ = {name: found._asdict() for name, found in programs.items()}
     return {"took": took, "programs": programs_, "noise": float(noise), "rounds": rounds}
+
+
+def compiled(model_name: str, sizes: tuple[int, int], devices: Sequence[Any]) -> dict[str, Program]:
+    """What the compiler for these devices makes of the same steps; of all it takes shapes, and runs nothing."""
+    at = placed(model_name, sizes)
+    task, mesh = at.task, Mesh(np.array(devices).reshape(sizes), ("data", "model"))
+
+    def there(tree: Any, where: Any) -> Any:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s.spec)), tree, where
+        )
+
+    state = there((task.variables, jax.eval_shape(task.tx.init, task.variables)), at.state)
+    batch = there(task.batch, jax.tree.map(lambda _: at.rows, task.batch))
+    step = jax.jit(
+        step_by_hand(task), out_shardings=(jax.tree.map(lambda x: x.sharding, state), None), donate_argnums=0
+    )
+    options = {"xla_gpu_enable_triton_gemm": False} if devices[0].platform == "gpu" else None  # as explain compiles
+    by_hand = step.lower(state, batch).compile(compiler_options=options)
+    dp = jdp.DataParallel(task.model, mesh)
+    opt_state = jax.eval_shape(task.tx.init, task.variables["params"])
+    own = jdp.TrainState(jax.ShapeDtypeStruct((), np.int32), state[0]["params"], opt_state, {}, None)
+    report = jdp.explain(dp.train_step(loss_with(dp.apply), task.tx), own, task.batch)
+    memory = by_hand.memory_analysis().temp_size_in_bytes
+    return {
+        "by hand": program_of(by_hand.as_text(), memory, at),
+        "jdp": program_of(report.hlo, report.temp_bytes, at),
+    }
+
+
+COMPILED = (
+    "model", "replicas x devices", "collectives: by hand", "jdp", "MB sent: by hand", "jdp", "MB temporary: by hand",
+    "jdp", "gathered",
+)  # fmt: skip
+
+
+def cells_compiled(model_name: str, mesh: str, found: dict[str, Program]) -> list[str]:
+    both = found["by hand"], found["jdp"]
+    return [
+        model_name,
+        mesh.replace("x", " x "),
+        *(", ".join(f"{n} {kind}" for kind, n in one.kinds.items()) for one in both),
+        *(f"{one.sent / 1e6:.1f}" for one in both),
+        *(f"{one.temporary / 1e6:.1f}" for one in both),
+        ", ".join(str(one.gathered) for one in both),
+    ]
 
 
 COLUMNS = (
@@ -193,18 +245,37 @@ def mesh_sizes(text: str) -> tuple[int, int]:
     return replicas, model
 
 
+def write_compiled(args: argparse.Namespace) -> None:
+    jdp.virtual_cpu_devices(8)
+    devices, rows = jdp.topology("h100", hosts=1), []
+    for model_name in args.models:
+        for mesh in args.meshes:
+            rows.append(cells_compiled(model_name, mesh, compiled(model_name, mesh_sizes(mesh), devices)))
+            print(rows[-1], flush=True)
+    if args.write:
+        _results.write(
+            "mesh compiled",
+            "Replicas of several devices on 8 H100 that are not here, against the same by hand",
+            f"{_results.versions()}. Compiled, not run.",
+            _results.table(COMPILED, rows),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
     parser.add_argument("--meshes", nargs="*", default=[*MESHES], metavar="RxM", help="replicas x devices of each")
     parser.add_argument("--seconds", type=float, default=60.0, help="of timing for each row")
     parser.add_argument("--write", action="store_true", help="write the table to RESULTS.md beside this file")
+    parser.add_argument("--compiled", action="store_true", help="compile for 8 H100 in place of running")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "RxM"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:  # a process of its own: the number of virtual devices is fixed once JAX has started
         model_name, sizes = args.one[0], mesh_sizes(args.one[1])
         jdp.virtual_cpu_devices(sizes[0] * sizes[1])
         return print(json.dumps(measure(model_name, sizes, args.seconds)))
+    if args.compiled:
+        return write_compiled(args)
     rows = []
     for model_name in args.models:
         for mesh in args.meshes:

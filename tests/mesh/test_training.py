@@ -317,6 +317,11 @@ def test_explain_counts_the_parts():
     step = dp.train_step(lambda v, x: (mlp(v["params"], x) ** 2).mean(), optax.sgd(0.1))
     report = jdp.explain(step, step.init({"params": w}), x)
     assert report.parameter_bytes == of_parts and report.devices == 8
+    again = dp.train_step(lambda v, x: (mlp(v["params"], x) ** 2).mean(), optax.sgd(0.1))  # which has seen no state
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), step.init({"params": w})
+    )
+    assert jdp.explain(again, state, x).parameter_bytes == of_parts
 
 
 def test_options_that_are_refused(refused):
