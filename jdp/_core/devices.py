@@ -209,15 +209,15 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
                 f"wait for the smaller one. Leave {small} out of devices, or give it fewer rows with "
                 f"jdp.scatter(..., chunk_sizes=...).",
                 UserWarning,
-                stacklevel=_outside(),
+                stacklevel=outside(),
             )
             return
 
 
-def _outside() -> int:
+def outside() -> int:
     """Returns the stacklevel of the user's own line: torch's points into torch, so that it shows once per process."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jdp", "flax"):
+    level, frame, others = 1, sys._getframe(1), ("jdp", "flax", "jax", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in others:
         level, frame = level + 1, frame.f_back
     return level
 

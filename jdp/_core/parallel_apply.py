@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from .devices import outside
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
@@ -355,11 +356,11 @@ def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signa
         changed = [one for i, one in enumerate(named) if len({others[i] for others in values}) > 1]
         (path, leaf), more = changed[0], f" and {len(changed) - 1} more" * (len(changed) > 1)
         warnings.warn(
-            f"jdp.parallel_apply: {name} is compiled for the {_MANY_VALUES}th time for inputs that differ only in "
+            f"jdp.{signature.verb}: {name} is compiled for the {_MANY_VALUES}th time for inputs that differ only in "
             f"Python values: {path} is {repr(leaf.value)[:80]} now{more}. Each value is part of the program. Pass a "
             f"number that changes between calls as an array, jnp.asarray(value), and leave strings out of the batch.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=outside(),
         )
 
 

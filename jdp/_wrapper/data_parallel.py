@@ -59,6 +59,12 @@ _NO_APPLY = (
 )
 
 
+_NO_INIT = (
+    "jdp.DataParallel: init is for Linen modules, and this wraps none; nothing is left to initialise. Call dp(*args) "
+    "for NNX, dp(params, *args) for a function."
+)
+
+
 class OwnSignature:
     """What `inspect.signature` shows of a class: that of its `__init__`, which `nnx.Module`'s metaclass hides."""
 
@@ -433,11 +439,7 @@ class DataParallel(nnx.Module, Generic[M]):
             {'params': {'bias': (3,), 'kernel': (2, 3)}}
         """
         if self._config.kind != "linen":
-            what = "an NNX module" if self._config.kind == "nnx" else "a function"
-            raise AttributeError(
-                f"jdp.DataParallel: init is for Linen modules, and this wraps {what}; nothing is left to initialise. "
-                f"Call dp(*args) for NNX, dp(params, *args) for a function."
-            )
+            raise AttributeError(_NO_INIT)  # upon which Python asks __getattr__, whose error is the user's
         return self._init
 
     @outside_of_mesh
@@ -581,6 +583,8 @@ class DataParallel(nnx.Module, Generic[M]):
 
         def __getattr__(self, name: str) -> Any:
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""
+            if name == "init":
+                raise AttributeError(_NO_INIT, name=name, obj=self)
             if name not in INSTEAD or "_config" not in vars(self):
                 has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
                 way = f"; its module has one. Read dp.module.{name}" if has else ""

@@ -282,7 +282,7 @@ def test_many_distinct_static_values_warn_once():
         dp(WEIGHT, x, k)
     with pytest.warns(UserWarning, match=r"for the 4th time .* Python values: \[1\] is 3 now\. Each") as record:
         dp(WEIGHT, x, 3)
-    assert len(record) == 1
+    assert len(record) == 1 and record[0].filename == __file__  # the user's line
     for k in (3, 4, 5):
         np.testing.assert_array_equal(dp(WEIGHT, x, k), 3 + np.full(2, k))  # no second warning, which is an error
 
