@@ -144,7 +144,7 @@ _settings: Any = jax.config
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
-_held: list[Any] = []  # what cannot be referred to weakly, the last used last
+_held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakly, and its store; the last used last
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
@@ -165,7 +165,7 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
         entry = store[number] = (ref, {})
     ref, made = entry
     if not isinstance(ref, weakref.ref):
-        _hold(owner)
+        _hold(owner, store)
     if (method, key) not in made:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -177,11 +177,12 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
     return made[method, key]
 
 
-def _hold(owner: Any) -> None:
+def _hold(owner: Any, store: dict[int, Any]) -> None:
     """Keeps alive what is known by its id, so that no other object gets it; drops what was used longest ago."""
-    _held[:] = [x for x in _held if x is not owner] + [owner]
+    _held[:] = [x for x in _held if x[0] is not owner or x[1] is not store] + [(owner, store)]
     if len(_held) > MOST_HELD:
-        _kept.pop(id(_held.pop(0)), None)
+        oldest, its_store = _held.pop(0)
+        its_store.pop(id(oldest), None)
 
 
 SIZES = 128

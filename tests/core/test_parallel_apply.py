@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import jdp
+from jdp._core.programs import MOST_HELD, kept
 
 
 def rows(count, *shape):
@@ -687,6 +688,14 @@ def test_callables_with_slots_do_not_pile_up(devices):
         out = jdp.gather(run(Slotted(float(i)), np.float32(2), rows(2), devices[:1]))
         np.testing.assert_allclose(out, 2 * i * rows(2), rtol=1e-6)
     assert alive() <= 16
+
+
+def test_what_is_kept_in_a_store_of_its_own_does_not_pile_up():
+    """A wrapper keeps its programs in its own store, and its module may be exchanged for another at any time."""
+    store = {}
+    for i in range(3 * MOST_HELD):
+        assert kept(Slotted(float(i)), "key", lambda fn: fn(1, np.ones(1)), store)[0] == i
+    assert len(store) <= MOST_HELD
 
 
 # --- errors of the function
