@@ -15,7 +15,6 @@ from functools import partial
 from typing import NamedTuple, TextIO, TypeVar
 
 from .._core.devices import Device
-from .._core.replica_mesh import make_mesh
 from .._explain.calls import step_call
 from .._explain.estimate import Network, wire_bytes
 from .._explain.explain import CompiledCall, compiled_call
@@ -107,7 +106,7 @@ class Compiler:
         begin, said = time.perf_counter(), "interrupted"
         self._begin(what, begin)
         try:
-            mesh = make_mesh(tuple(devices), self.step.program.config.axis_name)
+            mesh = self.step.mesh_of(devices)
             with self._tracing:
                 call = step_call(*self.step.on(mesh, rows, way))
             # Kernels that two programs share are compiled once. Each thread has its own file.
@@ -155,7 +154,7 @@ def lines(
 ) -> Iterator[Line]:
     """Yields a line for each way to keep the state, on each of the machines but the first, which is one device."""
     alone, *asked = machines
-    wanted = [(m, way) for m in asked for way in (WAYS if len(m[1]) > 1 else (step.way,))]
+    wanted = [(m, way) for m in asked for way in (WAYS if len(m[1]) > 1 and step.inside == 1 else (step.way,))]
     with quiet() as out, tempfile.TemporaryDirectory(prefix="jdp-plan-", ignore_cleanup_errors=True) as kernels:
         compiler = Compiler(step, chip, out, kernels)
         first, *others = (Future[Line]() for _ in range(1 + len(wanted)))
@@ -185,7 +184,7 @@ def lines(
                     compiler.tell()
                 found, seconds = future.result(), first.result().seconds
                 if seconds is not None and found.seconds is not None:
-                    found.efficiency = seconds / found.seconds
+                    found.efficiency = seconds / (found.seconds * step.inside)
                 yield found
 
 

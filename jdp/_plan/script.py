@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from .._core.devices import Device
 from .._core.programs import intercept
-from .._core.replica_mesh import ReplicaMesh
+from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
 from .._core.scattered import Scattered
 from .._explain.calls import Captured, shape_of, spread
 from .._script import print_error, run_script
@@ -51,6 +54,26 @@ class Step:
     def is_cut(self) -> bool:
         """True if the batch is cut: a replicated batch has no rows to plan."""
         return self.batch._layout.is_cut
+
+    @property
+    def inside(self) -> int:
+        """The number of devices of a replica."""
+        return len(self.program.config.mesh.groups[0])
+
+    def mesh_of(self, devices: Sequence[Device]) -> ReplicaMesh:
+        """Returns the mesh of these devices, with as many in each replica as the script's; one device is a replica.
+
+        Raises:
+            ValueError: the devices are no whole number of replicas.
+        """
+        mesh, name = self.program.config.mesh, self.program.config.axis_name
+        if not mesh.inner_axes or len(devices) == 1:
+            return make_mesh(tuple(devices), name)
+        replicas, more = divmod(len(devices), self.inside)
+        if more or not replicas:
+            raise ValueError(f"{len(devices)} devices are no whole number of replicas of {self.inside} devices")
+        sizes = [replicas if axis == name else size for axis, size in mesh.jax_mesh.shape.items()]
+        return replica_mesh(Mesh(np.array(devices, dtype=object).reshape(sizes), mesh.jax_mesh.axis_names), name)
 
     def on(self, mesh: ReplicaMesh, rows: int, way: str | None = None) -> tuple[Program, TrainState, Scattered]:
         """Returns the same step on other devices, with `rows` on each, and its state kept in that way of `WAYS`."""
@@ -97,11 +120,9 @@ def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
             f"jdp.plan: {script} {how} before a training step; plan reads the first call of what dp.train_step made. "
             f"Pass a script that trains with one, and its own arguments after --."
         )
-    mesh = found[0].program.config.mesh
-    if mesh.inner_axes:
+    if not values and found[0].program.config.mesh.inner_axes:
         raise PlanError(
-            f"jdp.plan: {script} trains replicas of several devices (a mesh of the axes "
-            f"{', '.join(map(repr, mesh.jax_mesh.axis_names))}); plan compiles for other numbers of devices, and the "
-            f"mesh of each would have to be chosen. Pass the step to jdp.explain, on the mesh that you mean."
+            f"jdp.plan: {script} trains replicas of several devices, and --no-values leaves only shapes, which do not "
+            f"say how the parameters lie inside of a replica. Run it without --no-values."
         )
     return found[0]

@@ -33,7 +33,17 @@ from .deterministic import Deterministic, OnDevices
 from .forms import SeveralTerms
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
-from .state import TrainState, cut_axis, cut_shardings, first_difference, like_params, places_of, update, whole
+from .state import (
+    TrainState,
+    cut_axis,
+    cut_shardings,
+    first_difference,
+    like_params,
+    on_other_mesh,
+    places_of,
+    update,
+    whole,
+)
 from .terms import finished
 
 Leaves = tuple[list[Any], Any]
@@ -265,7 +275,10 @@ class Program:
     def on(self, mesh: ReplicaMesh, **changed: Any) -> Program:
         """Returns the same step on other devices, with these options changed."""
         options = self.options._replace(**changed)
-        return Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
+        other = Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
+        if mesh.inner_axes:
+            other.places = tuple(on_other_mesh(places, mesh) for places in self.places)
+        return other
 
     def like(self, **changed: Any) -> Program:
         """Returns the same step on the same devices, with these options changed."""

@@ -372,6 +372,11 @@ def places_of(params: Tree, mesh: ReplicaMesh, root: str) -> Places:
     return found
 
 
+def on_other_mesh(places: Places, mesh: ReplicaMesh) -> Places:
+    """Returns the same places on a mesh with the same axes inside of a replica."""
+    return {path: (shape, NamedSharding(mesh.jax_mesh, where.spec)) for path, (shape, where) in places.items()}
+
+
 def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
     """Returns the sharding of each array of a tree: that of the parameter whose path ends the array's own.
 

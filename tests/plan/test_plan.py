@@ -316,11 +316,31 @@ def test_one_device_has_one_line(script, cpus, capsys):
     assert list(all_lines_of(capsys)) == [(1, "replicated")]
 
 
-def test_replicas_of_several_devices_are_refused(script):
-    mesh = 'devices=jax.make_mesh((4, 2), ("data", "model"))'
-    path = script(STEP.replace("devices=jax.devices()[:2]", mesh))
-    with pytest.raises(PlanError, match=r"several devices \(a mesh of the axes 'data', 'model'\); .*jdp\.explain"):
-        capture_step(path, [])
+ON_MESH = STEP.replace("devices=jax.devices()[:2]", 'devices=jax.make_mesh((4, 2), ("data", "model"))').replace(
+    "[nn.Dense(width), nn.relu,",
+    '[nn.Dense(width, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))), nn.relu,',
+)
+
+
+@pytest.mark.full
+def test_replicas_of_several_devices(script, cpus, devices, capsys):
+    """A plan keeps the devices of a replica, and has more replicas on larger machines; one device has no mesh."""
+    path = script(ON_MESH)
+    assert main(["plan", path, "--topology", "h100", "--hosts", "1,2,4", "--no-search", "--json", "--", "64"]) == 0
+    lines = all_lines_of(capsys)
+    assert [*lines] == [(n, "replicated") for n in (2, 4, 8)]  # the only way that such a step has
+    step = capture_step(path, ["64"])
+    assert step.inside == 2
+    for (n, _), one in lines.items():
+        mesh = step.mesh_of(devices[:n])
+        assert one["compiles"] and mesh.size == n // 2 and one["peak_bytes"] == peak(step, mesh, one["rows"])
+    with pytest.raises(ValueError, match="3 devices are no whole number of replicas of 2 devices"):
+        step.mesh_of(devices[:3])
+    with pytest.raises(PlanError, match=r"--no-values leaves only shapes, .* inside of a replica\. Run it without"):
+        capture_step(path, [], values=False)
+    whole = script(STEP.replace("devices=jax.devices()[:2]", "devices=jax.devices()"))
+    other = capture_step(whole, ["64"])
+    assert lines[8, "replicated"]["peak_bytes"] < peak(other, make_mesh(tuple(devices)), other.rows)
 
 
 @pytest.mark.parametrize("text", [STEP, NNX])
