@@ -605,7 +605,7 @@ class DataParallel(nnx.Module, Generic[M]):
         devices, more = self.devices, f" and {len(self.devices) - 8} more" * (len(self.devices) > 8)
         name = getattr(self.module, "__qualname__", type(self.module).__qualname__)
         facts: list[tuple[str, object]] = [("model", name), ("devices", f"{names_of(devices[:8])}{more}")]
-        facts.append(("replicas", self._config.replicas or len(devices)))
+        facts.append(("replicas", self._config.replicas or self._config.mesh.size))
         if self._config.kind != "nnx":
             facts.append(("parameters", "not held here: each call takes them"))
             return page_of(f"DataParallel of {name}", facts, {})

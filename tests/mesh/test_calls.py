@@ -33,6 +33,7 @@ from meshes import (
 )
 
 import jdp
+from jdp._core import gather
 
 
 def squares(f):
@@ -234,6 +235,17 @@ def test_where_outputs_go():
         close(out, bare(WEIGHTS, x), 1e-5, 1e-5)
         assert out.devices() == where
     assert {s.data.shape for s in out.addressable_shards} == {(2, 4)}
+
+
+def test_accelerators_send_one_of_the_parts_that_a_replica_has(monkeypatch):
+    """Each device of a replica has the replica's rows; to gather them, one of these travels."""
+    monkeypatch.setattr(gather, "_HOST", "no platform of this name")
+    mesh = mesh_of("4x2")
+    for n in (8, 10):
+        for device, w in ((None, WEIGHTS), (3, placed(mesh))):
+            out = jdp.DataParallel(mlp, mesh, output_device=device)(w, rows(n))
+            close(out, bare(WEIGHTS, rows(n)), 1e-5, 1e-5)
+            assert out.devices() == {jax.devices()[device or 0]}
 
 
 def test_what_is_refused(refused):
