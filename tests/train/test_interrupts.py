@@ -245,7 +245,9 @@ def test_an_interrupt_at_each_moment_of_a_step_leaves_a_whole_state(kind):
         before, after = before + (done == 0), after + (done == 1)
         told = isinstance(error, KeyboardInterrupt)
         # Not before or after all of it: in the step's own frame, or in the one that leaves the context's mesh.
-        own = [name for name in _files(error.__traceback__) if "/jdp/" in name and not name.endswith("/devices.py")]
+        own = [
+            name for name in _files(error.__traceback__) if "/jdp/" in name and not name.endswith("/replica_mesh.py")
+        ]
         within = len(own) > 1
         if told and within:
             (note,) = error.__notes__
