@@ -59,7 +59,7 @@ def under_backward(hlo):
 @functools.cache
 def by_hand(automatic=False):
     """The optimized program of `jit(shard_map(step))`, or of `jit(step)`."""
-    mesh = make_mesh(described("h100"))
+    mesh = make_mesh(described("h100")).jax_mesh
     whole, cut = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
 
     def step(params, opt_state, x):
