@@ -90,7 +90,8 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     def take(program: Any, *operands: Any) -> None:
         if isinstance(program, Program):
-            if args and isinstance(args[0], TrainState):  # a state of shapes alone says where its parameters would lie
+            # A step that has seen no state yet: shapes alone say where the parameters would lie.
+            if args and isinstance(args[0], TrainState) and not any(program.places):
                 program.see(args[0].params, args[0].state)
             raise Captured(step_call(program, *operands))
         raise Captured(replicas_call(program, *operands, inside=inside))

@@ -362,6 +362,7 @@ class TrainStep(_Step[TrainState]):
         loss = functools.partial(variables_loss, loss_fn, *rules, criterion)
         super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, axes)
         self._shapes: TrainState | None = None  # of the states that it takes
+        self._places = self._program.places  # where the parameters of the last state lie
         self._first = first_state(tx)
 
     @outside_of_mesh
@@ -421,6 +422,7 @@ class TrainStep(_Step[TrainState]):
         self._shapes = shapes
         if not traced:
             self._given.keep(state, jax.tree.leaves(state))
+            self._places = self._program.places
         return state
 
     @outside_of_mesh
@@ -546,6 +548,8 @@ class TrainStep(_Step[TrainState]):
             return state, scattered, jax.tree.flatten(state), nodes
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves)
+        if self._program.places is not self._places:  # another state, which lies in another way, was seen since
+            self._program.see(state.params, state.state)
         if not self._given.has(leaves):
             leaves = list(map(owned, leaves))
             state = treedef.unflatten(leaves)
@@ -603,6 +607,7 @@ class TrainStep(_Step[TrainState]):
             nnx.update(nodes, own_values(updates))
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
             self._given.keep(state, leaves)
+            self._places = self._program.places
         return state, metrics
 
 

@@ -324,6 +324,23 @@ def test_explain_counts_the_parts():
     assert jdp.explain(again, state, x).parameter_bytes == of_parts
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("look", ["lower", "explain", "check"])
+def test_a_look_at_another_state_moves_nothing(look):
+    """A step goes on with the state that it gave last, whose parameters stay in parts."""
+    mesh, x = mesh_of("2x2"), rows(8)
+    step = step_on(mesh, "mean", optax.adam(0.05), {})
+    state, _ = step(step.init({"params": placed(mesh)}), x)
+    other = jax.device_get(state)  # whole, on the host
+    if look == "explain":
+        jdp.explain(step, jax.eval_shape(lambda: other), x)
+    else:
+        getattr(step, look)(other, x)
+    state, _ = step(state, x)
+    lies_as(state.params)
+    lies_as(state.opt_state[0].mu)
+
+
 def test_options_that_are_refused(refused):
     dp = jdp.DataParallel(mlp, mesh_of("4x2"))
     loss = lambda v, x: (mlp(v["params"], x) ** 2).mean()  # noqa: E731
