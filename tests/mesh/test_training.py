@@ -223,6 +223,7 @@ def test_replicas_that_differ_are_named(refused):
         dp.check_replicas(bad)
 
 
+@pytest.mark.budget(4)  # two models, each compiled for three sizes
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", ["one replica", "2x4", "4x2"])
 def test_annotated_models_train(name):
