@@ -74,6 +74,20 @@ def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
     )
 
 
+def flat(
+    inputs: Any, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
+) -> tuple[list[Any], Any]:
+    """Returns the leaves of a batch, and its treedef."""
+    refuse_deep(inputs, verb, root)
+    try:
+        return jax.tree.flatten(inputs, is_leaf=stop)
+    except ValueError as error:  # that of JAX: dict keys do not compare
+        raise ValueError(
+            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
+            f"({error}); JAX sorts them. Pass keys of one type."
+        ) from None
+
+
 def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     """Returns True and the leaf in a form that JAX takes, if it is an array; else False and the object."""
     if isinstance(leaf, jax.Array):

@@ -21,11 +21,11 @@ from .inputs import (
     check_dim,
     check_rows,
     classify,
+    flat,
     name_of,
     no_further,
     normal_axis,
     refuse_cut_graphs,
-    refuse_deep,
     refuse_rows_of_numbers,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
@@ -209,20 +209,6 @@ def _refuse_trace(how: Cutting) -> None:
             f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
             f"dp.value_and_grad and dp.train_step give gradients over all processes."
         )
-
-
-def flat(
-    inputs: Tree, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
-) -> tuple[list[Any], Any]:
-    """Returns the leaves of a batch, and its treedef."""
-    refuse_deep(inputs, verb, root)
-    try:
-        return jax.tree.flatten(inputs, is_leaf=stop)
-    except ValueError as error:  # that of JAX: dict keys do not compare
-        raise ValueError(
-            f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
-            f"({error}); JAX sorts them. Pass keys of one type."
-        ) from None
 
 
 def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:

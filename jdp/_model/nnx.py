@@ -14,11 +14,10 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 from .._core.global_arrays import put
-from .._core.inputs import USUAL, no_further
+from .._core.inputs import USUAL, flat, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.replica_mesh import ReplicaMesh, cut_along
-from .._core.scatter import flat
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
 from .._jax.private import CAPTURES

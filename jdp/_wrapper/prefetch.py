@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
-from .._core.inputs import ARRAYS
+from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
-from .._core.scatter import Cutting, Prepared, filled, flat, prepare, put_early, sizes_of_all
+from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects

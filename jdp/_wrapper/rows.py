@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.inputs import ARRAYS, axes_of, classify, normal_axis
+from .._core.inputs import ARRAYS, axes_of, classify, flat, normal_axis
 from .._core.layout import Cut, Tree, is_key
-from .._core.scatter import Cutting, flat, prepare
+from .._core.scatter import Cutting, prepare
 from .._core.scattered import is_scattered
 from .._model.config import Config, axes_of_batch
 from .prefetch import aligned, is_tensor, numpy_of
