@@ -318,11 +318,19 @@ MUTANTS = (
     # ---------------------------------------------------------------------------------------------------- wrapper
     Mutant(
         "known-of-another-module",
-        "jdp/_wrapper/calls.py",
-        "if known is None or known.module is not dp.module:\n        return None",
-        "if known is None:\n        return None",
+        "jdp/_core/calls.py",
+        "if known is None or known.owner is not owner or",
+        "if known is None or",
         "a module that takes the place of another is not run",
         ("wrapper/test_known_calls.py::test_a_module_that_takes_the_place_of_another",),
+    ),
+    Mutant(
+        "known-of-moved-parameters",
+        "jdp/_core/calls.py",
+        "if not _are(found, moved) or not is_plain():",
+        "if not is_plain():",
+        "a call whose parameters had to be moved is not known",
+        ("train/test_known_gradients.py::test_parameters_on_the_host_beside_a_mesh_of_several_axes",),
     ),
     Mutant(
         "axis-of-keywords",

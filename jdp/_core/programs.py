@@ -332,9 +332,8 @@ def _nobody(*_: Any) -> None:
     pass
 
 
-_interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar(
-    "jdp_interceptor", default=(_nobody, False, _nobody)
-)
+_NO_INTERCEPTOR: _Interceptor = (_nobody, False, _nobody)
+_interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar("jdp_interceptor", default=_NO_INTERCEPTOR)
 
 
 @contextlib.contextmanager
@@ -359,6 +358,11 @@ def intercepted(program: Any, *operands: Any) -> None:
 def stepped(program: Any, state: Any, metrics: Any) -> None:
     """Tells an interceptor that the program of a step has run, and its results."""
     _interceptor.get()[2](program, state, metrics)
+
+
+def is_watched() -> bool:
+    """Returns True if an interceptor takes the programs."""
+    return _interceptor.get() is not _NO_INTERCEPTOR
 
 
 def capturing() -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh
 
+from .._core.calls import Calls
 from .._core.devices import (
     Device,
     DeviceLike,
@@ -100,7 +101,7 @@ class Config:
         self._programs: dict[int, Any] = {}  # of each module, as long as it is alive elsewhere
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
-        self.calls: Recent[Any, Any] = Recent()  # that ran, and may go straight to their programs
+        self.calls: Calls = Calls()  # that ran, and may go straight to their programs
 
     @property
     def is_described(self) -> bool:

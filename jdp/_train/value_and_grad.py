@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from .._core.calls import Calls
 from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
@@ -107,30 +108,68 @@ def value_and_grad(
         checked_criterion(criterion, VERB),
     )
     config: Config = dp._config
+    calls = kept(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())
 
     @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
-        if in_replica():
+        again = _again(calls, config, args, kwargs)
+        if again is not None:
+            found, grads = again
+        elif in_replica():
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
-        config.refuse_other_mesh()
-        one, inputs = _divided(config, options, in_axes, args, kwargs)
-        (plain, state), held = one.replicas
-        plain, others = (broadcast(x, config.mesh, VERB, "args") for x in (plain, held.others))
-        state, variables = (broadcast(x, config.mesh, VERB) for x in (state, held.variables))
-        replicas = (plain, state), Held(others, held.graph, variables)
-        program = _program(config, loss_fn, options, one.division)
-        outputs = dispatch(program, config.mesh, replicas, *children(inputs))
-        found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
-        if config.mesh.inner_axes:
-            found = found._replace(grads=placed_like(found.grads, replicas[0], config.mesh))
-        if one.nodes:
-            nnx.update(one.nodes, found.state)
-        grads = assemble(one.division, found, one.args)
+        else:
+            found, grads = _first(calls, config, loss_fn, options, in_axes, args, kwargs)
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
     call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
     return call
+
+
+def _first(
+    calls: Calls,
+    config: Config,
+    loss_fn: Callable[..., Any],
+    options: GradOptions,
+    in_axes: Tree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Gradients, tuple[Tree, ...]]:
+    """Runs a call with all its steps; returns what it found, and the gradients of the arguments."""
+    config.refuse_other_mesh()
+    one, inputs = _divided(config, options, in_axes, args, kwargs)
+    (plain, state), held = one.replicas
+    plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
+    state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
+    cut, keywords = children(inputs)
+    operands = ((plain, state), Held(others, held.graph, variables)), cut, keywords
+    program = _program(config, loss_fn, options, one.division)
+    outputs = dispatch(program, config.mesh, *operands)
+    if not one.nodes:
+        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), operands, one.division)
+    found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
+    if config.mesh.inner_axes:
+        found = found._replace(grads=placed_like(found.grads, (plain, state), config.mesh))
+    if one.nodes:
+        nnx.update(one.nodes, found.state)
+    return found, assemble(one.division, found, one.args)
+
+
+def _again(
+    calls: Calls, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Gradients, tuple[Tree, ...]] | None:
+    """Runs a call like one that ran; None if the call is new. Its parameters are replicated, so the results stay so."""
+    try:
+        again = calls.again(config.mesh, None, args[0], args[1:], kwargs) if args else None
+    except TypeError:  # of parameters of another dtype: the steps of a first call say what is wrong
+        return None
+    if again is None:
+        return None
+    ran, out = again
+    found: Gradients = out[-1] if ran.program.layout(out).is_gathered else join(ran.program.scattered(out), "sharded")
+    if config.mesh.inner_axes:
+        found = found._replace(grads=placed_like(found.grads, ({0: args[0]}, None), config.mesh))
+    return found, assemble(ran.extra, found, args)
 
 
 class GradArguments(TypedDict, total=False):

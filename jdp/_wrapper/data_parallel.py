@@ -33,7 +33,6 @@ from .._train.parallel import parallel
 from .._train.step import train_step
 from .._train.value_and_grad import grad, value_and_grad
 from .batches import batches
-from .calls import remember, run_known
 from .evaluate import evaluate
 from .prefetch import prefetch
 from .torch_names import INSTEAD
@@ -272,9 +271,12 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        found = run_known(self, variables, args, kwargs) if self._takes_own_steps and not of_objects else None
+        found = None
+        if self._takes_own_steps and not of_objects:
+            found = config.calls.again(config.mesh, self.module, variables, args, kwargs)
         if found is not None:
-            program, out = found
+            ran, out = found
+            program = ran.program
             if program.layout(out).is_gathered and config.output_device in (None, "sharded"):
                 return out[-1]
             return self._gather(program.scattered(out), True, stateful)
@@ -536,8 +538,11 @@ class DataParallel(nnx.Module, Generic[M]):
         replicas = self.replicate(params, self.devices)
         outputs = self.parallel_apply(replicas, inputs, kw)
         in_place, beside = replicas is params, type(params) is Held
-        if in_place and not cut and not beside and self._takes_own_steps:
-            remember(self, params, args, kwargs, inputs, kw)
+        config = self._config
+        # (With state_axes some of the variables may have to be cut, another time.)
+        if in_place and not config.state_axes and not beside and self._takes_own_steps:
+            call, operands = (params, args, kwargs), (replicas, inputs, kw)
+            config.calls.remember(lambda: config.program(self.module), self.module, call, operands)
         stay = self._stays(params, params if home is None else home, in_place)
         if not beside:
             return self._gather(outputs, stay, stateful)

@@ -1,4 +1,4 @@
-"""The calls that a wrapper knows: one like a call that ran before goes straight to its program.
+"""The calls that a door knows: one like a call that ran before goes straight to its program.
 
 Parameters that are replicated, and a batch that is cut already or can be handed over as it is, pass through scatter and
 replicate unchanged. This module sees that before anything runs, leaf by leaf. Every other call takes all steps.
@@ -7,21 +7,20 @@ replicate unchanged. This module sees that before anything runs, leaf by leaf. E
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._core.inputs import NESTED, is_deep
-from .._core.layout import Tree, is_key
-from .._core.programs import Flat, Recent, dispatch, is_plain, may_deadlock
-from .._core.replica_mesh import ReplicaMesh, replicated
-from .._core.replicate import all_lie
-from .._core.scattered import Scattered
 from .._jax.jaxprs import communicates
-from .._model.config import Config, Wrapper
+from .inputs import NESTED, is_deep
+from .layout import Tree, is_key
+from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
+from .replica_mesh import ReplicaMesh, replicated
+from .replicate import all_lie
+from .scattered import Scattered
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -31,7 +30,7 @@ Kwargs = Mapping[str, Any]
 class Known:
     """A call that ran: what it takes to run its program again."""
 
-    module: Any
+    owner: Any  # the module that ran
     arrays: list[int] | None  # which leaves of the arguments these are; None for all
     programs: Recent[Any, Ran]  # by the treedef of the parameters
 
@@ -42,6 +41,7 @@ class Ran:
 
     program: Flat
     inside: Sequence[Any] | None  # the shardings of the parameters, if some are cut inside of the replicas
+    extra: Any  # what the door wants to know when the call comes again
     waits: bool | None = None  # whether its replicas wait for each other; None before its second run
 
     def again(self, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
@@ -52,45 +52,57 @@ class Ran:
         return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
 
 
-def run_known(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs) -> tuple[Flat, tuple[Any, ...]] | None:
-    """Returns the program of a call like one that ran, and its result; None if the call is new, and nothing has run."""
-    config = dp._config
-    if not config.calls:
-        return None
-    key, batch = known_by(args, kwargs)
-    known: Known | None = config.calls.used(key)
-    if known is None or known.module is not dp.module:
-        return None
-    if not is_plain():
-        return None
-    leaves, treedef = jax.tree.flatten(params)
-    ran = known.programs.used(treedef)
-    if ran is None or not leaves:
-        return None
-    if not all_lie(leaves, replicated(config.mesh)) if ran.inside is None else _shardings(leaves) != ran.inside:
-        return None
-    batch = batch if known.arrays is None else [batch[i] for i in known.arrays]
-    return ran.program, ran.again(config.mesh, leaves, *batch)
+class Calls(Recent[Any, Known]):
+    """The calls of one door that ran, by what decides how their batches are cut."""
+
+    def again(
+        self, mesh: ReplicaMesh, owner: Any, params: Tree, args: Args, kwargs: Kwargs
+    ) -> tuple[Ran, tuple[Any, ...]] | None:
+        """Runs a call like one that ran; returns its program and the result, or None if the call is new."""
+        if not self:
+            return None
+        key, batch = known_by(args, kwargs)
+        known = self.used(key)
+        if known is None or known.owner is not owner or not is_plain() or is_watched():
+            return None
+        leaves, treedef = jax.tree.flatten(params)
+        ran = known.programs.used(treedef)
+        if ran is None or not leaves:
+            return None
+        if not all_lie(leaves, replicated(mesh)) if ran.inside is None else _shardings(leaves) != ran.inside:
+            return None
+        return ran, ran.again(mesh, leaves, *(batch if known.arrays is None else [batch[i] for i in known.arrays]))
+
+    def remember(
+        self,
+        program: Callable[[], Compiled],
+        owner: Any,
+        call: tuple[Tree, Args, Kwargs],
+        operands: tuple[Tree, Scattered, Scattered],
+        extra: Any = None,
+    ) -> None:
+        """Keeps a call of parameters and arguments that ran with these operands, if nothing was moved for them."""
+        (params, args, kwargs), (replicas, inputs, kw) = call, operands
+        mesh = inputs._layout.mesh
+        if mesh.spans_processes:
+            return
+        key, leaves = known_by(args, kwargs)
+        at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
+        if key is None or not _are([leaves[i] for i in at], [*inputs._arrays, *kw._arrays]):
+            return
+        (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
+        if not _are(found, moved) or not is_plain():
+            return
+        known = self.used(key)
+        if known is None or known.owner is not owner:
+            known = self[key] = Known(owner, None if len(at) == len(leaves) else at, Recent())
+        inside = _shardings(found) if mesh.inner_axes and not all_lie(found, replicated(mesh)) else None
+        known.programs[treedef] = Ran(program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
-def remember(dp: Wrapper, params: Tree, args: Args, kwargs: Kwargs, inputs: Scattered, kw: Scattered) -> None:
-    """Keeps a call that has run, if nothing of its batch had to be moved; nothing of its parameters had."""
-    config: Config = dp._config
-    if config.state_axes or config.mesh.spans_processes:
-        return  # (with state_axes some of the variables may have to be cut, another time)
-    key, leaves = known_by(args, kwargs)
-    at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
-    arrays = [*inputs._arrays, *kw._arrays]
-    if key is None or len(at) != len(arrays) or any(leaves[i] is not x for i, x in zip(at, arrays, strict=True)):
-        return
-    if not is_plain():
-        return
-    known: Known | None = config.calls.used(key)
-    if known is None or known.module is not dp.module:
-        known = config.calls[key] = Known(dp.module, None if len(at) == len(leaves) else at, Recent())
-    found, treedef = jax.tree.flatten(params)
-    inside = _shardings(found) if config.mesh.inner_axes and not all_lie(found, replicated(config.mesh)) else None
-    known.programs[treedef] = Ran(config.program(dp.module).flat(treedef, inputs._layout, kw._layout), inside)
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Returns True if both hold the same objects."""
+    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
 def _shardings(leaves: Sequence[Any]) -> list[Any]:
