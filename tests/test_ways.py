@@ -9,10 +9,10 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).with_name("ways.py")
 MOST = {  # files, and changes from one to another
-    "apply": {"first": (17, 94), "uneven": (18, 120), "known": (7, 9)},
+    "apply": {"first": (18, 95), "uneven": (19, 121), "known": (7, 9)},
     # What a scalar is made of is read from its jaxpr, equation by equation: three files, and most of the changes.
-    "value_and_grad": {"first": (26, 210), "uneven": (27, 286), "known": (8, 10)},
-    "train_step": {"first": (24, 173), "uneven": (25, 262), "known": (9, 21)},
+    "value_and_grad": {"first": (27, 219), "uneven": (27, 246), "known": (8, 10)},
+    "train_step": {"first": (25, 182), "uneven": (25, 224), "known": (9, 21)},
 }
 
 

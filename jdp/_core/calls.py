@@ -21,6 +21,7 @@ from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, ma
 from .replica_mesh import ReplicaMesh, replicated
 from .replicate import all_lie
 from .scattered import Scattered
+from .unread import Reads, may_hide
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -55,6 +56,10 @@ class Ran:
 class Calls(Recent[Any, Known]):
     """The calls of one door that ran, by what decides how their batches are cut."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Reads = {}  # the Python values that the door's function has asked for
+
     def again(
         self, mesh: ReplicaMesh, owner: Any, params: Tree, args: Args, kwargs: Kwargs
     ) -> tuple[Ran, tuple[Any, ...]] | None:
@@ -84,7 +89,7 @@ class Calls(Recent[Any, Known]):
         """Keeps a call of parameters and arguments that ran with these operands, if nothing was moved for them."""
         (params, args, kwargs), (replicas, inputs, kw) = call, operands
         mesh = inputs._layout.mesh
-        if mesh.spans_processes:
+        if mesh.spans_processes or inputs._layout.holds_statics and may_hide(inputs._layout):
             return
         key, leaves = known_by(args, kwargs)
         at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]

@@ -105,6 +105,8 @@ class Layout:
     is_cut: bool
     is_even: bool
     """Whether the arrays hold no padding, so that gathering them is nothing to do."""
+    holds_statics: bool
+    """Whether some leaves are no arrays."""
     is_gathered: bool
     """Whether over the replicas gathering is nothing to do, of arrays that come out of a program as they are."""
     used: tuple[int, ...]
@@ -135,7 +137,8 @@ class Layout:
             )
             found.is_gathered = found.is_even and not any(isinstance(leaf, Cut) and leaf.axis for leaf in found.arrays)
             # Without statics a tree is made of its arrays with no Python between.
-            found.fill = found.treedef.unflatten if found.arrays == found.leaves else found._fill
+            found.holds_statics = len(found.arrays) < len(found.leaves)
+            found.fill = found._fill if found.holds_statics else found.treedef.unflatten
             found = _layouts.setdefault(key, found)
         return found
 

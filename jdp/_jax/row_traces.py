@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from .jaxprs import _opened, reached, source_line
 from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, Value
@@ -46,10 +47,15 @@ def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prim
 
 
 def _spec(x: Any, axis: int | None, rows: RowCount) -> Any:
+    shape, dtype, more = of_any_rows(x, axis)
+    return jax.ShapeDtypeStruct(tuple(rows.size if size is None else size for size in shape), dtype, **dict(more))
+
+
+def of_any_rows(x: Any, axis: int | None) -> tuple[tuple[int | None, ...], Any, tuple[tuple[str, Any], ...]]:
+    """Returns an operand's shape, with None for its rows, its dtype, and what else its type has."""
     aval = jax.typeof(x)
-    shape = tuple(rows.size if i == axis else size for i, size in enumerate(aval.shape))
-    more = {name: value for name in ("weak_type", "vma") if (value := getattr(aval, name, None))}
-    return jax.ShapeDtypeStruct(shape, aval.dtype, **more)
+    shape = tuple(None if i == axis else size for i, size in enumerate(aval.shape))
+    return shape, aval.dtype, tuple((name, y) for name in ("weak_type", "vma") if (y := getattr(aval, name, None)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +65,11 @@ class Traced:
     jaxpr: Any
     inputs: tuple[bool, ...]
     rows: RowCount
+
+    @property
+    def holds_tracers(self) -> bool:
+        """Whether the function has values in it of a program that is traced around it."""
+        return any(isinstance(x, Tracer) for x in self.jaxpr.consts)
 
     @property
     def avals(self) -> list[Any]:

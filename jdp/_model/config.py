@@ -32,6 +32,7 @@ from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, leaf_by_leaf, placed
+from .._core.unread import reading
 from .linen import is_stateful, linen_function, mark_outputs
 from .nnx import Held, filters_of, put_nodes, take_nodes, with_nodes
 
@@ -155,6 +156,7 @@ class Config:
             return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
         def program(call: Callable[..., Any]) -> Compiled:
+            call = reading(call)
             if kind == "linen":
                 call = linen_function(call, out_axes, reduce_state, state_axes)
             elif out_axes is not None:
@@ -233,7 +235,7 @@ def _unpickled(kind: Kind, portable: list[Any], axes: list[tuple[str, int]], *re
 
 
 def _of_function(function: Callable[..., Tree]) -> Compiled:
-    return spmd(function, gathered=lambda out, _: out)
+    return spmd(reading(function), gathered=lambda out, _: out)
 
 
 def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tree]:

@@ -37,8 +37,9 @@ class Followed:
 
     `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut. Without
     `is_judged` nothing is refused: the results are jdp's own. `way` is the advice in errors: where all rows are seen.
-    The function is traced once with a symbolic number of rows. If it asks for that number, its shapes are compared for
-    a few other numbers of rows, and its values are judged by two traces with fixed numbers.
+    The function is traced once with a symbolic number of rows; `traces` keeps that trace for all sizes of a chunk. If
+    the function asks for that number, its shapes are compared for a few other numbers of rows, and its values are
+    judged by two traces with fixed numbers.
     """
 
     def __init__(
@@ -49,17 +50,27 @@ class Followed:
         run: Callable[..., Tree],
         operands: tuple[Tree, ...],
         cut: Sequence[int | None],
+        traces: dict[int, row_traces.Traced | None],
         is_judged: bool = True,
         way: str = IN_TRAINING,
     ) -> None:
         self.rows, self._total, self._way = rows, total, way
         self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
         self._run, self._operands, self._cut, self._is_judged = run, operands, cut, is_judged
-        self._counted = functools.cache(functools.partial(row_traces.trace, run, operands, cut))
+        self._traces = traces
+
+    def _counted(self, prime: int = 0) -> row_traces.Traced | None:
+        """Returns the trace for any number of rows, or for a multiple of a prime; None if there is none."""
+        if prime not in self._traces:
+            found = row_traces.trace(self._run, self._operands, self._cut, prime)
+            if found is not None and found.holds_tracers:
+                self._traces = {**self._traces}  # it cannot be read later
+            self._traces[prime] = found
+        return self._traces[prime]
 
     @functools.cached_property
     def _traced(self) -> row_traces.Traced | None:
-        found = row_traces.trace(self._run, self._operands, self._cut) if self.rows is not None else None
+        found = self._counted() if self.rows is not None else None
         return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
 
     @functools.cached_property

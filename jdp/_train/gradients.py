@@ -10,12 +10,14 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .._core.layout import Cut, Layout, Shard, Tree, Whole, is_key
+from .._core.layout import Cut, Layout, Shard, Static, Tree, Whole, is_key
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
+from .._core.programs import Recent, kept
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
 from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
+from .._jax.row_traces import Traced, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, weighted
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
@@ -327,10 +329,28 @@ def formed(
     cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
     total, is_judged = sum(signature.layout.sizes), not loss.pulls  # the forward pass has judged what is pulled back
     way = IN_EVALUATION if loss.verb == "evaluate" else IN_TRAINING
-    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, is_judged, way)
+    traces = _traces(loss, signature, operands, cut)
+    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, traces, is_judged, way)
     if is_forward:
         return outputs(out[0], rows or 1, followed, loss.verb)
     return terms(*out, rows, weight, followed, loss.verb)
+
+
+def _traces(
+    loss: Loss, signature: Signature, operands: tuple[Tree, ...], cut: Sequence[int | None]
+) -> dict[int, Traced | None]:
+    """Returns the traces of a loss for any number of rows, which chunks of other sizes have made already."""
+    leaves, treedef = jax.tree.flatten(operands)
+    types = [of_any_rows(x, axis) for x, axis in zip(leaves, cut, strict=True)]
+    layout, x64 = signature.layout, jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    nodes = [(x.treedef, *[y for y in x.leaves if isinstance(y, Static)]) if x else None for x in signature.nodes]
+    of_call = signature.treedef, *nodes, layout.mesh, layout.per_device, layout.is_cut
+    key = loss.pulls, loss.criterion is None, x64, of_call, treedef, *types
+    known: Recent[Any, dict[int, Traced | None]] = kept(loss.compute, "traces", lambda _: Recent())
+    found = known.used(key)
+    if found is None:
+        found = known[key] = {}
+    return found
 
 
 def _product(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from flax import nnx
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outputs import Reduce
+from .._core.unread import reading
 from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, own_nodes, put_nodes, stand_ins, take_nodes
 from .._model.sync_batch_norm import synced
@@ -142,7 +143,7 @@ def loss_of(
         if held.graph is not None:
             nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
         positional, keywords = call_of(plain, held, args, kwargs, nodes)
-        out = loss_fn(*positional, **keywords)
+        out = reading(loss_fn)(*positional, **keywords)
         loss, aux = _two(out, verb) if division.has_aux and criterion is None else (out, ())
         if nodes:
             after = nnx.state(nodes, lambda path, variable: not division.is_diff(path, variable))
@@ -168,7 +169,7 @@ def loss_of(
 def called(criterion: Any, *args: Any) -> Any:
     """Returns what a criterion returns; adds the criterion's name to what it raises, as a note."""
     try:
-        return criterion(*args)
+        return reading(criterion)(*args)
     except Exception as error:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
@@ -323,7 +324,7 @@ def variables_loss(
         if nodes is not None:
             args = put_nodes(args, nodes)
         with rows_explained(*args):
-            out = loss_fn({"params": unbox(params), **collections}, *args, *kwargs.values())
+            out = reading(loss_fn)({"params": unbox(params), **collections}, *args, *kwargs.values())
         if criterion is None:
             loss, metrics, updates = results_of(out, reserved)
         else:

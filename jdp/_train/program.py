@@ -23,6 +23,7 @@ from .._core.programs import STEPS_IN_FLIGHT, Compiled, Recent, dispatch, dispat
 from .._core.replica_mesh import ReplicaMesh, replicated
 from .._core.scattered import Scattered, map_scattered, placed, trim
 from .._core.shards import as_shards, shard_axis
+from .._core.unread import Reads, unread
 from .._jax.pieces import run_over
 from .._jax.private import trace_state_clean
 from .._model.config import Config, nodes_of
@@ -100,6 +101,7 @@ class Program:
         alone, name = loss_of(False), f"find_nonfinite_{label}"
         self.flags = Compiled(_flags(alone, steps, name))
         self.compiled: Recent[Any, Any] = Recent()
+        self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
         self.places: tuple[Any, ...] = ({}, {}, {})  # of what is cut inside of a replica, when the state was seen last
         self.steps = 0  # calls so far
@@ -196,7 +198,9 @@ class Program:
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
         try:
-            state, metrics = self._dispatched(state, batch, flat, keep)
+            run = lambda rows: self._dispatched(state, rows, flat, keep)  # noqa: E731
+            hides = batch._layout.holds_statics and not self.options.deterministic
+            state, metrics = unread(run, batch, self._reads) if hides else run(batch)
         except Exception as error:
             _raise_nonfinite(error)
             raise

@@ -23,6 +23,7 @@ from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated, placed_like
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children
+from .._core.unread import unread
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
 from .criterion import gradients_on_replicas
@@ -142,11 +143,12 @@ def _first(
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
     state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
     cut, keywords = children(inputs)
-    operands = ((plain, state), Held(others, held.graph, variables)), cut, keywords
+    replicas = (plain, state), Held(others, held.graph, variables)
     program = _program(config, loss_fn, options, one.division)
-    outputs = dispatch(program, config.mesh, *operands)
+    run = lambda rows: dispatch(program, config.mesh, replicas, rows, keywords)  # noqa: E731
+    outputs = unread(run, cut, calls.reads) if cut._layout.holds_statics else run(cut)
     if not one.nodes:
-        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), operands, one.division)
+        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), (replicas, cut, keywords), one.division)
     found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
     if config.mesh.inner_axes:
         found = found._replace(grads=placed_like(found.grads, (plain, state), config.mesh))

@@ -23,6 +23,7 @@ from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated, sharded
 from .._core.scatter import Cutting, refuse_other_replicas, split
 from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
+from .._core.unread import unread
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
@@ -536,11 +537,12 @@ class DataParallel(nnx.Module, Generic[M]):
         inputs, kw = self.scatter(args, kwargs, self.devices)
         _refuse_other_rows(cut, inputs, kw)
         replicas = self.replicate(params, self.devices)
-        outputs = self.parallel_apply(replicas, inputs, kw)
+        run, own = lambda rows: self.parallel_apply(replicas, rows, kw), self._takes_own_steps
+        outputs = unread(run, inputs, self._config.calls.reads) if own and inputs._layout.holds_statics else run(inputs)
         in_place, beside = replicas is params, type(params) is Held
         config = self._config
         # (With state_axes some of the variables may have to be cut, another time.)
-        if in_place and not config.state_axes and not beside and self._takes_own_steps:
+        if in_place and not config.state_axes and not beside and own:
             call, operands = (params, args, kwargs), (replicas, inputs, kw)
             config.calls.remember(lambda: config.program(self.module), self.module, call, operands)
         stay = self._stays(params, params if home is None else home, in_place)

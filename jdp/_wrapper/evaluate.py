@@ -19,6 +19,7 @@ from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, Signature, children
+from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
 from .._model.config import Config, Wrapper, axes_of_batch
 from .._model.nnx import enter, in_evaluation, put_nodes, take_nodes
@@ -144,7 +145,9 @@ def _run(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple
     diff, held = one.replicas  # no gradient is taken, so that diff holds no arrays
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
     program = _program(config, metrics_fn, one.division)
-    return dispatch(program, config.mesh, (diff, held), *children(inputs)), rows
+    cut, keywords = children(inputs)
+    reads: Reads = kept(metrics_fn, "reads", lambda _: {})
+    return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
 
 
 def _program(config: Config, metrics_fn: Any, division: Division) -> Compiled:

@@ -287,9 +287,9 @@ def test_many_distinct_static_values_warn_once():
         np.testing.assert_array_equal(dp(WEIGHT, x, k), 3 + np.full(2, k))  # no second warning, which is an error
 
 
-def test_names_of_files_in_a_batch_warn():
-    """torch's collate puts strings into a batch; each batch has others, and is a program of its own."""
-    dp = jdp.DataParallel(lambda w, batch: w * batch["x"], devices=[0])
+def test_names_of_files_that_a_model_reads_warn():
+    """torch's collate puts strings into a batch; where a model reads them, each batch is a program of its own."""
+    dp = jdp.DataParallel(lambda w, batch: w * batch["x"] * len(batch["names"][0]), devices=[0])
     batches = [{"x": np.ones(2, np.float32), "names": [f"{i}.png", f"{i + 1}.png"], "kind": "train"} for i in range(4)]
     for batch in batches[:3]:
         dp(WEIGHT, batch)

@@ -1,0 +1,194 @@
+"""Keeps Python values out of a program that does not read them: the names of files in a batch, for example.
+
+A Python value is part of the program, and a new value is a new program. A function that gets a dict may never ask for
+some of its entries. So the program is traced with these values hidden, in a dict that raises `Read` when one is asked
+for; only the values that were asked for become part of it. What is in no dict counts as read.
+
+    the door                         the trace
+    `unread(run, batch, reads)`  ->  `reading(fn)` calls `fn` with the hidden entries
+         ^ hides fewer                    |
+         +------------- Read -------------+  (`fn` asked for one, or failed)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import jax
+
+from .layout import Layout, Static, Tree
+from .programs import is_plain, is_watched
+from .scattered import Scattered
+
+T = TypeVar("T")
+Reads = dict[Any, set[int]]
+"""The leaves that were asked for, by the treedef of the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """Stands for the Python value that is the leaf of this number."""
+
+    leaf: int
+
+
+class Read(Exception):
+    """A signal, not an error: a function has asked for these leaves, which were hidden from it."""
+
+    def __init__(self, leaves: set[int]) -> None:
+        super().__init__(leaves)
+        self.leaves = leaves
+
+
+def unread(run: Callable[[Scattered], T], batch: Scattered, reads: Reads) -> T:
+    """Returns `run(batch)`; the Python values that `run` does not read are hidden in the batch.
+
+    `reads` belongs to the function that runs, and grows. All processes compile one program, so there, and under
+    `jax.jit`, nothing is hidden.
+    """
+    layout = batch._layout
+    if may_hide(layout) and not layout.mesh.spans_processes and is_plain() and not is_watched():
+        while (some := _hidden(batch, reads)) is not batch:
+            try:
+                return run(some)
+            except Read as found:
+                reads.setdefault(layout.treedef, set()).update(found.leaves)
+    return run(batch)
+
+
+def may_hide(layout: Layout) -> bool:
+    """Returns True if there are Python values in the dicts of a batch."""
+    return layout.holds_statics and any(isinstance(layout.leaves[i], Static) for i in _in_dicts(layout.treedef))
+
+
+def _hidden(batch: Scattered, reads: Reads) -> Scattered:
+    """Returns the batch, with stand-ins for the Python values in its dicts that are not in `reads`."""
+    layout = batch._layout
+    known, leaves = reads.get(layout.treedef, set()), list(layout.leaves)
+    for i in _in_dicts(layout.treedef):
+        leaf = leaves[i]
+        if i not in known and isinstance(leaf, Static):
+            leaves[i] = Static(Hidden(i))
+    same = all(x is y for x, y in zip(leaves, layout.leaves, strict=True))
+    return batch if same else Scattered(batch._arrays, layout.of(layout.treedef, leaves))
+
+
+def _in_dicts(treedef: Any, first: int = 0, is_entry: bool = False) -> Iterator[int]:
+    """Yields the numbers of the leaves in entries of dicts: through dicts, lists and tuples, and nothing else."""
+    if jax.tree_util.treedef_is_leaf(treedef):
+        yield from [first] if is_entry else []
+        return
+    kind = treedef.node_data()[0]
+    for child in treedef.children() if kind in (dict, list, tuple) else []:
+        yield from _in_dicts(child, first, is_entry or kind is dict)
+        first += child.num_leaves
+
+
+def reading(fn: Callable[..., T]) -> Callable[..., T]:
+    """Returns the function, which raises `Read` where it asks for what is hidden in its arguments."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> T:
+        asked: set[int] = set()
+        given = _shown(args, asked)
+        if given is args:
+            return fn(*args, **kwargs)
+        try:
+            out = fn(*given, **kwargs)
+        except Exception as error:  # it may be that of an argument that is no dict; without hiding it is raised again
+            raise Read(asked or {*_leaves(args)}) from error
+        if asked:  # and the function has caught the exception
+            raise Read(asked)
+        return out
+
+    return call
+
+
+class Entries(dict[Any, Any]):
+    """A dict with hidden entries. They may be counted, named and deleted, and not be looked at."""
+
+    hidden: dict[Any, set[int]]
+    asked: set[int]
+
+    def _ask(self, *keys: Any) -> None:
+        found = {i for key in keys for i in self.hidden.get(key, ()) if dict.__contains__(self, key)}
+        if found:
+            self.asked |= found
+            raise Read(found)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._ask(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._ask(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._ask(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._ask(key)
+        return super().setdefault(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.hidden = {k: leaves for k, leaves in self.hidden.items() if k != key}
+        super().__setitem__(key, value)
+
+    def __iter__(self) -> Iterator[Any]:  # so that `dict(self)` and `{**self}` ask for each entry
+        return super().__iter__()
+
+
+def _of_all(name: str) -> Callable[..., Any]:
+    """Returns the method of a dict that looks at all entries."""
+    method = getattr(dict, name)
+
+    def call(self: Entries, *args: Any, **kwargs: Any) -> Any:
+        self._ask(*self.hidden)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+_COMPARED = ("__eq__", "__ne__", "__or__", "__ror__", "__ior__")
+for _name in ("items", "values", "copy", "popitem", "update", *_COMPARED, "__repr__", "__reduce_ex__"):
+    setattr(Entries, _name, _of_all(_name))
+
+
+def _flatten(entries: Entries) -> NoReturn:
+    raise Read(entries.asked | {i for leaves in entries.hidden.values() for i in leaves})
+
+
+jax.tree_util.register_pytree_node(Entries, _flatten, lambda *_: None)  # type: ignore[arg-type]
+
+
+def _shown(tree: Tree, asked: set[int]) -> Tree:
+    """Returns the tree with `Entries` for each dict that has hidden entries; the same tree, if there are none."""
+    if type(tree) is dict:
+        found: dict[Any, Any] = {key: _shown(x, asked) for key, x in tree.items()}
+        hidden = {key: leaves for key, x in found.items() if (leaves := {*_leaves(x)})}
+        if hidden:
+            entries = Entries(found)
+            entries.hidden, entries.asked = hidden, asked
+            return entries
+        return found if any(found[key] is not x for key, x in tree.items()) else tree
+    if type(tree) in (list, tuple):
+        parts = [_shown(x, asked) for x in tree]
+        return type(tree)(parts) if any(x is not y for x, y in zip(parts, tree, strict=True)) else tree
+    return tree
+
+
+def _leaves(tree: Tree) -> Iterator[int]:
+    """Yields the hidden leaves of a tree, but those that are in `Entries` already."""
+    if type(tree) is Hidden:
+        yield tree.leaf
+    elif type(tree) in (list, tuple):
+        for x in tree:
+            yield from _leaves(x)
+    elif type(tree) is dict:
+        for x in tree.values():
+            yield from _leaves(x)

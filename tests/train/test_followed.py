@@ -1,0 +1,105 @@
+"""How often a loss is traced: once for any number of rows, and once for each size of a chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp._train.followed import Followed
+
+PARAMS = {"params": {"w": np.ones((4, 2), np.float32)}}
+
+
+def batch(rows):
+    return {"x": np.arange(rows * 4, dtype=np.float32).reshape(rows, 4) / 100}
+
+
+def door(kind, dp, count):
+    """A call of a batch, with a function that counts its traces."""
+
+    def outputs(params, batch):
+        count.append(batch["x"].shape[0])
+        return batch["x"] @ params["params"]["w"]
+
+    def mean(params, batch):
+        return jnp.mean(outputs(params, batch) ** 2)
+
+    if kind == "step":
+        step = dp.train_step(mean, optax.sgd(0.1))
+        state = [step.init(PARAMS)]
+
+        def run(batch):
+            state[0], metrics = step(state[0], batch)
+            return metrics["loss"]
+
+        return run
+    criterion = None if kind == "grad" else lambda out, batch: jnp.mean(out**2)
+    gradient = dp.value_and_grad(outputs if criterion else mean, criterion=criterion)
+    return lambda batch: gradient(PARAMS, batch)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("kind", ["grad", "criterion", "step"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_new_size_is_traced_once_for_each_size_of_a_chunk(kind, devices):
+    count = []
+    run = door(kind, jdp.DataParallel(lambda p, x: x, range(devices)), count)
+    run(batch(16))
+    assert len(count) == 2  # one of them for any number of rows
+    for rows in (12, 13, 7, 3, 16):
+        count.clear()
+        run(batch(rows))
+        sizes = {size for size in jdp.chunk_sizes(rows, devices) if size}
+        assert sorted(count) == sorted(sizes - {4 if devices > 1 else 16} if rows == 16 else sizes)
+
+
+def test_a_loss_of_other_types_is_traced_again():
+    """What was found for one loss does not hold for others: of other shapes, dtypes, objects in the batch."""
+
+    def loss(params, batch):
+        x = batch["x"] @ params["params"]["w"]
+        if batch["how"] == "sum" or batch["y"].dtype == np.int32 or batch["y"].shape[1] == 5:
+            return x.sum() / 2
+        return jnp.mean(x)
+
+    gradient = jdp.DataParallel(lambda p, x: x, range(4)).value_and_grad(loss)
+    right = {"how": "mean", "y": np.ones((16, 3), np.float32)}
+    for other in ({"how": "sum"}, {"y": np.ones((16, 3), np.int32)}, {"y": np.ones((16, 5), np.float32)}):
+        gradient(PARAMS, batch(16) | right)
+        with pytest.raises(TypeError, match="a sum over the rows"):
+            gradient(PARAMS, batch(16) | right | other)
+
+
+def test_values_of_a_program_around_it_are_not_kept():
+    traces = {}
+
+    def follow(scale, x):
+        followed = Followed(scale, 4, 4, lambda x: jnp.mean(x) * scale, (x,), [0], traces)
+        return followed.depends(0) * scale
+
+    assert jax.jit(follow)(2.0, np.ones(4, np.float32)) == 2
+    assert not traces
+    assert follow(2.0, np.ones(4, np.float32)) == 2
+    assert [*traces] == [0]
+
+
+def test_a_loss_of_such_values_is_right_for_each_size():
+    cell = [None]
+
+    def loss(params, batch):
+        x = (batch["x"] @ params["params"]["w"]) * cell[0]
+        return jnp.mean(x**2) * (cell[0] + 1)
+
+    gradient = jdp.DataParallel(lambda p, x: x, range(4)).value_and_grad(loss)
+
+    def outer(scale, batch):
+        cell[0] = scale
+        return gradient(PARAMS, batch)
+
+    for rows in (16, 12, 13):
+        found = jax.jit(outer)(2.0, batch(rows))
+        cell[0] = 2.0
+        expected = jax.value_and_grad(loss)(PARAMS, batch(rows))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
