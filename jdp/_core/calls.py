@@ -7,7 +7,7 @@ replicate unchanged. This module sees that before anything runs, leaf by leaf. E
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.jaxprs import communicates
-from .inputs import NESTED, is_deep
-from .layout import Tree, is_key
+from .inputs import NESTED, USUAL, is_deep
+from .layout import Layout, Tree, is_key
 from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
 from .replica_mesh import ReplicaMesh, replicated
 from .replicate import all_lie
@@ -105,6 +105,31 @@ class Calls(Recent[Any, Known]):
         known.programs[treedef] = Ran(program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
+class Batches(Recent[Any, tuple[Layout, list[int]]]):
+    """The batches of one door that were cut with nothing to move: the layout of each, and which leaves are arrays."""
+
+    def again(self, batch: Tree) -> Scattered | None:
+        """Returns a batch like one that was cut, scattered; None if it is new."""
+        if not self or type(batch) is Scattered:
+            return None
+        key, leaves = known_by((batch,), {})
+        known = self.used(key)
+        if known is None or not is_plain():
+            return None
+        layout, arrays = known
+        return Scattered(leaves if len(arrays) == len(leaves) else [leaves[i] for i in arrays], layout)
+
+    def remember(self, batch: Tree, scattered: Scattered) -> None:
+        """Keeps how a batch was cut, if its arrays are those that were passed."""
+        layout = scattered._layout
+        if scattered is batch or layout.mesh.spans_processes or layout.holds_statics and may_hide(layout):
+            return
+        key, leaves = known_by((batch,), {})
+        at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
+        if key is not None and _are([leaves[i] for i in at], scattered._arrays) and is_plain():
+            self[key] = layout, at
+
+
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Returns True if both hold the same objects."""
     return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
@@ -134,7 +159,7 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
 
 def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
     """Returns the same of one argument that is not cut yet; False, if seldom seen."""
-    if type(x) in NESTED and is_deep(x):
+    if is_deep(x) if type(x) in NESTED else type(x) not in USUAL and isinstance(x, Iterator):
         return False
     try:
         found, treedef = jax.tree.flatten(x)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from .._core.calls import Batches
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
@@ -286,7 +287,7 @@ class _Step(Generic[Kept]):
         options: StepOptions,
         axes: BatchAxes | None,
     ) -> None:
-        self._dp, self._loss_fn, self._axes = dp, loss_fn, axes
+        self._dp, self._loss_fn, self._axes, self._batches = dp, loss_fn, axes, Batches()
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._options = options  # as the caller gave them
         self._program = Program(dp._config, loss_of, tx, view, _resolved(options, dp._config), label)
@@ -328,9 +329,14 @@ class _Step(Generic[Kept]):
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """Returns the batch, cut, and the NNX objects in it."""
+        known = self._batches.again(batch)
+        if known is not None:
+            return known, []
         self._program.config.refuse_other_mesh()
         scattered, objects = scatter_batch(self._program.config, batch, VERB, self._axes)
         check_rows(VERB, scattered)
+        if not objects:
+            self._batches.remember(batch, scattered)
         return scattered, list(objects.values())
 
 
