@@ -205,6 +205,10 @@ class Watch:
             return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
         return f"{sign} ({'stopped' if self._stopped(silent) else 'its Python does not run'}; on this machine)"
 
+    def is_enough(self, waited: float, silent: Sequence[int]) -> bool:
+        """Returns True after `limits.step`; after half of it, if the silent processes are known to be stopped."""
+        return waited >= (limits.step / 2 if self._stopped(silent) else limits.step)
+
     def _stopped(self, silent: Sequence[int]) -> bool:
         """Returns True if the operating system says of each of them that it is stopped."""
         places = [self._places[p][0] for p in silent]
@@ -248,7 +252,7 @@ class Watch:
         if gone:
             return f"{named(gone)} {'have ended their programs' if len(gone) > 1 else 'has ended its program'}{_SAME}"
         silent = [p for p in self.silent(pending.processes) if p not in left]
-        if waited < (limits.step / 2 if self._stopped(silent) else limits.step):
+        if not self.is_enough(waited, silent):
             return None
         if silent:
             return f"{named(silent)} {self.why_silent(silent)}{_SAME}"
@@ -280,7 +284,7 @@ class Watch:
         self._warn(why, 0)
         if pending is not None and now - pending.since > (limits.step / 2 if stopped else limits.step):
             what, since = pending.what, pending.since
-        elif waits is not None and now > waits[2]:
+        elif waits is not None and (now > waits[2] or now - waits[1] > limits.step + _BEAT):
             what, since, _ = waits
         else:
             return None

@@ -245,6 +245,27 @@ def case_stopped_in():
     train(loss=slow_mse, before=at_the_step(lambda: threading.Thread(target=stop).start()))
 
 
+def case_stopped_compiling():
+    """In the compilation of the step: the others have compiled it, and wait for this process to say so."""
+
+    def stop():
+        def listen(event, duration_secs, **_):
+            frames, frame = set(), sys._getframe()
+            while frame:
+                frames.add(frame.f_code.co_name)
+                frame = frame.f_back
+            if "make_ready" in frames and event.endswith("/backend_compile_duration"):
+                note("fault")
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+
+    # The step has another number of rows, so that it is a new program.
+    train(
+        batch=lambda k: jax.tree.map(lambda x: x[: -1 if k == AT else None], batch_of(HERE)), before=at_the_step(stop)
+    )
+
+
 def case_compiles():
     """One process compiles a program of its own for much longer than the others wait."""
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -47,6 +48,29 @@ def test_who_has_ended_is_named(monkeypatch, gone, words):
     group = types.SimpleNamespace(processes=(0, 1, 2), here=0)
     with pytest.raises(exchange.DesyncError, match=f"jdp.call: {words}"):
         exchange.Call(group, "call", "key").wait(lambda seconds: False, 20)
+
+
+def test_a_process_that_is_stopped_while_it_compiles_is_named(monkeypatch):
+    """Others wait half an hour for one that compiles, and not for one without a sign of life."""
+    monkeypatch.setattr(exchange, "ended", lambda: set())
+    monkeypatch.setattr(exchange, "under", lambda folder: [(f"{folder}0", '["step (compiled)", ""]')])
+    monkeypatch.setattr(exchange.limits, "step", 0.2)
+    group, silent = types.SimpleNamespace(processes=(0, 1), here=0), []
+    monkeypatch.setattr(exchange.watch, "silent", lambda processes, least=None: [p for p in processes if p in silent])
+    monkeypatch.setattr(exchange.watch, "why_silent", lambda silent: "has given no sign of life")
+    monkeypatch.setattr(exchange.watch, "_stopped", lambda silent: False)
+    asked = []
+
+    def ready(seconds):
+        asked.append(seconds)
+        time.sleep(0.01)
+        if len(asked) == 40:  # it compiles so long
+            silent.append(1)
+        return len(asked) > 400
+
+    with pytest.raises(exchange.AbsentError, match=r"jdp.step \(compiled\): process 1 has given no sign of life"):
+        exchange.Call(group, "step (compiled)", "key").wait(ready, 1800)
+    assert 40 <= len(asked) <= 60
 
 
 def test_what_a_process_leaves_is_bounded():

@@ -412,6 +412,16 @@ def test_stopped_inside_of_a_step(start, row, attempt):
     row(f"rank {attempt % N} stopped (SIGSTOP) inside of a step", job, seconds)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stopped_while_it_compiles(start, row, rank):
+    """The others wait for a compilation as long as it takes, and not for a process that is stopped in it."""
+    job = start("stopped_compiling", rank=rank, how="launch")
+    seconds = job.ended(STUCK)
+    assert_named(job, rank)
+    assert job.code() == WAITED, str(job)
+    row(f"rank {rank} stopped (SIGSTOP) while it compiles a step", job, seconds)
+
+
 def test_a_process_that_compiles_is_not_late(start):
     job = start("compiles", how="launch")
     job.processes["launcher"].wait(timeout=300)  # XLA takes its time where the machine is busy

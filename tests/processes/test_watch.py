@@ -228,6 +228,13 @@ def test_a_call_that_waits_says_so_too(job):
     assert not job.go_on(100)
 
 
+def test_a_call_that_may_wait_for_long_does_not_wait_for_a_service_that_is_silent(job):
+    with job.watches[1].waiting("step (compiled)", 1800):
+        assert not job.go_on(300)
+        job.deaf = {1}
+        assert "process 0 does not answer" in job.go_on(10)[1]
+
+
 def test_pythons_lock_held_for_long_is_no_silence_of_the_service(job):
     """Neither thread runs meanwhile: the one that looks at the other's rounds has not looked itself."""
     job.come()
