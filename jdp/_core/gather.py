@@ -138,7 +138,7 @@ _HOST = "cpu"  # the platform whose devices share the host's memory
 
 
 def _through_the_host(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
-    """Returns the arrays on a device of the host. The caller has asked for that transfer: no guard of JAX's stops it."""
+    """Returns the arrays on a device of the host. The caller has asked for that, so no transfer guard stops it."""
     with jax.transfer_guard_device_to_host("allow"):
         return put_all(arrays, where)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.layout import Cut, Layout, Shard, Static, Tree, Whole, is_key
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
-from .._core.programs import Recent, kept
+from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
 from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
 
     `compute(diff, held, args, kwargs)` returns `(loss, aux, held)`. The gradient is taken with respect to the tree
     `diff`, and to the cut arguments at the positions `rows`. Each replica changes its own copy of what is held;
-    `leave(after, before)` marks how the copies become one again.
+    `leave(after, before)` marks how the copies become one again. `traces` keeps the traces for any number of rows.
 
     With a `criterion`, `compute` returns outputs in place of the loss, and `criterion(outputs, diff, held, args)`
     returns `(loss, metrics)` for the outputs and the arguments of all rows.
@@ -51,6 +51,7 @@ class Loss(NamedTuple):
     compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
     verb: str
     leave: Callable[[Held, Held], Tree]
+    traces: Recent[Any, dict[int, Traced | None]]
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
     look: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`
@@ -346,10 +347,9 @@ def _traces(
     nodes = [(x.treedef, *[y for y in x.leaves if isinstance(y, Static)]) if x else None for x in signature.nodes]
     of_call = signature.treedef, *nodes, layout.mesh, layout.per_device, layout.is_cut
     key = loss.pulls, loss.criterion is None, x64, of_call, treedef, *types
-    known: Recent[Any, dict[int, Traced | None]] = kept(loss.compute, "traces", lambda _: Recent())
-    found = known.used(key)
+    found = loss.traces.used(key)
     if found is None:
-        found = known[key] = {}
+        found = loss.traces[key] = {}
     return found
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outputs import Reduce
+from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, own_nodes, put_nodes, stand_ins, take_nodes
@@ -162,7 +163,7 @@ def loss_of(
         return checked_scalar(loss, verb), finished(aux)
 
     is_direct = any(w.position for w in division.wanted)
-    loss = Loss(compute, verb, left, tuple(division.rows.values()), sync)
+    loss = Loss(compute, verb, left, Recent(), tuple(division.rows.values()), sync)
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
 
@@ -342,7 +343,7 @@ def variables_loss(
             args = put_nodes(args, own_nodes(held.graph, (held.variables,)))
         return of_criterion(criterion, outputs, args, reserved)
 
-    return Loss(compute, VERB, leave_all, sync=sync, criterion=None if criterion is None else judge)
+    return Loss(compute, VERB, leave_all, Recent(), sync=sync, criterion=None if criterion is None else judge)
 
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
