@@ -175,13 +175,12 @@ _older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Arrays, by id, that steps returned before their last results, and that are not donated yet."""
 
 
-def refuse_more(more: Sequence[Any], spelling: str) -> None:
-    """Raises a `TypeError` for a batch in several arguments."""
-    if more:
-        raise TypeError(
-            f"jdp.train_step: a step is called with {1 + len(more)} arguments for the batch; a batch is one tree of "
-            f"arrays. Pass {spelling}, which loss_fn gets as its second argument."
-        )
+def too_many(more: Sequence[Any], spelling: str) -> TypeError:
+    """Returns the error for a batch in several arguments."""
+    return TypeError(
+        f"jdp.train_step: a step is called with {1 + len(more)} arguments for the batch; a batch is one tree of "
+        f"arrays. Pass {spelling}, which loss_fn gets as its second argument."
+    )
 
 
 def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.last") -> str:

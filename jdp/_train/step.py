@@ -60,8 +60,8 @@ from .state import (
     interrupted,
     opt_shapes,
     refuse_deleted,
-    refuse_more,
     shapes_of,
+    too_many,
     view_of,
 )
 from .value_and_grad import check_differentiable, check_steps, hashable, refuse_overwritten, wire_type
@@ -327,6 +327,10 @@ class _Step(Generic[Kept]):
             text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
             raise AttributeError(text, name=name, obj=self)
 
+    def _owned(self, donates: bool) -> Callable[[Any], Any]:
+        """Returns a function that copies what a step must not donate; without `donates`, one that copies nothing."""
+        return self._given.owned() if donates else lambda x: x
+
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """Returns the batch, cut, and the NNX objects in it."""
         known = self._batches.again(batch)
@@ -451,8 +455,9 @@ class TrainStep(_Step[TrainState]):
         """
         last = self._given.last
         try:
-            refuse_more(more, "step(state, (x, y))")
-            before, scattered, flat, nodes = self._ready(state, batch, self._given.owned())
+            if more:
+                raise too_many(more, "step(state, (x, y))")
+            before, scattered, flat, nodes = self._ready(state, batch, donates=True)
             return self._program(before, scattered, flat, functools.partial(self._keep, nodes))
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
@@ -543,21 +548,21 @@ class TrainStep(_Step[TrainState]):
         state, scattered, _, _ = self._ready(state, batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(self, state: TrainState, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
-        """Returns what a step begins with; of the state's arrays those that are `owned`."""
+    def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
+        """Returns what a step begins with; if it donates the state, copies of the arrays that no step made."""
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
         if state is None or state is not self._given.last:
-            state = self._checked(state, owned)
+            state = self._checked(state, self._owned(donates))
             return state, scattered, jax.tree.flatten(state), nodes
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves)
         if self._program.places is not self._places:  # another state, which lies in another way, was seen since
             self._program.see(state.params, state.state)
         if not self._given.has(leaves):
-            leaves = list(map(owned, leaves))
+            leaves = list(map(self._owned(donates), leaves))
             state = treedef.unflatten(leaves)
         return state, scattered, (leaves, treedef), nodes
 
@@ -702,8 +707,9 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
                     f"jdp.{VERB}: the batch is a jdp.TrainState; an NNX step takes the batch alone, because the model "
                     f"and the optimizer hold the state. Pass step(batch)."
                 )
-            refuse_more(more, "step((x, y))")
-            state, scattered, flat, nodes = self._ready(batch, self._given.owned())
+            if more:
+                raise too_many(more, "step((x, y))")
+            state, scattered, flat, nodes = self._ready(batch, donates=True)
             return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
         except KeyboardInterrupt as error:
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
@@ -800,7 +806,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         state, scattered, _, _ = self._ready(batch)
         return self._program.find_nonfinite(state, scattered)
 
-    def _ready(self, batch: Tree, owned: Callable[[Any], Any] = lambda x: x) -> Ready:
+    def _ready(self, batch: Tree, donates: bool = False) -> Ready:
         scattered, nodes = self._scattered(batch)
         # The objects in the batch are divided together with the model, because they may share variables with it.
         call = divide((self._dp.module, nodes), {}, self._argnums, True, [None, 0], VERB)
@@ -813,7 +819,7 @@ class NNXTrainStep(_Step[dict[str, jax.Array]]):
         refuse_deleted(state, leaves, "model")
         if not self._given.has(leaves):
             self._program.see(params, held)
-            state = self._program.placed(state, owned)
+            state = self._program.placed(state, self._owned(donates))
             leaves = jax.tree.leaves(state)
         return state, scattered, (leaves, treedef), nodes
 
