@@ -201,6 +201,52 @@ def test_each_way_to_read_a_value_makes_it_part_of_the_program(way, deep):
         np.testing.assert_allclose(dp.apply(1.0, {"inner": [one]} if deep else one), x * factor)
 
 
+OPTIONS = {
+    "microbatches": ({}, {"accumulate_steps": 2}),
+    "replicas": ({"replicas": 8}, {}),
+    "deterministic": ({"replicas": 8}, {"deterministic": True}),
+    "shard_params": ({}, {"shard_params": True}),
+    "shard_optimizer": ({}, {"shard_optimizer": True}),
+    "sync_batch_norm": ({}, {"sync_batch_norm": True}),
+    "bfloat16": ({}, {"reduce_dtype": jnp.bfloat16}),
+    "skip_nonfinite": ({}, {"skip_nonfinite": True}),
+}
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("option", OPTIONS)
+def test_values_that_are_read_and_others_with_each_option_of_a_step(option):
+    of_wrapper, of_step = OPTIONS[option]
+
+    def loss(variables, batch):
+        return jnp.mean(outputs(variables["params"]["w"], batch))
+
+    step = jdp.DataParallel(lambda v, x: x, range(4), **of_wrapper).train_step(loss, optax.sgd(0.0), **of_step)
+    state = step.init(PARAMS)
+    for i, mode in enumerate(("train", "train", "eval", "train", "eval")):
+        one = batch(i, 16, mode)
+        state, metrics = step(state, one)
+        np.testing.assert_allclose(metrics["loss"], expected(one), rtol=1e-5)
+        assert step.check(state, one)
+    assert step.find_nonfinite(state, batch(7)) == []
+
+
+def test_values_under_jit_and_in_explain():
+    def loss(variables, batch):
+        return jnp.mean(outputs(variables["params"]["w"], batch))
+
+    dp = jdp.DataParallel(lambda v, x: x, range(4))
+    step, gradient = dp.train_step(loss, optax.sgd(0.0), donate=False), dp.value_and_grad(loss)
+    state = step.init(PARAMS)
+    for i, mode in enumerate(("train", "eval", "train")):
+        one = batch(i, 16, mode)
+        for call in (lambda: step(state, one)[1]["loss"], lambda: gradient(PARAMS, one)[0]):  # noqa: B023
+            np.testing.assert_allclose(call(), expected(one), rtol=1e-5)
+            np.testing.assert_allclose(jax.jit(call)(), expected(one), rtol=1e-5)
+        assert "all-reduce" in str(jdp.explain(step, state, one))
+        assert "all-reduce" in str(jdp.explain(gradient, PARAMS, one))
+
+
 def test_counting_naming_and_deleting_reads_nothing():
     count = []
 
