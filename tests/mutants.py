@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         "known-of-moved-parameters",
         "jdp/_core/calls.py",
-        "if not _are(found, moved) or not is_plain():",
-        "if not is_plain():",
+        "if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():",
+        "if not (lie or mesh.inner_axes) or not is_plain():",
         "a call whose parameters had to be moved is not known",
         ("train/test_known_gradients.py::test_parameters_on_the_host_beside_a_mesh_of_several_axes",),
     ),

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.jaxprs import communicates
+from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
 from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
@@ -49,7 +50,9 @@ class Ran:
         """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
         run = self.program.run
         if self.waits is None:  # most often JAX has the trace from the first run
-            self.waits = may_deadlock(mesh) and communicates(run.trace([], *operands).jaxpr)
+            self.waits = may_deadlock(mesh) and (
+                bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
+            )
         return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
 
 
@@ -64,7 +67,7 @@ class Calls(Recent[Any, Known]):
         self, mesh: ReplicaMesh, owner: Any, params: Tree, args: Args, kwargs: Kwargs
     ) -> tuple[Ran, tuple[Any, ...]] | None:
         """Runs a call like one that ran; returns its program and the result, or None if the call is new."""
-        if not self:
+        if not self or not trace_state_clean():
             return None
         key, batch = known_by(args, kwargs)
         known = self.used(key)
@@ -96,12 +99,13 @@ class Calls(Recent[Any, Known]):
         if key is None or not _are([leaves[i] for i in at], [*inputs._arrays, *kw._arrays]):
             return
         (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
-        if not _are(found, moved) or not is_plain():
+        lie = all_lie(found, replicated(mesh))
+        if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
         known = self.used(key)
         if known is None or known.owner is not owner:
             known = self[key] = Known(owner, None if len(at) == len(leaves) else at, Recent())
-        inside = _shardings(found) if mesh.inner_axes and not all_lie(found, replicated(mesh)) else None
+        inside = None if lie else _shardings(found)
         known.programs[treedef] = Ran(program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
@@ -110,7 +114,7 @@ class Batches(Recent[Any, tuple[Layout, list[int]]]):
 
     def again(self, batch: Tree) -> Scattered | None:
         """Returns a batch like one that was cut, scattered; None if it is new."""
-        if not self or type(batch) is Scattered:
+        if not self or type(batch) is Scattered or not trace_state_clean():
             return None
         key, leaves = known_by((batch,), {})
         known = self.used(key)

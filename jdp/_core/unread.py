@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -46,16 +47,19 @@ class Read(Exception):
 def unread(run: Callable[[Scattered], T], batch: Scattered, reads: Reads) -> T:
     """Returns `run(batch)`; the Python values that `run` does not read are hidden in the batch.
 
-    `reads` belongs to the function that runs, and grows. All processes compile one program, so there, and under
-    `jax.jit`, nothing is hidden.
+    `reads` holds the leaves that the user's function has asked for so far; `unread` adds to it. With several processes
+    (all of which compile one program) and under `jax.jit`, nothing is hidden.
     """
     layout = batch._layout
     if may_hide(layout) and not layout.mesh.spans_processes and is_plain() and not is_watched():
         while (some := _hidden(batch, reads)) is not batch:
+            known = reads.setdefault(layout.treedef, set())
             try:
                 return run(some)
             except Read as found:
-                reads.setdefault(layout.treedef, set()).update(found.leaves)
+                if found.leaves <= known:
+                    break
+                known |= found.leaves
     return run(batch)
 
 
@@ -78,10 +82,11 @@ def _hidden(batch: Scattered, reads: Reads) -> Scattered:
 
 def _in_dicts(treedef: Any, first: int = 0, is_entry: bool = False) -> Iterator[int]:
     """Yields the numbers of the leaves in entries of dicts: through dicts, lists and tuples, and nothing else."""
-    if jax.tree_util.treedef_is_leaf(treedef):
+    node = treedef.node_data()
+    if node is None:  # a leaf
         yield from [first] if is_entry else []
         return
-    kind = treedef.node_data()[0]
+    kind = node[0]
     for child in treedef.children() if kind in (dict, list, tuple) else []:
         yield from _in_dicts(child, first, is_entry or kind is dict)
         first += child.num_leaves
@@ -93,14 +98,18 @@ def reading(fn: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> T:
         asked: set[int] = set()
-        given = _shown(args, asked)
+        made: list[weakref.ref[Entries]] = []
+        given = _shown(args, asked, made)
         if given is args:
             return fn(*args, **kwargs)
         try:
             out = fn(*given, **kwargs)
-        except Exception as error:  # it may be that of an argument that is no dict; without hiding it is raised again
+        except Exception as error:  # hiding may be the cause; if not, fn raises it again with nothing hidden
             raise Read(asked or {*_leaves(args)}) from error
-        if asked:  # and the function has caught the exception
+        del given
+        for entries in [alive for ref in made if (alive := ref()) is not None]:  # a callback, say, will read them later
+            asked = asked.union(*entries.hidden.values())
+        if asked:  # perhaps the function has caught the exception
             raise Read(asked)
         return out
 
@@ -108,10 +117,12 @@ def reading(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 class Entries(dict[Any, Any]):
-    """A dict with hidden entries. They may be counted, named and deleted, and not be looked at."""
+    """A dict, some of whose entries are hidden. These may be counted, named and deleted; reading one raises `Read`."""
 
-    hidden: dict[Any, set[int]]
-    asked: set[int]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden: dict[Any, set[int]] = {}
+        self.asked: set[int] = set()
 
     def _ask(self, *keys: Any) -> None:
         found = {i for key in keys for i in self.hidden.get(key, ()) if dict.__contains__(self, key)}
@@ -159,31 +170,32 @@ for _name in ("items", "values", "copy", "popitem", "update", *_COMPARED, "__rep
     setattr(Entries, _name, _of_all(_name))
 
 
-def _flatten(entries: Entries) -> NoReturn:
-    raise Read(entries.asked | {i for leaves in entries.hidden.values() for i in leaves})
+def _unflatten(keys: tuple[Any, ...], values: Any) -> Any:
+    return dict(zip(keys, values, strict=True))
 
 
-jax.tree_util.register_pytree_node(Entries, _flatten, lambda *_: None)  # type: ignore[arg-type]
+jax.tree_util.register_pytree_node(Entries, lambda x: ([*x.values()], tuple(x)), _unflatten)
 
 
-def _shown(tree: Tree, asked: set[int]) -> Tree:
+def _shown(tree: Tree, asked: set[int], made: list[weakref.ref[Entries]]) -> Tree:
     """Returns the tree with `Entries` for each dict that has hidden entries; the same tree, if there are none."""
     if type(tree) is dict:
-        found: dict[Any, Any] = {key: _shown(x, asked) for key, x in tree.items()}
+        found: dict[Any, Any] = {key: _shown(x, asked, made) for key, x in tree.items()}
         hidden = {key: leaves for key, x in found.items() if (leaves := {*_leaves(x)})}
         if hidden:
             entries = Entries(found)
             entries.hidden, entries.asked = hidden, asked
+            made.append(weakref.ref(entries))
             return entries
         return found if any(found[key] is not x for key, x in tree.items()) else tree
     if type(tree) in (list, tuple):
-        parts = [_shown(x, asked) for x in tree]
+        parts = [_shown(x, asked, made) for x in tree]
         return type(tree)(parts) if any(x is not y for x, y in zip(parts, tree, strict=True)) else tree
     return tree
 
 
 def _leaves(tree: Tree) -> Iterator[int]:
-    """Yields the hidden leaves of a tree, but those that are in `Entries` already."""
+    """Yields the numbers of the hidden leaves in a tree, except those inside of `Entries`."""
     if type(tree) is Hidden:
         yield tree.leaf
     elif type(tree) in (list, tuple):

@@ -340,11 +340,13 @@ def formed(
 def _traces(
     loss: Loss, signature: Signature, operands: tuple[Tree, ...], cut: Sequence[int | None]
 ) -> dict[int, Traced | None]:
-    """Returns the traces of a loss for any number of rows, which chunks of other sizes have made already."""
+    """Returns the traces of a loss for any number of rows: one dict for chunks of all sizes, which `Followed` fills."""
     leaves, treedef = jax.tree.flatten(operands)
     types = [of_any_rows(x, axis) for x, axis in zip(leaves, cut, strict=True)]
     layout, x64 = signature.layout, jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    nodes = [(x.treedef, *[y for y in x.leaves if isinstance(y, Static)]) if x else None for x in signature.nodes]
+    nodes = [
+        (x.treedef, *[y if isinstance(y, Static) else 0 for y in x.leaves]) if x else None for x in signature.nodes
+    ]
     of_call = signature.treedef, *nodes, layout.mesh, layout.per_device, layout.is_cut
     key = loss.pulls, loss.criterion is None, x64, of_call, treedef, *types
     found = loss.traces.used(key)

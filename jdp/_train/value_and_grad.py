@@ -170,7 +170,8 @@ def _again(
     ran, out = again
     found: Gradients = out[-1] if ran.program.layout(out).is_gathered else join(ran.program.scattered(out), "sharded")
     if config.mesh.inner_axes:
-        found = found._replace(grads=placed_like(found.grads, ({0: args[0]}, None), config.mesh))
+        plain = {0: args[0]} if 0 in [w.position for w in ran.extra.wanted] else {}
+        found = found._replace(grads=placed_like(found.grads, (plain, None), config.mesh))
     return found, assemble(ran.extra, found, args)
 
 

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from .._core.calls import Ran
 from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
@@ -272,15 +273,10 @@ class DataParallel(nnx.Module, Generic[M]):
         if config.kind == "linen":
             kwargs, stateful = _linen.call_options(variables, kwargs)
         of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        found = None
-        if self._takes_own_steps and not of_objects:
-            found = config.calls.again(config.mesh, self.module, variables, args, kwargs)
+        own = self._takes_own_steps and not of_objects
+        found = config.calls.again(config.mesh, self.module, variables, args, kwargs) if own else None
         if found is not None:
-            ran, out = found
-            program = ran.program
-            if program.layout(out).is_gathered and config.output_device in (None, "sharded"):
-                return out[-1]
-            return self._gather(program.scattered(out), True, stateful)
+            return self._gathered(*found, stateful)
         if in_replica():
             module = cast(Any, self.module)
             if config.kind == "linen":
@@ -563,6 +559,12 @@ class DataParallel(nnx.Module, Generic[M]):
         if in_place:
             return bool(jax.tree.leaves(params))
         return not jax.tree.leaves(home) or lives_replicated(home, self._config.mesh)
+
+    def _gathered(self, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
+        """Returns the result of a call that is known, whose parameters are replicated."""
+        if ran.program.layout(out).is_gathered and self._config.output_device in (None, "sharded"):
+            return out[-1]
+        return self._gather(ran.program.scattered(out), True, stateful)
 
     def _gather(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
         """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""

@@ -264,6 +264,82 @@ def test_counting_naming_and_deleting_reads_nothing():
     assert len(count) == 1
 
 
+def test_empty_parts_of_a_batch_are_no_leaves():
+    """None and empty containers have no number: the next leaf, a flag here, is not hidden in their place."""
+    seen = []
+
+    def f(w, batch, flag):
+        seen.append(flag)
+        return batch["x"] * w * (2 if flag else 3)
+
+    dp, x = jdp.DataParallel(f, range(2)), np.arange(4, dtype=np.float32)
+    for empty in (None, {}, [], ()):
+        np.testing.assert_array_equal(dp.apply(1.0, {"x": x, "z": empty}, False), 3 * x)
+        np.testing.assert_array_equal(dp.apply(1.0, {"a": "b", "x": x, "z": [empty]}, False), 3 * x)
+    assert {*map(type, seen)} == {bool}
+
+
+def test_a_batch_that_is_changed_and_returned():
+    """What stood there is not read, and what the function puts there comes back."""
+
+    def f(w, batch):
+        batch["file"] = batch["x"] * w
+        return batch
+
+    dp, x = jdp.DataParallel(f, range(2)), np.arange(4, dtype=np.float32)
+    for i in range(3):
+        out = dp.apply(2.0, {"x": x, "file": f"{i}.png"})
+        assert type(out) is dict and [*out] == ["file", "x"]
+        np.testing.assert_array_equal(out["file"], 2 * x)
+
+
+def test_a_swallowed_flattening_is_read():
+    def f(w, batch):
+        try:
+            n = len(jax.tree.leaves(batch))
+        except Exception:
+            n = 0
+        return batch["x"] * w * n
+
+    dp, x = jdp.DataParallel(f, range(2)), np.arange(4, dtype=np.float32)
+    for i in range(2):
+        np.testing.assert_array_equal(dp.apply(1.0, {"x": x, "file": f"{i}.png"}), 2 * x)
+
+
+def test_what_a_callback_reads_later_is_read():
+    seen = []
+
+    def f(w, batch):
+        jax.debug.callback(lambda _: seen.append(batch["file"]), batch["x"][0])
+        return batch["x"] * w
+
+    dp, x = jdp.DataParallel(f, [0]), np.arange(4, dtype=np.float32)
+    for i in range(3):
+        np.testing.assert_array_equal(dp.apply(1.0, {"x": x, "file": f"{i}.png"}), x)
+    jax.effects_barrier()
+    assert seen == ["0.png", "1.png", "2.png"]
+
+
+def test_a_wrapper_inside_of_a_loss_reads_nothing():
+    """It looks for known calls only where it runs a program of its own."""
+    count = []
+
+    def model(variables, batch):
+        count.append(1)
+        return batch["x"] @ variables["params"]["w"]
+
+    dp = jdp.DataParallel(model, range(4))
+    for _ in range(2):
+        dp.apply(jdp.replicate(PARAMS, range(4)), {"x": jdp.scatter(batch(0)["x"], range(4))})
+    assert dp._config.calls
+    gradient = dp.value_and_grad(lambda variables, batch: jnp.mean(dp(variables, batch)))
+    for i in range(4):
+        np.testing.assert_allclose(gradient(PARAMS, batch(i))[0], batch(i)["x"].sum(1).mean(), rtol=1e-5)
+        if not i:
+            count.clear()
+    assert not count
+
+
 class Kind:
     """An object that is compared by what it is."""
 

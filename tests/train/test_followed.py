@@ -72,6 +72,21 @@ def test_a_loss_of_other_types_is_traced_again():
             gradient(PARAMS, batch(16) | right | other)
 
 
+def test_where_a_python_value_stands_is_part_of_what_is_known():
+    def loss(params, batch):
+        x = batch["b"]  # which is read in any case
+        x = x if isinstance(batch["a"], str) else batch["a"]
+        total = jnp.sum(x @ params["params"]["w"])
+        return total / len(jax.tree.leaves(x)) if isinstance(batch["a"], str) else total / x.shape[0]
+
+    gradient = jdp.DataParallel(lambda p, x: x, range(4)).value_and_grad(loss)
+    x = batch(16)["x"]
+    for _ in range(2):
+        gradient(PARAMS, {"a": x, "b": "none"})
+        with pytest.raises(TypeError, match="a sum over the rows"):
+            gradient(PARAMS, {"a": "none", "b": x})
+
+
 def test_values_of_a_program_around_it_are_not_kept():
     traces = {}
 

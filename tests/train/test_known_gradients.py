@@ -212,6 +212,31 @@ def test_parameters_on_the_host_beside_a_mesh_of_several_axes():
         same(other, first)
 
 
+def test_gradients_of_rows_on_a_mesh_of_several_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for argnums in (1, (1, 0), (0, 1)):
+        call, params = gradient(loss_fn, mesh, argnums=argnums)
+        params = jax.device_put(host_params(), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        first, *others = [call(params, X, Y) for _ in range(3)]
+        for other in others:
+            same(other, first)
+
+
+def test_gradients_of_parameters_that_are_cut_are_not_those_of_replicated_ones():
+    """They come back where the parameters are: cut, or replicated, whichever came first."""
+    whole = {"a": np.arange(16, dtype=np.float32).reshape(2, 8) / 8, "b": np.ones(8, np.float32)}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    cut = {"a": spec(None, "data"), "b": spec("data")}
+    cut = {k: jax.device_put(x, jax.sharding.NamedSharding(mesh, cut[k])) for k, x in whole.items()}
+    for order in ((cut, jdp.replicate(whole)), (jdp.replicate(whole), cut)):
+        call = gradient(loss_fn)[0]
+        for params in order:
+            _, grads = call(params, X, Y)
+            _, fresh = gradient(loss_fn)[0](params, X, Y)
+            same(grads, fresh)
+
+
 def test_an_interceptor_sees_each_gradient():
     """`explain`, `plan` and a replay look at the programs that run, at those of known calls too."""
     call, params = gradient(loss_fn)
