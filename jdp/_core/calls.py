@@ -33,7 +33,7 @@ class Known:
     """A call that ran: what it takes to run its program again."""
 
     owner: Any  # the module that ran
-    arrays: list[int] | None  # which leaves of the arguments these are; None for all
+    arrays: list[int] | None  # the indices of the arrays among the leaves of the arguments; None if all are arrays
     programs: Recent[Any, Ran]  # by the treedef of the parameters
 
 
@@ -43,8 +43,8 @@ class Ran:
 
     program: Flat
     inside: Sequence[Any] | None  # the shardings of the parameters, if some are cut inside of the replicas
-    extra: Any  # what the door wants to know when the call comes again
-    waits: bool | None = None  # whether its replicas wait for each other; None before its second run
+    extra: Any  # what the door needs to finish a repeated call: for value_and_grad, the division of its arguments
+    waits: bool | None = None  # whether its replicas wait for each other; None until the call is first repeated
 
     def again(self, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
         """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
@@ -89,7 +89,7 @@ class Calls(Recent[Any, Known]):
         operands: tuple[Tree, Scattered, Scattered],
         extra: Any = None,
     ) -> None:
-        """Keeps a call of parameters and arguments that ran with these operands, if nothing was moved for them."""
+        """Remembers a call that ran with these operands, if scatter and replicate passed its arrays on unchanged."""
         (params, args, kwargs), (replicas, inputs, kw) = call, operands
         mesh = inputs._layout.mesh
         if mesh.spans_processes or inputs._layout.holds_statics and may_hide(inputs._layout):
@@ -113,7 +113,7 @@ class Batches(Recent[Any, tuple[Layout, list[int]]]):
     """The batches of one door that were cut with nothing to move: the layout of each, and which leaves are arrays."""
 
     def again(self, batch: Tree) -> Scattered | None:
-        """Returns a batch like one that was cut, scattered; None if it is new."""
+        """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""
         if not self or type(batch) is Scattered or not trace_state_clean():
             return None
         key, leaves = known_by((batch,), {})
@@ -147,7 +147,10 @@ _STATICS = (bool, int, str)
 
 
 def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
-    """Returns what decides how the leaves are cut, and what of them is part of the program; None, if seldom seen."""
+    """Returns `(key, leaves)` of a call: the key tells how the leaves are cut, and holds its bools, ints and strings.
+
+    Returns `(None, [])` if a leaf is of another type (a float, a function, a PRNG key); no such call is remembered.
+    """
     key: list[Any] = [len(args)]
     leaves: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
@@ -162,7 +165,7 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
 
 
 def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
-    """Returns the same of one argument that is not cut yet; False, if seldom seen."""
+    """Appends one argument that is no `Scattered` to the key and to the leaves; returns False if a leaf is unusual."""
     if is_deep(x) if type(x) in NESTED else type(x) not in USUAL and isinstance(x, Iterator):
         return False
     try:

@@ -215,12 +215,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Runs a function outside of the context's mesh (`jax.set_mesh`): jdp's programs have a mesh of their own.
+    """Runs a function outside of the context's mesh (`jax.set_mesh`), because jdp's programs have a mesh of their own.
 
-    Where a program is traced around the call, JAX does not let the mesh of devices change, but lets go of its axes; of
-    Explicit ones the values that come in are still typed by it, so these stay. Inside of a `shard_map` the mesh is that
-    of the program around it. In a process that was forked from one with devices the call is a `RuntimeError`: nothing
-    would run there, for ever.
+    While another program is being traced, JAX lets only the abstract mesh change, so that one is emptied. A mesh with
+    Explicit axes stays, because the types of the incoming values refer to it, and so does the mesh of a `shard_map`.
+    In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang for ever there.
     """
 
     @functools.wraps(door)

@@ -44,7 +44,7 @@ _settings: Any = jax.config
 
 
 def is_uneven(signature: Signature) -> bool:
-    """Returns True if replicas have chunks of other sizes, or none."""
+    """Returns True if the chunks of the replicas differ in size, or if some replica has none."""
     used, n = signature.layout.used, len(signature.layout.devices)
     return used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
 
@@ -124,7 +124,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
     """Returns one body for each size of chunk; the first replica of a size stands for all of that size."""
     layout, n = signature.layout, len(signature.layout.devices)
     axis_env = _axis_env(signature)
-    # With no rows at all, the model is traced on none for the shapes of its outputs, and does not run.
+    # With no rows at all, the model is traced on zero rows to find the shapes of its outputs; see `_on_no_rows`.
     first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):

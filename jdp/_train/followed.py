@@ -64,7 +64,7 @@ class Followed:
         if prime not in self._traces:
             found = row_traces.trace(self._run, self._operands, self._cut, prime)
             if found is not None and found.holds_tracers:
-                self._traces = {**self._traces}  # it cannot be read later
+                self._traces = {**self._traces}  # a later call must not see tracers of the program around this one
             self._traces[prime] = found
         return self._traces[prime]
 

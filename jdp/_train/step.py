@@ -567,7 +567,11 @@ class TrainStep(_Step[TrainState]):
         return state, scattered, (leaves, treedef), nodes
 
     def _follow(self, params: Tree, name: str, before: bool = False) -> None:
-        """Cuts the parameters if these are cut, or were before, and the caller did not say; refuses them for a no."""
+        """Switches to cut parameters if these are cut, or were `before`, and the caller left it open.
+
+        Raises:
+            ValueError: these are cut, and the caller has passed `shard_params=False`.
+        """
         config = self._program.config
         grouped = bool(config.mesh.inner_axes)  # where a parameter that is cut over the replicas is refused by its path
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
