@@ -86,6 +86,20 @@ LONG = {  # runs that do not come to their end while a test waits
 }
 
 
+def interrupted(process):
+    """Interrupts a program, as a person does; again, if Python was in JAX's callback of its garbage collector.
+
+    What is raised there is printed, and goes no further.
+    """
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=60)
+    except subprocess.TimeoutExpired as error:
+        assert b"Exception ignored in: <function _xla_gc_callback" in (error.stderr or b"")
+    process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=60)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "after"), [("mnist", "digits"), ("mnist", "epoch 1"), ("char_gpt", "step 250"), ("resnet", "epoch 1")]
@@ -98,9 +112,9 @@ def test_an_interrupt_keeps_the_picture_of_what_there_is(script, after, tmp_path
         while not (line := process.stdout.readline()).startswith(after):
             assert line
         time.sleep(0.01 if after == "digits" else 0)
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=100)
-    assert process.returncode == 130 and error == f"{script}: interrupted\n"
+        out, error = interrupted(process)
+    assert process.returncode == 130 and error.endswith(f"{script}: interrupted\n")
+    assert error.count("\n") == 1 or "Exception ignored in: <function _xla_gc_callback" in error
     if after != "digits":
         assert picture.read_bytes().startswith(b"\x89PNG") and f"picture {picture}" in out
 
