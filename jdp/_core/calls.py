@@ -1,4 +1,4 @@
-"""The calls that a door knows: one like a call that ran before goes straight to its program.
+"""Remembers the calls of a door, which is a public entry point: a repeated call goes straight to its program.
 
 Parameters that are replicated, and a batch that is cut already or can be handed over as it is, pass through scatter and
 replicate unchanged. This module sees that before anything runs, leaf by leaf. Every other call takes all steps.
@@ -110,7 +110,7 @@ class Calls(Recent[Any, Known]):
 
 
 class Batches(Recent[Any, tuple[Layout, list[int]]]):
-    """The batches of one door that were cut with nothing to move: the layout of each, and which leaves are arrays."""
+    """The batches of one door whose arrays were cut as they came: the layout, and the indices of their arrays."""
 
     def again(self, batch: Tree) -> Scattered | None:
         """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""

@@ -1,4 +1,4 @@
-"""Keeps Python values out of a program that does not read them: the names of files in a batch, for example.
+"""Keeps Python values that a program does not read out of it: the names of files in a batch, for example.
 
 A Python value is part of the program, and a new value is a new program. A function that gets a dict may never ask for
 some of its entries. So the program is traced with these values hidden, in a dict that raises `Read` when one is asked
@@ -93,7 +93,7 @@ def _in_dicts(treedef: Any, first: int = 0, is_entry: bool = False) -> Iterator[
 
 
 def reading(fn: Callable[..., T]) -> Callable[..., T]:
-    """Returns the function, which raises `Read` where it asks for what is hidden in its arguments."""
+    """Returns the function; it raises `Read` if it asks for something that is hidden in its arguments."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> T:
@@ -107,7 +107,7 @@ def reading(fn: Callable[..., T]) -> Callable[..., T]:
         except Exception as error:  # hiding may be the cause; if not, fn raises it again with nothing hidden
             raise Read(asked or {*_leaves(args)}) from error
         del given
-        for entries in [alive for ref in made if (alive := ref()) is not None]:  # a callback, say, will read them later
+        for entries in [alive for ref in made if (alive := ref()) is not None]:  # a callback may read them later
             asked = asked.union(*entries.hidden.values())
         if asked:  # perhaps the function has caught the exception
             raise Read(asked)

@@ -149,7 +149,7 @@ class Call:
                 if left := [p for p in absent if p in gone]:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
-                silent = [p for p in watch.silent(absent) if p not in gone]  # it will not finish to compile, either
+                silent = [p for p in watch.silent(absent) if p not in gone]  # nor will these finish compiling
                 if is_over() or silent and watch.is_enough(time.monotonic() - self._began, silent):
                     self._give_up(absent, gone)
 
