@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from train import Loop, Task, clock, faster_feed, loss_with, make_task, step_by_hand
 
 import jdp
-from jdp._explain import collectives, hlo
+from jdp._tools.explain import collectives, hlo
 
 MODELS = ("ViT", "GPT")
 MESHES = ("4x2", "2x4")

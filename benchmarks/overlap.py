@@ -9,8 +9,8 @@ made: no device is needed, only the compilers (`pip install -e ".[plan-gpu,plan-
     jdp            dp.train_step
 
 and the share of the collectives' bytes that is in flight while something is computed, while some of the backward pass
-is, and by the links' and the chip's published figures (jdp/_topology/chips.py) an estimate of the time and of what is
-exposed.
+is, and by the links' and the chip's published figures (jdp/_tools/topology/chips.py) an estimate of the time and of
+what is exposed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
-from jdp._explain import collectives, estimate, hlo
-from jdp._explain.estimate import Network
-from jdp._topology.quiet import quiet
+from jdp._tools.explain import collectives, estimate, hlo
+from jdp._tools.explain.estimate import Network
+from jdp._tools.topology.quiet import quiet
 
 LAYERS, VOCABULARY, HEADS = 6, 8192, 8
 COLUMNS = (

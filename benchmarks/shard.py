@@ -44,9 +44,9 @@ from shard_torch import fsdp2
 from train import clock
 
 import jdp
-from jdp._explain import collectives, estimate, hlo
-from jdp._explain.estimate import Network
-from jdp._topology.quiet import quiet
+from jdp._tools.explain import collectives, estimate, hlo
+from jdp._tools.explain.estimate import Network
+from jdp._tools.topology.quiet import quiet
 
 Gather = Callable[[Any], Any]
 FORMS = ("scanned", "unrolled")

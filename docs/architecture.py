@@ -1,4 +1,4 @@
-"""Draws architecture.md and architecture.svg, beside this file, from the code of jdp: its packages and their imports.
+"""Draws architecture.md and architecture.svg, next to this file, from the code of jdp: its packages and their imports.
 
 python docs/architecture.py            # writes both
 python docs/architecture.py --check    # writes nothing; exit status 1 where they are not what the code says
@@ -29,7 +29,7 @@ class File(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A package of jdp, or a module that stands beside the packages."""
+    """A package of jdp, or a module that stands next to the packages."""
 
     about: str
     files: list[File]
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def rounded(lines: int) -> str:
-    """Up to the next hundred, so that the page stays as it is when a line is added."""
+    """Rounds up to the next hundred, so that the page stays as it is when a line is added."""
     return f"{-(-lines // 100) * 100:,}"
 
 
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
 
 def imported(source: ast.Module, package: list[str]) -> Iterator[list[str]]:
-    """The full names that a module of `package` imports."""
+    """Yields the full names that a module of `package` imports."""
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".") for alias in node.names)
@@ -73,7 +73,7 @@ def imported(source: ast.Module, package: list[str]) -> Iterator[list[str]]:
 
 
 def read(root: Path) -> dict[str, Part]:
-    """The parts of the package in the folder `root`, by the names that `ls` gives them."""
+    """Returns the parts of the package in the folder `root`, by the names that `ls` gives them."""
     entries = {x.stem: x for x in sorted(root.iterdir()) if x.suffix == ".py" or (x / "__init__.py").exists()}
     named = {stem: path.name + ("/" if path.is_dir() else "") for stem, path in entries.items()}
     parts = {}
@@ -114,7 +114,7 @@ def layers(parts: dict[str, Part]) -> Layers:
 
 
 def arrows(parts: dict[str, Part], circular: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The imports, without those that others imply: a to c, where a imports b and b imports c."""
+    """Returns the imports, without those that others imply: a to c, where a imports b and b imports c."""
     below = {a: {b for b in part.imports if (a, b) not in circular} for a, part in parts.items()}
 
     @functools.cache
@@ -125,14 +125,14 @@ def arrows(parts: dict[str, Part], circular: set[tuple[str, str]]) -> list[tuple
 
 
 def ways(found: Layers, pairs: list[tuple[str, str]]) -> list[list[Point]]:
-    """The arrows, each from level to level; on those in between it passes the parts that stand there."""
+    """Returns the arrows, each from level to level; on those in between it passes the parts that stand there."""
     level = found.level
     passed = {(a, b): [Point(i, a, b) for i in range(level[a] - 1, level[b], -1)] for a, b in pairs}
     return [[Point(level[a], a), *passed[a, b], Point(level[b], b)] for a, b in pairs]
 
 
 def placed(names: list[str], found: Layers, drawn: list[list[Point]]) -> dict[Point, float]:
-    """The middle of each point, from left to right; each level in the order of what it is joined to, so few cross."""
+    """Returns the middle of each point; each level is in the order of what it is joined to, so that few lines cross."""
     points = dict.fromkeys([Point(found.level[name], name) for name in names] + [p for way in drawn for p in way])
     rows = [[p for p in points if p.level == i] for i in range(max(found.level.values()) + 1)]
     steps = [(a, b) for way in drawn for a, b in zip(way, way[1:], strict=False)]
@@ -165,7 +165,7 @@ def placed(names: list[str], found: Layers, drawn: list[list[Point]]) -> dict[Po
 
 
 def picture(parts: dict[str, Part]) -> str:
-    """An SVG: a box for each part, above all that it imports."""
+    """Draws an SVG: a box for each part, above all that it imports."""
     found = layers(parts)
     drawn = ways(found, arrows(parts, found.circular))
     at = placed(list(parts), found, drawn)
@@ -175,7 +175,7 @@ def picture(parts: dict[str, Part]) -> str:
         return GAP + (top - level) * STOREY
 
     def line(way: list[Point]) -> str:
-        """Down through the points of a way, straight beside a box and bent between two levels."""
+        """Draws a line through the points of a way, straight next to a box and bent between two levels."""
         path = f"M{at[way[0]]:.0f},{y(way[0].level) + HEIGHT}"
         for a, b in zip(way, way[1:], strict=False):
             start, end = y(a.level) + HEIGHT, y(b.level) - (0 if b.passing else 7)
@@ -207,13 +207,13 @@ def picture(parts: dict[str, Part]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A table of Markdown; numbers, which stand last, are set to the right."""
+    """Writes a table of Markdown; numbers, which stand last, are set to the right."""
     bars = ["---"] * (len(head) - 1) + ["--:"]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, bars, *rows]] + [""]
 
 
 def page(parts: dict[str, Part]) -> str:
-    """The page, in Markdown: the picture, a table of the parts from the top down, and one of the files of each."""
+    """Writes the page, in Markdown: the picture, a table of the parts from the top down, and one of each file."""
     found = layers(parts)
     order = sorted(parts, key=lambda name: (-found.level[name], name))
     lines = [
@@ -221,7 +221,7 @@ def page(parts: dict[str, Part]) -> str:
         "",
         "`make draw` draws this page from the code, so do not edit it; `make lint` checks that it is up to date.",
         "",
-        "![The packages of jdp, and who imports whom](architecture.svg)",
+        "![The packages of jdp, and what they import](architecture.svg)",
         "",
         "An arrow points to what is imported. One that others imply is left out: the table has them all. Imports go",
         "down only; `ORDER` in `tests/test_layers.py` names what each package may import, and that test holds it.",

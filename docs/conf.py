@@ -1,4 +1,4 @@
-"""How Sphinx makes the site of the files beside this one: `make docs`. A new page needs a file here, no more."""
+"""How Sphinx makes the site of the files next to this one: `make docs`. A new page needs a file here, no more."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"show-inheritance": False}
 
-# Pages whose text stands elsewhere: `docs/parity.md` says so to who reads it there, and the site shows the text itself.
+# Pages whose text stands elsewhere: `docs/parity.md` says so to its reader, and the site shows the text itself.
 ELSEWHERE = {
     "parity": "PARITY.md",
     "changelog": "CHANGELOG.md",
@@ -49,7 +49,7 @@ ELSEWHERE = {
 
 
 def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
-    """The text of a page as the site has it: what stands elsewhere, and links to it."""
+    """Returns the text of a page as the site has it: what stands elsewhere, and links to it."""
     if docname == "index":  # a page that no list of it has stands in the place of the star
         named = {"index", *re.findall(r"^(?:.*<)?(\w+)>?$", source[0], re.MULTILINE)}
         others = sorted({path.stem for path in HERE.glob("*.md")} - named)
@@ -69,7 +69,7 @@ def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def as_page(text: str, folder: Path) -> str:
-    """The text of a file in `folder`, with its links as they are from docs/."""
+    """Returns the text of a file in `folder`, with its links as they are from docs/."""
     up = "../" * len(folder.relative_to(HERE.parent).parts)
     base = folder.relative_to(HERE.parent).as_posix().strip(".")
 
@@ -101,7 +101,7 @@ def as_markup(_app: Sphinx, _what: str, _name: str, _object: object, _options: o
 def of_init(
     _app: Sphinx, what: str, _name: str, found: Any, _options: object, given: str | None, returns: str | None
 ) -> Any:
-    """A class takes what its own `__init__` takes; a metaclass says `*args, **kwargs`."""
+    """Gives a class the signature of what its own `__init__` takes; a metaclass says `*args, **kwargs`."""
     if what != "class" or "__init__" not in vars(found):
         return given, returns
     return stringify_signature(signature(found.__init__, bound_method=True), show_return_annotation=False), None

@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 def _name(node: ast.expr) -> str:
-    """What stands for a value in a text: `<rows>` for a name, `…` for an expression."""
+    """Returns what stands for a value in a text: `<rows>` for a name, `…` for an expression."""
     while isinstance(node, ast.Call) and not node.args and not node.keywords:
         node = node.func
     if isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
@@ -67,7 +67,7 @@ class Texts:
                 self.known[name] = value
 
     def of(self, node: ast.expr, first: bool = True) -> str | None:
-        """The text of an expression, None where it is none."""
+        """Returns the text of an expression; None if it has none."""
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str) else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -90,7 +90,7 @@ class Texts:
 
 
 def _raised(tree: ast.Module) -> dict[int, str]:
-    """The expressions that are the text of an exception or of a warning, by their ids, with its name."""
+    """Yields the expressions that are the text of an exception or of a warning, by their ids, with its name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name | ast.Attribute):
@@ -105,7 +105,7 @@ def _raised(tree: ast.Module) -> dict[int, str]:
 
 
 def messages(package: Path = ROOT / "jdp") -> list[Message]:
-    """Every message, once, in the order of its verb."""
+    """Returns every message, once, in the order of its verb."""
     found = dict.fromkeys(x for path in sorted(package.rglob("*.py")) for x in _of_file(path, package))
     begun = {x for x in found for y in found if y.text != x.text and y.text.startswith(x.text)}  # and goes on elsewhere
     return sorted(
@@ -134,7 +134,7 @@ def _of_file(path: Path, package: Path) -> Iterator[Message]:
 
 
 def page() -> str:
-    """The list, in Markdown."""
+    """Writes the list, in Markdown."""
     every = messages()
     lines, title = [HEAD.replace("{count}", str(len(every)))], None
     for message in every:
@@ -157,7 +157,7 @@ def _title(verb: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A text that Markdown leaves as it is; options of a command are code, where two hyphens are no dash."""
+    """Returns a text that Markdown leaves as it is; options of a command are code, where two hyphens are no dash."""
     return re.sub(r"(?<!\S)(--[\w-]+)", r"`\1`", re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", text))
 
 

@@ -23,7 +23,7 @@ def read(path: Path) -> Notebook:
 
 
 def run(notebook: Notebook) -> Notebook:
-    """The notebook with what its cells print when they run from the top."""
+    """Returns the notebook with what its cells print when they run from the top."""
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = []
     for number, cell in enumerate(notebook["cells"]):
@@ -37,7 +37,7 @@ def run(notebook: Notebook) -> Notebook:
 
 
 def markdown(notebook: Notebook) -> str:
-    """The notebook as a section of a page: its text, its programs and what they print."""
+    """Returns the notebook as a section of a page: its text, its programs and what they print."""
     parts = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"]).rstrip("\n")

@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and of the pages, as SVG beside this file.
+"""Draws the pictures of README.md and of the pages, as SVG next to this file.
 
 python docs/pictures.py            # writes them
 python docs/pictures.py --check    # writes nothing; exit status 1 where one is not what this file draws
@@ -20,7 +20,7 @@ COLOURS = ("d0", "d1", "d2", "d3")
 
 
 def chunk_sizes(rows: int, n: int) -> list[int]:
-    """The rule of torch.chunk, written here once more: this script needs nothing but Python."""
+    """Returns the chunks by the rule of torch.chunk, written here once more: this script needs nothing but Python."""
     most = -(-rows // n)
     return [max(0, min(most, rows - i * most)) for i in range(n)]
 
@@ -52,7 +52,7 @@ def svg(width: int, height: int, title: str, parts: list[str]) -> str:
 
 
 def chunks() -> str:
-    """A batch of 10 rows, cut for 4 devices, and the output put together again."""
+    """Draws a batch of 10 rows, cut for 4 devices, and the output put together again."""
     sizes, row, parts, first = chunk_sizes(10, 4), 20, [], 0
     parts += [text(68, 22, "a batch of 10 rows", "out"), text(340, 22, "4 devices, one program", "out")]
     parts += [text(612, 22, "an output of 10 rows", "out")]
@@ -75,11 +75,11 @@ def chunks() -> str:
 
 
 def pipeline() -> str:
-    """The four verbs, and what goes from one to the next."""
+    """Draws the four verbs, and what goes from one to the next."""
     parts = []
     for x, y, name, what in (
         (140, 20, "scatter", "cuts the batch"),
-        (140, 110, "replicate", "whole on every device"),
+        (140, 110, "replicate", "copied to every device"),
         (360, 65, "parallel_apply", "one program, n replicas"),
         (580, 20, "gather", "puts outputs together"),
         (580, 110, "reduce_add", "adds them up"),
@@ -93,7 +93,7 @@ def pipeline() -> str:
 
 
 def uneven() -> str:
-    """How one program runs chunks of two sizes: padding travels, and a switch chooses the body of the true size."""
+    """Draws how one program runs chunks of two sizes: padding travels, a switch chooses the body of the true size."""
     parts = [text(90, 22, "what each device holds", "out"), text(330, 22, "the switch", "out")]
     parts += [text(575, 22, "what the model sees", "out")]
     for i, size in enumerate(chunk_sizes(10, 4)):
@@ -114,10 +114,10 @@ def uneven() -> str:
 
 
 def memory() -> str:
-    """What one of four devices keeps of a model under Adam, for the three ways to keep the state."""
+    """Draws what one of four devices keeps of a model under Adam, in the three ways to keep the state."""
     parts, unit = [], 120
     kinds = (("parameters", 1, "d0"), ("gradients", 1, "d1"), ("optimizer", 2, "d2"))
-    ways = (("whole on each device", ()), ("shard_optimizer=True", ("optimizer",)), ("shard_params=True", None))
+    ways = (("replicated", ()), ("shard_optimizer=True", ("optimizer",)), ("shard_params=True", None))
     for i, (way, cut) in enumerate(ways):
         y, x = 34 + 46 * i, 190.0
         parts.append(text(178, y + 19, way, "out end"))
@@ -131,7 +131,7 @@ def memory() -> str:
 
 
 def accumulate() -> str:
-    """A chunk as four microbatches, one after the other, and one sum over the devices at the end."""
+    """Draws a chunk as four microbatches, one after the other, and one sum over the devices at the end."""
     parts = []
     for i in range(2):
         y = 34 + 60 * i
@@ -147,7 +147,7 @@ def accumulate() -> str:
 
 
 def exposed() -> str:
-    """A step on one device: what computes, what waits, and the collectives on the links beside it."""
+    """Draws a step on one device: what computes, what waits, and the collectives on the links at the same time."""
     parts = [text(92, 39, "the device", "out end"), text(92, 83, "the links", "out end")]
     for x, width, name, kind in (
         (104, 250, "computes", "d0"),
@@ -162,7 +162,7 @@ def exposed() -> str:
 
 
 def mesh() -> str:
-    """Four replicas of two devices each: rows are cut over one axis, parameters over the other."""
+    """Draws four replicas of two devices each: rows are cut over one axis, parameters over the other."""
     parts = [text(60, 40, "10 rows,", "out"), text(60, 57, 'cut over "data"', "out")]
     parts.append(text(390, 40, 'each device has the parameters of four of 8 heads, cut over "model"', "out"))
     first = 0

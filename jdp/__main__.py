@@ -30,15 +30,15 @@ def main(argv: list[str] | None = None) -> int:
 
         return _launch.main(rest)
     if command == "doctor":
-        from ._doctor import cli as _doctor
+        from ._tools.doctor import cli as _doctor
 
         return _doctor.main(rest)
     if command == "plan":
-        from ._plan import cli as _plan
+        from ._tools.plan import cli as _plan
 
         return _plan.main(rest)
     if command == "replay":
-        from ._replay import cli as _replay
+        from ._tools.replay import cli as _replay
 
         return _replay.main(rest)
     if command in ("-h", "--help"):

@@ -10,12 +10,12 @@ from ._core.reduce_add import reduce_add as reduce_add
 from ._core.replicate import replicate as replicate
 from ._core.scatter import scatter as scatter
 from ._core.scattered import Scattered as Scattered
-from ._explain.explain import explain as explain
-from ._explain.report import Report as Report
-from ._topology.topology import topology as topology
+from ._tools.explain.explain import explain as explain
+from ._tools.explain.report import Report as Report
+from ._tools.topology.topology import topology as topology
 from ._train.check import LossCheck as LossCheck
+from ._train.nnx_step import NNXTrainStep as NNXTrainStep
 from ._train.state import TrainState as TrainState
-from ._train.step import NNXTrainStep as NNXTrainStep
 from ._train.step import TrainStep as TrainStep
 from ._train.terms import Mean as Mean
 from ._train.terms import Sum as Sum

@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "places-along-the-rows",
         "jdp/_jax/row_places.py",
-        "return lambda e: _each(e) and e.j not in jax.tree.leaves(e.params[key])",
-        "return lambda e: _each(e)",
+        "return lambda e: _elementwise(e) and e.j not in jax.tree.leaves(e.params[key])",
+        "return lambda e: _elementwise(e)",
         "what is sorted or turned over along the rows counts as kept in its place",
         ("jax/test_row_places.py::test_what_mixes_rows_is_told",),
     ),
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         "runs-of-a-loop",
-        "jdp/_explain/collectives.py",
+        "jdp/_tools/explain/collectives.py",
         "times = None if runs is None or times is None else runs * times",
         "times = None if runs is None or times is None else times",
         "a collective in a loop in a loop is counted for the inner one alone",
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "a-loop-drawn-once",
-        "jdp/_explain/estimate.py",
+        "jdp/_tools/explain/estimate.py",
         "[span.stretched(before.seconds, times) for",
         "[span.stretched(before.seconds, 1) for",
         "a report draws a loop as long as one iteration, and what is exposed is less than it says",
@@ -474,7 +474,7 @@ MUTANTS = (
     ),
     Mutant(
         "levels-in-turn",
-        "jdp/_explain/estimate.py",
+        "jdp/_tools/explain/estimate.py",
         "return _TIMES[kind] * (max(local, remote) + hops)",
         "return _TIMES[kind] * (local + remote + hops)",
         "a collective over hosts takes the time within and between them one after the other",
@@ -482,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         "left-out-is-well",
-        "jdp/_doctor/cli.py",
+        "jdp/_tools/doctor/cli.py",
         '{"ok": not (failed or left_out or problems), ',
         '{"ok": not failed, ',
         "the doctor's exit code is 0 though a machine has problems",

@@ -1,6 +1,7 @@
 """Imports go one way, each package imports only what it may, and what JAX does not promise stands in one file."""
 
 import ast
+import collections
 import pathlib
 import re
 import sys
@@ -16,41 +17,41 @@ MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 ORDER = {
     "_launch": "",
     "_jax": "",
-    "_tables": "",
+    "_tools.tables": "",
     "_page": "",
     "_version": "",
-    "_script": "",
+    "_tools.script": "",
     "_processes": "_jax _launch",
     "_core": "_page _jax _processes",
-    "_topology": "_core",
+    "_tools.topology": "_core",
     "_model": "_jax _processes _core",
     "_train": "_page _jax _processes _core _model",
     "_wrapper": "_page _jax _processes _core _model _train",
     "_checkpoint": "_version _jax _processes _core",
-    "_explain": "_tables _page _jax _processes _core _topology _model _train",
-    "_plan": "_script _tables _page _jax _processes _core _topology _model _train _explain",
-    "_replay": "_script _core _train _checkpoint",
-    "_doctor": "_version _tables _jax _core _launch _wrapper",
+    "_tools.explain": "_tools.tables _page _jax _processes _core _tools.topology _model _train",
+    "_tools.plan": "_page _core _train _tools.script _tools.tables _tools.topology _tools.explain",
+    "_tools.replay": "_tools.script _core _train _checkpoint",
+    "_tools.doctor": "_version _tools.tables _jax _core _launch _wrapper",
 }
-# What jdp/_processes may import of _launch, and _topology of _core: one file each.
+# What jdp/_processes may import of _launch, and _tools.topology of _core: one file each.
 ONLY = {
     ("_processes", "_launch"): "_launch.protocol",
-    ("_topology", "_core"): "_core.devices",
-    ("_doctor", "_launch"): "_launch.protocol",
-    ("_doctor", "_wrapper"): "_wrapper.data_parallel",
+    ("_tools.topology", "_core"): "_core.devices",
+    ("_tools.doctor", "_launch"): "_launch.protocol",
+    ("_tools.doctor", "_wrapper"): "_wrapper.data_parallel",
 }
-FLAX = {"_model", "_train", "_wrapper", "_checkpoint", "_explain", "_plan"}
+FLAX = {"_model", "_train", "_wrapper", "_checkpoint", "_tools.explain", "_tools.plan"}
 FOREIGN = {
     "flax": FLAX,
-    "optax": {"_train", "_doctor"},
+    "optax": {"_train", "_tools.doctor"},
     "orbax": {"_checkpoint"},
     "etils": {"_checkpoint"},  # Orbax's paths
     "tensorstore": {"_checkpoint"},  # Orbax's files
-    "rich": {"_tables"},
-    "matplotlib": {"_plan"},
+    "rich": {"_tools.tables"},
+    "matplotlib": {"_tools.plan"},
     "jaxlib": {"_jax"},
-    "jax": {*ORDER} - {"_launch", "_tables", "_page", "_version", "_script"},
-    "numpy": {*ORDER} - {"_launch", "_jax", "_tables", "_page", "_version", "_script"},
+    "jax": {*ORDER} - {"_launch", "_tools.tables", "_page", "_version", "_tools.script"},
+    "numpy": {*ORDER} - {"_launch", "_jax", "_tools.tables", "_page", "_version", "_tools.script"},
 }
 
 
@@ -88,20 +89,39 @@ def imports(path, source=None):
                 yield node.lineno, True, f"{inside}.{name.name}" if inside else name.name
 
 
+def package(parts):
+    """The part of jdp that a module belongs to; the tools are one wing, of which each is a part."""
+    return ".".join(parts[: 1 + (parts[0] == "_tools")])
+
+
 def package_of(path):
-    return path.parts[0].removesuffix(".py")
+    return package(path.with_suffix("").parts)
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if package_of(path) in ORDER], ids=str)
 def test_imports_go_down(path):
-    package = package_of(path)
+    mine = package_of(path)
     for line, inside, name in imports(path):
-        top = name.split(".")[0]
-        if not inside or top == package:
+        top = package(name.split("."))
+        if not inside or top == mine:
             continue
-        where = f"jdp/{path}:{line}: {package} may not import {name}"
-        assert top in ORDER[package].split(), where
-        assert name.startswith(ONLY.get((package, top), "") + "." * ((package, top) in ONLY)), where
+        where = f"jdp/{path}:{line}: {mine} may not import {name}"
+        assert top in ORDER[mine].split(), where
+        assert name.startswith(ONLY.get((mine, top), "") + "." * ((mine, top) in ONLY)), where
+
+
+KERNEL = ("_core", "_model", "_train", "_wrapper", "_jax")
+IN_KERNEL = [path for path in MODULES if path.parts[0] in KERNEL]
+
+
+def test_a_name_of_the_kernel_stands_in_one_module():
+    """Of functions and classes: who reads a name, or searches for it, has one of it in mind."""
+    found = collections.defaultdict(set)
+    for path in IN_KERNEL:
+        for node in ast.parse((ROOT / path).read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and path.name != "__init__.py":
+                found[node.name].add(str(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def foreign(path, source=None):
@@ -128,7 +148,7 @@ def test_foreign_imports(path):
     assert [*foreign(path)] == []
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if package_of(p) not in ("_launch", "_doctor")], ids=str)
+@pytest.mark.parametrize("path", [p for p in MODULES if package_of(p) not in ("_launch", "_tools.doctor")], ids=str)
 def test_processes_have_no_connections_of_their_own(path):
     """What they tell each other goes through JAX: it alone opens ports, and who hears at them is its business."""
     opens = r"\.(listen|accept|connect|create_server|create_connection)\(|import (socketserver|http|asyncio|ssl)\b"
@@ -152,7 +172,7 @@ def test_what_jax_does_not_promise_is_in_one_file(path):
         ("_model/nnx.py", "import orbax.checkpoint"),
         ("_processes/agree.py", "import flax"),
         ("_train/step.py", "import torch"),
-        ("_tables.py", "import jax"),
+        ("_tools/tables.py", "import jax"),
         ("_page.py", "import jax"),
     ],
 )
@@ -167,7 +187,7 @@ def test_a_foreign_import_in_the_wrong_package_is_seen(path, source):
         ("_core/scatter.py", "import jaxlib"),
         ("_core/devices.py", "    from jaxlib._jax import Device"),
         ("_core/devices.py", "device.client.runtime_type"),
-        ("_explain/calls.py", "sum(run._cache_size() for run in programs)"),
+        ("_tools/explain/calls.py", "sum(run._cache_size() for run in programs)"),
         ("_core/replicate.py", "x._sharding == to"),
         ("_core/scattered.py", "x.to_concrete_value()"),
         ("_processes/exchange.py", "distributed.global_state.client"),

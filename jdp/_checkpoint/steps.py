@@ -57,7 +57,7 @@ class Steps:
         if damaged:
             raise RuntimeError(
                 f"jdp.{VERB}: in {self._directory} {listed(damaged)}; a checkpoint is restored only if it is what was "
-                f"saved. Bring an intact copy back, or begin anew in an empty directory."
+                f"saved. Bring an intact copy back, or start again in an empty directory."
             )
         self._looked = True
         return None
@@ -83,7 +83,7 @@ class Steps:
         ahead = int(tell(str(max((s for s in newer if s > here), default=-1)))[0])
         if not self._looked and ahead >= 0:
             raise ValueError(
-                f"jdp.{VERB}: step {step} is to be saved in {self._directory}, which holds step {ahead} already; a "
+                f"jdp.{VERB}: step {step} cannot be saved in {self._directory}, which holds step {ahead} already; a "
                 f"run goes on from what is there, or begins in an empty directory. Call restore first, or pass another."
             )
         failed: OSError | None = None

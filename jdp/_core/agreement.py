@@ -78,7 +78,7 @@ def begin(
     if group.last is None:
         group.start(verb)
     call = group.exchange.next_call(verb)
-    gathered = group.gather(call, tuple((*_name(verb), *batch, size) for size in rows), seconds)
+    gathered = group.gather(call, tuple((*_call_name(verb), *batch, size) for size in rows), seconds)
     return Pending(call, outline, failure, group, gathered, seconds)
 
 
@@ -191,7 +191,9 @@ class _Group:
         self.places = np.argsort(self._order)  # of the mesh's devices, in what was gathered
         self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
         cut, whole = PartitionSpec("replicas"), PartitionSpec()
-        mapped = jax.shard_map(_gather, mesh=self._ordered, in_specs=(cut, whole), out_specs=whole, check_vma=False)
+        mapped = jax.shard_map(
+            _gather_words, mesh=self._ordered, in_specs=(cut, whole), out_specs=whole, check_vma=False
+        )
         self._program = jax.jit(mapped)
         self._placed = functools.lru_cache(maxsize=16)(self._place)
 
@@ -227,7 +229,7 @@ class _Group:
         return jax.make_array_from_callback(host.shape, NamedSharding(self._ordered, spec), lambda index: host[index])
 
 
-def _gather(words: jax.Array, before: jax.Array) -> jax.Array:
+def _gather_words(words: jax.Array, before: jax.Array) -> jax.Array:
     # The number comes out of the gather before: so they run in the order of the calls, whatever else the devices do.
     number = before[:1, -1:] + 1
     return jax.lax.all_gather(jnp.concatenate([words, number], axis=1), "replicas", tiled=True)
@@ -238,7 +240,7 @@ def _group(mesh: ReplicaMesh) -> _Group:
     return _Group(mesh)
 
 
-def _name(verb: str) -> _Words:
+def _call_name(verb: str) -> _Words:
     return _digest(((verb, ""),))
 
 

@@ -109,7 +109,7 @@ class Calls(Recent[Any, Known]):
         known.programs[treedef] = Ran(program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
-class Batches(Recent[Any, tuple[Layout, list[int]]]):
+class KnownBatches(Recent[Any, tuple[Layout, list[int]]]):
     """The batches of one door whose arrays were cut as they came: the layout, and the indices of their arrays."""
 
     def again(self, batch: Tree) -> Scattered | None:
@@ -159,12 +159,12 @@ def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
             # An array that jax.tree.map has put elsewhere is not one that the program takes.
             key += [getattr(y, "sharding", None) for y in x._arrays]
             leaves += x._arrays
-        elif not _add(x, key, leaves):
+        elif not _add_leaves(x, key, leaves):
             return None, []
     return tuple(key), leaves
 
 
-def _add(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
+def _add_leaves(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
     """Appends one argument that is no `Scattered` to the key and to the leaves; returns False if a leaf is unusual."""
     if is_deep(x) if type(x) in NESTED else type(x) not in USUAL and isinstance(x, Iterator):
         return False

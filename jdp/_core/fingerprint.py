@@ -51,10 +51,10 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
         return Check(mesh, paths, None, None)
     specs = tuple(x.sharding.spec for x in copies) if mesh.inner_axes else ()
     if mesh.spans_processes:
-        program = _program(mesh, specs)
+        program = _comparison(mesh, specs)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     else:  # a program for each shape compiles faster than one for all leaves
-        program, copies = _program(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
+        program, copies = _comparison(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
     return Check(mesh, paths, extremes, own, specs)
 
@@ -118,7 +118,9 @@ class Check:
                 (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
                 odd = [d for d in devices if of[d] != usual]
                 if odd:
-                    found.append(f"{path} on {_names(odd)} is not what it is on {count} of {len(devices)} devices")
+                    found.append(
+                        f"{path} on {_device_names(odd)} is not what it is on {count} of {len(devices)} devices"
+                    )
         more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise ValueError(
             f"jdp.{verb}: of {len(self.paths)} replicated leaves {len(found)} differ: "
@@ -129,7 +131,7 @@ class Check:
 
 
 @functools.lru_cache(64)
-def _program(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
+def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
     """Returns the comparison of a list of leaves, or of what `_hash_each` gives of them."""
     axes, is_cut = mesh.jax_mesh.axis_names, np.array([any(spec) for spec in specs], bool)
 
@@ -175,7 +177,7 @@ def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, [s.data for s in x.addressable_shards])
 
 
-def _names(devices: Sequence[Any]) -> str:
+def _device_names(devices: Sequence[Any]) -> str:
     """Process 1: CpuDevice(id=5), ...; at most some of them."""
     by_process: dict[int, list[str]] = {}
     for d in devices[:_NAMED]:

@@ -55,11 +55,11 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     device = resolve_output("gather", output_device)
     check_dim("gather", dim)
     if holds_scattered(outputs):
-        return map_scattered(lambda s: _of_scattered(s, device, dim), outputs)
+        return map_scattered(lambda s: _gather_scattered(s, device, dim), outputs)
     return gather_list(outputs, device, dim)
 
 
-def _of_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
+def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
     """Gathers; arrays that were cut along another axis than `dim` are taken for a list with one for each replica."""
     layout = s._layout
     in_place = [
@@ -153,7 +153,7 @@ def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> li
         return []
     parts, axes = zip(*[_parts_of(x) for x in arrays], strict=True)
     moved = iter(put_all([part for of_one in parts for part in of_one], [where[0]] * sum(map(len, parts))))
-    return _joined([[next(moved) for _ in of_one] for of_one in parts], axes)
+    return _joined_trees([[next(moved) for _ in of_one] for of_one in parts], axes)
 
 
 def _parts_of(x: Any) -> tuple[list[Any], int | None]:
@@ -166,7 +166,7 @@ def _parts_of(x: Any) -> tuple[list[Any], int | None]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _joined(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
+def _joined_trees(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
     return [x[0] if axis is None else jnp.concatenate(x, axis) for x, axis in zip(parts, axes, strict=True)]
 
 

@@ -63,17 +63,17 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
     if _are_described(mesh):  # nothing can be put there, and explain needs nothing there
         return x
-    x = own_copies(x, _everywhere(mesh))
+    x = own_copies(x, _replicated_sharding(mesh))
     if sharding.is_fully_addressable or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding == sharding:
             return x
-        return jax.jit(_same, out_shardings=sharding)(x)
+        return jax.jit(_identity, out_shardings=sharding)(x)
     if getattr(x, "dtype", None) is not None and is_key(x):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if sharding.is_fully_replicated:
-        return _of_shards(jax.device_put(x, _everywhere(_own_devices(mesh))), np.shape(x), sharding)
+        return _of_shards(jax.device_put(x, _replicated_sharding(_own_devices(mesh))), np.shape(x), sharding)
     host = np.asarray(x, jnp.result_type(x))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -101,7 +101,7 @@ def _are_described(mesh: Mesh) -> bool:
 
 
 @functools.cache
-def _everywhere(mesh: Mesh) -> NamedSharding:
+def _replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -125,7 +125,7 @@ def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
         )
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 

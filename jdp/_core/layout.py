@@ -252,18 +252,18 @@ def pad(x: Any, leaf: Cut, n: int) -> Any:
     """Returns `x` for `n` replicas, with every chunk padded to the largest."""
     pieces, start = [], 0
     for rows, blank in _padding_runs(leaf, n):
-        pieces += [_rows(x, start, start + rows, leaf.axis), _blank(x, blank, leaf.axis)]
+        pieces += [_row_slice(x, start, start + rows, leaf.axis), _blank(x, blank, leaf.axis)]
         start += rows
-    return _joined(pieces, leaf.axis)
+    return _concatenated(pieces, leaf.axis)
 
 
 def unpad(x: Any, leaf: Cut, n: int) -> Any:
     """Returns the inverse of `pad`: the true rows of all chunks, in input order."""
     pieces, start = [], 0
     for rows, blank in _padding_runs(leaf, n):
-        pieces.append(_rows(x, start, start + rows, leaf.axis))
+        pieces.append(_row_slice(x, start, start + rows, leaf.axis))
         start += rows + blank
-    return _joined(pieces, leaf.axis)
+    return _concatenated(pieces, leaf.axis)
 
 
 def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
@@ -279,13 +279,13 @@ def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _rows(x: Any, start: int, stop: int, axis: int) -> Any:
+def _row_slice(x: Any, start: int, stop: int, axis: int) -> Any:
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(start, stop),)]
     return jax.lax.slice_in_dim(x, start, stop, axis=axis)
 
 
-def _joined(pieces: list[Any], axis: int) -> Any:
+def _concatenated(pieces: list[Any], axis: int) -> Any:
     full = [x for x in pieces if x.shape[axis]] or pieces
     if len(full) == 1:
         return full[0]

@@ -18,8 +18,8 @@ from .replica_mesh import HALVES, ReplicaMesh, cut_along
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
-"""How the replicas' values become one for all: the primary's is kept ("primary"), their mean ("mean") or sum ("sum") is
-taken, or nothing is to be done, for they are equal ("same"), or are parts of a sum already ("summed")."""
+"""How the replicas' values become one for all: the primary's is kept ("primary"), or their mean ("mean") or sum ("sum")
+is taken. Nothing is done if they are equal ("same"), or are parts of a sum already ("summed")."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,19 +225,19 @@ def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: ReplicaMesh) 
     """Returns the sum over the replicas, divided; its scope in the program names the output, or the parameter."""
     name = f"reduce.{path_name(path[1:] if path and getattr(path[0], 'name', '') == 'grads' else path)}"
     if rule.wire is None:
-        x = divided(_sum(x, rule.scatter, name, mesh), over)
+        x = divided(_sum_over_replicas(x, rule.scatter, name, mesh), over)
     else:
         # A value that travels in a narrow type is divided before, because a sum of many may leave the range of that
         # type; other values are divided after the sum, as pmean does.
         x = divided(x, over)
-        x = _sum(x.astype(rule.wire), rule.scatter, name, mesh).astype(x.dtype)
+        x = _sum_over_replicas(x.astype(rule.wire), rule.scatter, name, mesh).astype(x.dtype)
     return x if rule.dtype is None else x.astype(rule.dtype)
 
 
 _SMALL = 1 << 17  # elements
 
 
-def _sum(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -> Any:
+def _sum_over_replicas(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -> Any:
     """Returns the sum over the replicas, replicated or scattered along an axis; profiles and `explain` name it."""
     if axis is not None:
         with jax.named_scope(name):

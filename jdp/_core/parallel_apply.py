@@ -67,7 +67,7 @@ def parallel_apply(
 
     Source: torch/nn/parallel/parallel_apply.py; jax/_src/pmap.py.
     """
-    inputs, kwargs = _as_one(inputs), _as_one(kwargs)
+    inputs, kwargs = _joined_batch(inputs), _joined_batch(kwargs)
     if not isinstance(inputs, Scattered) or not isinstance(kwargs, Scattered | None):
         found = inputs if not isinstance(inputs, Scattered) else kwargs
         raise TypeError(
@@ -81,7 +81,7 @@ def parallel_apply(
     return dispatch(kept(fn, "parallel_apply", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
-def _as_one(batch: Tree) -> Tree:
+def _joined_batch(batch: Tree) -> Tree:
     """Returns a batch whose leaves are scattered, as one `Scattered`; anything else as it is."""
     if isinstance(batch, Scattered) or not holds_scattered(batch):
         return batch
@@ -90,7 +90,7 @@ def _as_one(batch: Tree) -> Tree:
     return split(batch, Cutting(layout.mesh, layout.dim, "parallel_apply", "inputs", replicas=replicas))
 
 
-Gather = Literal["as used", "at once", "in the call"]
+GatherTime = Literal["as used", "at once", "in the call"]
 """When the parameters that are cut over the replicas are gathered."""
 OutputsOf = Callable[[Tree, Mapping[str, Any]], Tree]
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
@@ -106,11 +106,11 @@ def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf =
 
     `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
     """
-    return Compiled(on_replicas(_plain(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
+    return Compiled(on_replicas(_ungathered(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(
-    call_of: CallOf, label: str, gather: Gather = "as used", verb: str = "parallel_apply"
+    call_of: CallOf, label: str, gather: GatherTime = "as used", verb: str = "parallel_apply"
 ) -> Callable[..., Scattered]:
     """Returns the function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
 
@@ -194,7 +194,7 @@ def widened(operands: list[Any], signature: Signature) -> tuple[list[Any], Calla
     return wide, narrowed
 
 
-def _plain(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
+def _ungathered(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def of(operands: Sequence[Any]) -> tuple[Tree, dict[str, Any]]:
             replicas, args, kwargs = signature.fill(operands)

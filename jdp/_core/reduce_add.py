@@ -53,27 +53,27 @@ def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None)
     if target == "sharded":
         raise ValueError("jdp.reduce_add: destination 'sharded' has no rows to cut; pass a device, 'cpu' or 'all'.")
     if holds_scattered(outputs):
-        return map_scattered(lambda s: _of_scattered(s, target, everywhere), outputs)
+        return map_scattered(lambda s: _reduce_scattered(s, target, everywhere), outputs)
     return _of_list(outputs, target, everywhere)
 
 
-def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
+def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     s = placed(s)
     layout = s._layout
     for i, leaf in enumerate(layout.leaves):
         if isinstance(leaf, Static):
-            raise TypeError(f"jdp.reduce_add: {_path(s, i)} is no array; only arrays are summed. Leave it out.")
+            raise TypeError(f"jdp.reduce_add: {_path_of(s, i)} is no array; only arrays are summed. Leave it out.")
     for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
-        _refuse_keys(x, _path(s, i))
+        _refuse_keys(x, _path_of(s, i))
         if isinstance(leaf, Cut):
             shapes = [[*x.shape[: leaf.axis], leaf.sizes[j], *x.shape[leaf.axis + 1 :]] for j in layout.used]
             other = next((shape for shape in shapes if shape != shapes[0]), None)
             if other is not None:
-                raise ValueError(_differ(_path(s, i), "size", shapes[0], other))
+                raise ValueError(_differ(_path_of(s, i), "size", shapes[0], other))
     if layout.mesh.spans_processes:
         refuse_traced(s._arrays, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
-        return layout.fill(_sum(s))
+        return layout.fill(_sum_leaf(s))
     sums = dispatch(_summing(layout.mesh), layout.mesh, s)
     if not everywhere and sums:
         whole = layout.mesh.own.devices[0] if target is None else target
@@ -81,7 +81,7 @@ def _of_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     return layout.fill(sums)
 
 
-def _path(s: Scattered, i: int) -> str:
+def _path_of(s: Scattered, i: int) -> str:
     return name_of(s._layout.fill(s._arrays), i, "outputs")
 
 
@@ -90,7 +90,7 @@ def _refuse_keys(x: Any, path: str) -> None:
         raise TypeError(f"jdp.reduce_add: {path} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 
 
-def _sum(s: Scattered) -> list[Any]:
+def _sum_leaf(s: Scattered) -> list[Any]:
     layout = s._layout
     used = np.array(layout.used, int)
     out = []
@@ -107,7 +107,7 @@ def _sum(s: Scattered) -> list[Any]:
 
 @jax.jit
 def _sum_everywhere(s: Scattered) -> list[Any]:
-    return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sum(s)]
+    return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sum_leaf(s)]
 
 
 @functools.cache

@@ -48,8 +48,8 @@ class ReplicaMesh:
         """Whether other processes hold some of the devices, so that each has rows of its own."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
-        # XLA's CPU compiler widens sums of 16 bits. At a sum over a Manual axis of a mesh that has Auto axes, too, its
-        # way to do so ends the process.
+        # XLA's CPU compiler widens sums of 16 bits. If the sum is over a Manual axis of a mesh that also has Auto axes,
+        # the compiler crashes, so jdp widens the values itself.
         self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
         self._own: ReplicaMesh | None = None
         # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
@@ -75,7 +75,7 @@ class ReplicaMesh:
 
     @property
     def own(self) -> ReplicaMesh:
-        """The mesh of this process's groups alone, in the order of the whole one."""
+        """The mesh of this process's groups alone, in the order of the whole mesh."""
         if self._own is None:
             axis = self.jax_mesh.axis_names.index(self.axis_name)
             self._own = self
@@ -85,7 +85,7 @@ class ReplicaMesh:
         return self._own
 
     def holds(self, sharding: Any) -> bool:
-        """Returns True if an array with this sharding has its copy on each replica, in the replica's own parts."""
+        """Returns True if each replica holds an array with this sharding: whole, or cut over the replica's devices."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.jax_mesh:
             return False
         names = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
@@ -177,7 +177,7 @@ def replicated(mesh: ReplicaMesh) -> NamedSharding:
 
 
 class OnMesh(Protocol):
-    """A wrapper that runs replicas on a mesh; a number that is not None was chosen by the user."""
+    """A wrapper that runs replicas on a mesh; `replicas` is None unless the user has chosen their number."""
 
     mesh: ReplicaMesh
     replicas: int | None

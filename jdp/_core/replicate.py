@@ -71,7 +71,9 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     if mesh.inner_axes:
-        found = [_inside(x, mesh, verb, functools.partial(_path, tree, i, root)) for i, x in enumerate(leaves)]
+        found = [
+            _over_inner_axes(x, mesh, verb, functools.partial(_path_at, tree, i, root)) for i, x in enumerate(leaves)
+        ]
         tree = tree if all(map(operator.is_, found, leaves)) else treedef.unflatten(found)
         leaves = found
     away = _away(leaves, mesh, target)
@@ -182,18 +184,18 @@ def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: s
         primary, found = mesh.own.devices[0], x.sharding.device_set
         whole = x.is_fully_replicated and found == set(mesh.all_devices)
         if x.committed and found != {primary} and not whole:
-            path = _path(tree, index, root)
+            path = _path_at(tree, index, root)
             raise RuntimeError(_wrong_device(x, mesh, verb, path, jax.tree.leaves(tree)))
     elif not isinstance(x, bool | int | float | complex):
-        array, _ = classify(x, verb, lambda: _path(tree, index, root))
+        array, _ = classify(x, verb, lambda: _path_at(tree, index, root))
         if not array:
             raise TypeError(
-                f"jdp.{verb}: {_path(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it out "
-                f"of the parameters and pass it as an argument."
+                f"jdp.{verb}: {_path_at(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it "
+                f"out of the parameters and pass it as an argument."
             )
 
 
-def _inside(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
+def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
     """Returns a parameter for replicas of several devices: one that is cut over Explicit axes, over this mesh.
 
     Raises:
@@ -214,7 +216,7 @@ def _inside(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> An
     if where is found:
         return x
     x = jax.device_put(x, where)
-    return _inside(x, mesh, verb, path)
+    return _over_inner_axes(x, mesh, verb, path)
 
 
 def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:
@@ -226,7 +228,7 @@ def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:
     )
 
 
-def _path(tree: Tree, index: int, root: str) -> str:
+def _path_at(tree: Tree, index: int, root: str) -> str:
     path = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scattered)[index][0]
     return root + jax.tree_util.keystr(path) or "params"
 

@@ -156,7 +156,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     mesh, outline = how.mesh, None
     if not agreed:
         mesh, outline = mesh.own, outline_of(values, specs, treedef, how.root)
-    sizes = _sizes(values, specs, came, mesh, how, name)
+    sizes = _chunk_rows(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
     layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
@@ -279,13 +279,13 @@ def _look(
                 if how.stacked is not None and how.stacked(x):
                     spec = Stack()
                 elif how.mesh.spans_processes:
-                    x = _own_rows(x, spec.axis, how, called)
+                    x = _rows_here(x, spec.axis, how, called)
         values.append(x)
         specs.append(spec)
     return values, specs
 
 
-def _own_rows(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
+def _rows_here(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
     """Returns this process's rows of an array: all of them, or of a global one those on its devices."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
@@ -297,7 +297,7 @@ def _own_rows(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
     return own_part(x, axis, how.mesh)
 
 
-def _sizes(
+def _chunk_rows(
     values: Sequence[Any],
     specs: Sequence[Leaf],
     came: Sequence[Layout],
@@ -340,7 +340,7 @@ def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scatter
     """Returns the arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
     own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
-        arrays = [_padded(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
+        arrays = [_pad_leaf(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if layout.mesh.spans_processes:
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     # In a job of several processes a program takes numpy arrays for replicated ones.
@@ -351,7 +351,7 @@ def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scatter
     return s if as_it_is else placed(s)
 
 
-def _padded(x: Any, leaf: Leaf, n: int) -> Any:
+def _pad_leaf(x: Any, leaf: Leaf, n: int) -> Any:
     if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # what came scattered is padded
         return x
     x = in_host_memory(x)

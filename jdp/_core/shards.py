@@ -27,7 +27,7 @@ MOST_AT_ONCE = 32 << 20
 
 
 Never = Collection[tuple[tuple[int, ...], int]]
-"""Shapes of parameters, each with an axis that it is not to be cut along, for a scan runs over it."""
+"""Shapes of parameters, each with an axis that must not be cut, because a scan runs over it."""
 
 
 def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
@@ -66,7 +66,7 @@ def refuse_too_large(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> Non
         if size > most:
             raise ValueError(
                 f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {int(most):,}; a "
-                f"parameter that is cut is whole on each device while it is used. Make several smaller ones of it."
+                f"parameter that is cut is gathered on each device while it is used. Make several smaller ones of it."
             )
 
 
@@ -113,10 +113,10 @@ def names(signature: Signature) -> list[str]:
 
 def plain(axis_name: str) -> GatherOf:
     """Returns, by name, functions that gather; their gradient is JAX's: the replicas' sum, cut in the same way."""
-    return lambda name: functools.partial(_gathered, axis_name, name)
+    return lambda name: functools.partial(_whole_array, axis_name, name)
 
 
-def _gathered(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
+def _whole_array(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
     """Returns an array whole, of the replicas' parts of it."""
     with jax.named_scope(f"gather.{name}"):
         return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
@@ -151,10 +151,10 @@ def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> Gat
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
     def gather(name: str, x: Any, axis: int, dtype: Any, own: Any) -> Any:
-        return _gathered(axis_name, name, x, axis, dtype)
+        return _whole_array(axis_name, name, x, axis, dtype)
 
     def forward(name: str, x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return _gathered(axis_name, name, x, axis, dtype), None
+        return _whole_array(axis_name, name, x, axis, dtype), None
 
     def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
         grad, wire = grad.astype(own), sent_as(own)
@@ -176,10 +176,10 @@ def parts_of(axis_name: str) -> GatherOf:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
     def gather(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
-        return _gathered(axis_name, name, both[0], axis, dtype)
+        return _whole_array(axis_name, name, both[0], axis, dtype)
 
     def forward(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return _gathered(axis_name, name, both[0], axis, dtype), None
+        return _whole_array(axis_name, name, both[0], axis, dtype), None
 
     def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
         return ((None, grad.astype(own)),)

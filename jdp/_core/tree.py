@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._jax.jaxprs import (
-    Hidden,
+    OutOfReach,
     Segmented,
     axes,
     env_of,
-    evaluate,
+    evaluate_eqn,
     inlined,
     is_sum_over,
     read,
@@ -65,14 +65,14 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
         try:
             place = signature.axis_name, index
             found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
-        except Hidden as hidden:
+        except OutOfReach as hidden:
             raise ValueError(
                 f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
                 f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
             ) from None
         out = weighted(run_body(found, operands, signature, index), index)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out.values]
-        return _apart(out), dataclasses.replace(out, values=shapes)
+        return _as_parts(out), dataclasses.replace(out, values=shapes)
 
     return run
 
@@ -113,7 +113,7 @@ def segments(
 
     def look(*operands: Any) -> tuple[()]:
         jaxpr, parts = jax.make_jaxpr(turn, return_shape=True)(*operands)
-        found.append((_cut(jaxpr, axis_name), parts))
+        found.append((_cut_where_replicas_meet(jaxpr, axis_name), parts))
         return ()
 
     jax.eval_shape(of_one(look), *operands)
@@ -124,7 +124,7 @@ def segments(
         needed, later, met = set(code.reads[j]), code.later[j], code.cuts[j - 1].outvars if j else []
         reads = [i for i, v in enumerate(have) if v in needed]
         mine, made = [have[i] for i in reads], [*(v for v in met if v in later), *code.keeps(j)]
-        program = _program(code, j, mine, made, parts, n)
+        program = _segment_program(code, j, mine, made, parts, n)
         program.__name__ = program.__qualname__ = f"{label}_{j}" if j else label
         shapes = jax.eval_shape(functools.partial(packed, n=n), [*map(_shape, met)]), [*map(_shape, mine)]
         if j < len(code.cuts):
@@ -136,7 +136,7 @@ def segments(
     return result, parts
 
 
-def _cut(jaxpr: Any, axis_name: str) -> Segmented:
+def _cut_where_replicas_meet(jaxpr: Any, axis_name: str) -> Segmented:
     """Returns the jaxpr, cut where replicas meet; raises a `ValueError` if they meet in anything but a sum over all."""
 
     def meets(eqn: Any) -> bool:
@@ -161,14 +161,16 @@ def _cut(jaxpr: Any, axis_name: str) -> Segmented:
     return code
 
 
-def _program(code: Segmented, j: int, mine: list[Any], made: list[Any], parts: Parts, n: int) -> Callable[..., Any]:
+def _segment_program(
+    code: Segmented, j: int, mine: list[Any], made: list[Any], parts: Parts, n: int
+) -> Callable[..., Any]:
     def run(totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
         env = env_of(code.jaxpr, [None] * len(code.jaxpr.jaxpr.invars)) | dict(zip(mine, values, strict=True))
         if j:
             met = code.cuts[j - 1].outvars
             env.update(zip(met, unpacked(totals, [*map(_shape, met)]), strict=True))
         for eqn in code.segments[j]:
-            evaluate(eqn, env)
+            evaluate_eqn(eqn, env)
         last = j == len(code.cuts)
         out = [jnp.asarray(read(env, v)) for v in (code.jaxpr.jaxpr.outvars if last else code.cuts[j].invars)]
         if last:
@@ -201,11 +203,11 @@ def unpacked(vectors: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> 
     return values
 
 
-Kind = Literal["sum", "taken", "same", "rows"]
+PartKind = Literal["sum", "taken", "same", "rows"]
 
 
-def _kinds(out: Outputs) -> list[Kind]:
-    def kind(x: Any, rule: Marked) -> Kind:
+def _kinds(out: Outputs) -> list[PartKind]:
+    def kind(x: Any, rule: Marked) -> PartKind:
         if rule.axis is not None:
             return "rows"
         if rule.reduce == "sum" or out.is_mean(x, rule):
@@ -215,7 +217,7 @@ def _kinds(out: Outputs) -> list[Kind]:
     return [kind(x, rule) for x, rule in zip(out.values, out.rules, strict=True)]
 
 
-def _apart(out: Outputs) -> Parts:
+def _as_parts(out: Outputs) -> Parts:
     parts = Parts([], [], [], [])
     added = []
     for x, kind, rule in zip(out.values, _kinds(out), out.rules, strict=True):
@@ -239,10 +241,10 @@ def _divisor(rule: Marked, layout: Layout) -> float | None:
 
 def _to_send(x: Any, rule: Marked, layout: Layout) -> Any:
     by = _divisor(rule, layout)
-    return x if by is None else divided(_wide(x, x.dtype), by).astype(rule.wire)
+    return x if by is None else divided(_widened(x, x.dtype), by).astype(rule.wire)
 
 
-def _wide(x: Any, dtype: Any) -> Any:
+def _widened(x: Any, dtype: Any) -> Any:
     return x.astype(jnp.promote_types(dtype, jnp.float32))
 
 
@@ -269,7 +271,7 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
     """Returns what a sum comes to: divided, in its own dtype."""
     over = totals[rule.over] if isinstance(rule.over, int) else rule.over
     if before is not None:
-        total = _wide(total, dtype)
+        total = _widened(total, dtype)
         total, over = (total, None) if before is rule.over else (total * before, over)
     total = divided(total, over)
     return total if rule.dtype is None else total.astype(rule.dtype)
@@ -281,7 +283,7 @@ def numbers_of_rows(out: Outputs) -> list[int]:
 
 
 @jax.jit(donate_argnums=0)
-def _add(first: list[Any], second: list[Any]) -> list[Any]:
+def _add_lists(first: list[Any], second: list[Any]) -> list[Any]:
     return [x + y for x, y in zip(first, second, strict=True)]
 
 
@@ -294,7 +296,7 @@ class Counter:
     def add(self, sums: list[Any]) -> None:
         count = 1
         while self._waiting and self._waiting[-1][0] == count:
-            sums = _add(self._waiting.pop()[1], sums)
+            sums = _add_lists(self._waiting.pop()[1], sums)
             count *= 2
         self._waiting.append((count, sums))
 
@@ -311,7 +313,7 @@ def exchange(mesh: ReplicaMesh, primary: int) -> Any:
 
     def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
-        return [_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
+        return [_tree_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
 
     specs = PartitionSpec(axis_name), PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
@@ -325,7 +327,7 @@ def exchange(mesh: ReplicaMesh, primary: int) -> Any:
 _SMALL = 1 << 16  # bytes
 
 
-def _sum(x: Any, axis_name: str, n: int) -> Any:
+def _tree_sum(x: Any, axis_name: str, n: int) -> Any:
     """Returns the sum of a vector over n devices, neighbours first."""
     if x.size * x.dtype.itemsize * n > _SMALL:
         return _butterfly(x, axis_name, n)

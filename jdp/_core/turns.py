@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.jaxprs import Hidden, over_more, with_index
+from .._jax.jaxprs import OutOfReach, over_more, with_index
 from .layout import Cut, Layout, Stack, is_key
 from .outputs import Marked, Outputs
 from .scattered import Signature
@@ -47,7 +47,7 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
     if not _meet(bodies, axis_name):
         try:
             return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
-        except Hidden:  # side by side JAX itself knows a replica's index, in loops too
+        except OutOfReach:  # side by side JAX itself knows a replica's index, in loops too
             pass
     return _side_by_side(turn(lambda jaxpr, _: _over_all(jaxpr, axis_name, layout)), chunks, layout)
 

@@ -1,7 +1,8 @@
 """Runs a function on every replica's chunk, inside one SPMD program, with the results of the chunk's true size.
 
-A function that makes each row of its outputs from that row alone runs on chunks of one size, filled up with copies of a
-row: what it makes of these is dropped. Any other is traced for each size, and a replica takes the branch of its own.
+If each row of a function's outputs depends on that row of its inputs alone, all replicas run it on chunks of one size:
+shorter chunks are filled up with copies of a row, and the results of the copies are dropped. Any other function is
+traced once for each size of chunk, and each replica takes the branch (`lax.switch`) that was traced for its size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .._jax.jaxprs import (
     bind,
     env_of,
     equations,
-    evaluate,
+    evaluate_eqn,
     first,
     inlined,
     ordered,
@@ -50,11 +51,11 @@ def is_uneven(signature: Signature) -> bool:
 
 
 def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
-    """Returns the outputs of the one replica on a device, padded alike on all replicas.
+    """Returns the outputs of the one replica on a device, padded to the same size on all replicas.
 
-    `body_of(replica)` is the user's function on that replica's size of chunk. Where all replicas have
-    equal chunks, or may be given equal ones, that is all; else `lax.switch` on the replica's `index` takes the body it
-    needs. With `gather` the body wants parameters whole that are cut.
+    `body_of(replica)` is the user's function for that replica's size of chunk. If all chunks are equal, or may be
+    filled up to one size, every replica runs the same body. Otherwise `lax.switch` chooses it by the replica's
+    `index`. With `gather`, parameters that are cut are gathered before the body runs.
     """
     n = signature.layout.mesh.size
     if is_uneven(signature):
@@ -63,7 +64,7 @@ def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, i
         if largest is None:
             return run_body(bodies, operands, signature, index)
         mine = _at_size(_filled_up(operands, signature, index), signature, largest.replica)
-        return dataclasses.replace(body_of(largest.replica)(*mine), sizes=_rows(bodies, signature))
+        return dataclasses.replace(body_of(largest.replica)(*mine), sizes=_rows_of_outputs(bodies, signature))
     if gather and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
@@ -79,9 +80,10 @@ def _is_cut(x: Any, rule: Marked) -> bool:
 
 
 def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
-    """Returns the body of the largest chunks, where each replica may run it; None where rows may meet in it."""
+    """Returns the body of the largest chunks if every replica may run it; None if rows may meet in it."""
     layout, rows = signature.layout, signature.layout.rows
-    # Chunks that are much smaller were made so: for a device that is slower, say.
+    # The user has made some chunks much smaller than others, perhaps because a device is slower: filling them up would
+    # give it the work of the largest.
     if 3 * max(rows) * len(rows) > 4 * sum(rows) or len(layout.used) < len(rows):
         return None
     largest = bodies[max(bodies)]
@@ -103,7 +105,7 @@ def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> lis
 
 
 def _at_size(operands: Sequence[Any], signature: Signature, replica: int) -> list[Any]:
-    """Returns the operands with the chunks cut to the size that a replica's have."""
+    """Returns the operands with each chunk cut to the size that the chunks of this replica have."""
     pairs = zip(operands, signature.leaves, strict=True)
     return [of_replica(x, leaf, replica) if isinstance(leaf, Cut) else x for x, leaf in pairs]
 
@@ -125,7 +127,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
     layout, n = signature.layout, len(signature.layout.devices)
     axis_env = _axis_env(signature)
     # With no rows at all, the model is traced on zero rows to find the shapes of its outputs; see `_on_no_rows`.
-    first = {_sizes(signature, i): i for i in reversed(layout.used)} or {(): 0}
+    first = {_sizes_of_operands(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
         # Traced by hand, not by switch: for the shapes, and to look for collectives.
@@ -142,13 +144,13 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
 
 
 def _axis_env(signature: Signature) -> list[tuple[str, int]] | None:
-    """Returns the axis with as many members as replicas, if there are several for each device; else JAX knows it."""
+    """Returns the axis with as many members as replicas if a device has several; otherwise JAX's own axis is right."""
     layout = signature.layout
     return [(signature.axis_name, len(layout.devices))] if layout.per_device > 1 else None
 
 
 def _on_padded(body: Body, operands: Sequence[Any], signature: Signature) -> Any:
-    """Returns the jaxpr of a body, of operands that are padded alike on all replicas."""
+    """Returns the jaxpr of a body that takes padded operands, and cuts them to its own size first."""
     is_cpu = signature.layout.devices[0].platform == "cpu"
     run = jax.extend.core.jaxpr_as_fun(canonical(body.jaxpr) if is_cpu else body.jaxpr)
 
@@ -164,7 +166,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     lead = next(iter(bodies.values()))
     rules = lead.out.rules
     outputs = [*zip(*[body.out.values for body in bodies.values()], strict=True)]
-    shapes = [_padded(found, rule) for found, rule in zip(outputs, rules, strict=True)]
+    shapes = [_padded_shape(found, rule) for found, rule in zip(outputs, rules, strict=True)]
 
     def idle(*operands: Any) -> list[Any]:
         return [
@@ -181,7 +183,10 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
 
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
-    which = [order.index(_sizes(signature, i)) if i in layout.used else len(order) for i in range(len(layout.devices))]
+    which = [
+        order.index(_sizes_of_operands(signature, i)) if i in layout.used else len(order)
+        for i in range(len(layout.devices))
+    ]
     branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
@@ -190,14 +195,14 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
         values = jax.lax.switch(mine, branches, *operands)
-    return dataclasses.replace(lead.out, values=values, sizes=_rows(bodies, signature))
+    return dataclasses.replace(lead.out, values=values, sizes=_rows_of_outputs(bodies, signature))
 
 
-def _rows(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
+def _rows_of_outputs(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
     """Returns for each output the rows on each replica; () if it is not cut."""
     layout, lead = signature.layout, next(iter(bodies.values()))
     replicas = range(len(layout.sizes))
-    outputs = [bodies[_sizes(signature, i)].out.values if i in layout.used else None for i in replicas]
+    outputs = [bodies[_sizes_of_operands(signature, i)].out.values if i in layout.used else None for i in replicas]
     return tuple(
         tuple(values[k].shape[rule.axis] if values else 0 for values in outputs) if _is_cut(x, rule) else ()
         for k, (x, rule) in enumerate(zip(lead.out.values, lead.out.rules, strict=True))
@@ -222,7 +227,7 @@ def _on_no_rows(
     return jax.lax.cond(index == 0, primary, idle, *operands)
 
 
-def _sizes(signature: Signature, replica: int) -> tuple[int, ...]:
+def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
     return tuple(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
@@ -247,7 +252,7 @@ def _must_agree(lead: Body, other: Body) -> None:
             )
 
 
-def _padded(values: Sequence[Any], rule: Marked) -> tuple[int, ...]:
+def _padded_shape(values: Sequence[Any], rule: Marked) -> tuple[int, ...]:
     """Returns the shape that an output of all replicas is padded to."""
     shape = list(values[0].shape)
     if _is_cut(values[0], rule):
@@ -374,7 +379,7 @@ def run_segments(
         kept.append(found)
 
     def last(k: int, *so_far: Any) -> list[Any]:
-        env = _run(parts[k], k, count, *so_far)
+        env = _run_segment(parts[k], k, count, *so_far)
         return finish([read(env, v) for v in parts[k].jaxpr.jaxpr.outvars])
 
     branches = [functools.partial(last, k) for k in range(len(parts))]
@@ -386,19 +391,19 @@ def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[
 
     The parts keep values of different shapes, and a switch wants equal ones: each gives zeros for those of the others.
     """
-    env = _run(parts[k], k, j, *so_far)
+    env = _run_segment(parts[k], k, j, *so_far)
     sent = [jnp.asarray(read(env, v)) for v in parts[k].cuts[j].invars]
     return sent, [[env[v] for v in part.keeps(j)] if part is parts[k] else _zeros(part.keeps(j)) for part in parts]
 
 
-def _run(part: Segmented, k: int, j: int, operands: Any, kept: Sequence[Any], results: Sequence[Any]) -> Env:
-    """Returns the values of part k when its segment j has run, after what those before it have kept."""
+def _run_segment(part: Segmented, k: int, j: int, operands: Any, kept: Sequence[Any], results: Sequence[Any]) -> Env:
+    """Runs segment j of part k; returns its values. `kept` and `results` are what the segments before it have left."""
     env = env_of(part.jaxpr, operands)
     for i, (found, result) in enumerate(zip(kept, results, strict=True)):
         env.update(zip(part.keeps(i), found[k], strict=True))
         env.update(zip(part.cuts[i].outvars, result, strict=True))
     for eqn in part.segments[j]:
-        evaluate(eqn, env)
+        evaluate_eqn(eqn, env)
     return env
 
 
@@ -407,7 +412,7 @@ def _zeros(variables: Sequence[Any]) -> list[Any]:
 
 
 class SyncedAxis(str):
-    """The axis, as the name that is given to BatchNorm: equal to the name itself, and known again in a jaxpr."""
+    """The axis name that a synchronised BatchNorm gets: equal to the plain name, but recognised in a jaxpr."""
 
 
 def is_synced(eqn: Any) -> bool:

@@ -105,7 +105,7 @@ def reading(fn: Callable[..., T]) -> Callable[..., T]:
         try:
             out = fn(*given, **kwargs)
         except Exception as error:  # hiding may be the cause; if not, fn raises it again with nothing hidden
-            raise Read(asked or {*_leaves(args)}) from error
+            raise Read(asked or {*_hidden_leaves(args)}) from error
         del given
         for entries in [alive for ref in made if (alive := ref()) is not None]:  # a callback may read them later
             asked = asked.union(*entries.hidden.values())
@@ -181,7 +181,7 @@ def _shown(tree: Tree, asked: set[int], made: list[weakref.ref[Entries]]) -> Tre
     """Returns the tree with `Entries` for each dict that has hidden entries; the same tree, if there are none."""
     if type(tree) is dict:
         found: dict[Any, Any] = {key: _shown(x, asked, made) for key, x in tree.items()}
-        hidden = {key: leaves for key, x in found.items() if (leaves := {*_leaves(x)})}
+        hidden = {key: leaves for key, x in found.items() if (leaves := {*_hidden_leaves(x)})}
         if hidden:
             entries = Entries(found)
             entries.hidden, entries.asked = hidden, asked
@@ -194,13 +194,13 @@ def _shown(tree: Tree, asked: set[int], made: list[weakref.ref[Entries]]) -> Tre
     return tree
 
 
-def _leaves(tree: Tree) -> Iterator[int]:
+def _hidden_leaves(tree: Tree) -> Iterator[int]:
     """Yields the numbers of the hidden leaves in a tree, except those inside of `Entries`."""
     if type(tree) is Hidden:
         yield tree.leaf
     elif type(tree) in (list, tuple):
         for x in tree:
-            yield from _leaves(x)
+            yield from _hidden_leaves(x)
     elif type(tree) is dict:
         for x in tree.values():
-            yield from _leaves(x)
+            yield from _hidden_leaves(x)

@@ -49,9 +49,9 @@ def _primitive() -> Any:
     from jax.interpreters import ad, batching, mlir
 
     own = jax.extend.core.Primitive("convolution")
-    own.def_impl(_convolution)
+    own.def_impl(_fast_convolution)
     own.def_effectful_abstract_eval(jax.lax.conv_general_dilated_p.abstract_eval)
-    mlir.register_lowering(own, mlir.lower_fun(_convolution, multiple_results=False))
+    mlir.register_lowering(own, mlir.lower_fun(_fast_convolution, multiple_results=False))
     ad.defbilinear(own, _transposed_to_x, _transposed_to_kernel)
     batching.primitive_batchers[own] = _batched
     return own
@@ -71,18 +71,22 @@ def _try() -> None:
 
 
 def _transposed_to_x(cotangent: Any, x: Any, kernel: Any, **params: Any) -> Any:
-    return _run(lambda ct, kernel: _transpose(lambda x: _plain(x, kernel, **params), x, ct), cotangent, kernel)
+    return _run_rewritten(
+        lambda ct, kernel: _transpose(lambda x: _plain_convolution(x, kernel, **params), x, ct), cotangent, kernel
+    )
 
 
 def _transposed_to_kernel(cotangent: Any, x: Any, kernel: Any, **params: Any) -> Any:
-    return _run(lambda ct, x: _transpose(lambda kernel: _plain(x, kernel, **params), kernel, ct), cotangent, x)
+    return _run_rewritten(
+        lambda ct, x: _transpose(lambda kernel: _plain_convolution(x, kernel, **params), kernel, ct), cotangent, x
+    )
 
 
 def _batched(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    return _run(jax.vmap(functools.partial(_plain, **params), in_axes=tuple(axes)), *operands), 0
+    return _run_rewritten(jax.vmap(functools.partial(_plain_convolution, **params), in_axes=tuple(axes)), *operands), 0
 
 
-def _plain(x: Any, kernel: Any, **params: Any) -> Any:
+def _plain_convolution(x: Any, kernel: Any, **params: Any) -> Any:
     return jax.lax.conv_general_dilated_p.bind(x, kernel, **params)
 
 
@@ -90,19 +94,19 @@ def _transpose(linear: Callable[..., Any], x: Any, cotangent: Any) -> Any:
     return jax.linear_transpose(linear, x.aval)(cotangent)[0]
 
 
-def _run(function: Callable[..., Any], *operands: Any) -> Any:
+def _run_rewritten(function: Callable[..., Any], *operands: Any) -> Any:
     """Returns what the function gives, with its convolutions rewritten."""
     return jax.extend.core.jaxpr_as_fun(rewrite(jax.make_jaxpr(function)(*operands), _rule))(*operands)[0]
 
 
-def _convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+def _fast_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     lhs, rhs, out = dimension_numbers
     n = len(lhs)
     space = tuple(range(1, n - 1))
     x = jnp.transpose(x, (lhs[0], *lhs[2:], lhs[1]))
     kernel = jnp.transpose(kernel, (*rhs[2:], rhs[1], rhs[0]))
     numbers = jax.lax.ConvDimensionNumbers((0, n - 1, *space), (n - 1, n - 2, *range(n - 2)), (0, n - 1, *space))
-    y = _plain(x, kernel, dimension_numbers=numbers, **params)
+    y = _plain_convolution(x, kernel, dimension_numbers=numbers, **params)
     back = [0] * n
     for position, axis in enumerate((out[0], *out[2:], out[1])):
         back[axis] = position

@@ -93,8 +93,8 @@ def communicates(jaxpr: Any) -> bool:
 
 def _changed(eqn: Any, parameter: str) -> NotImplementedError:
     return NotImplementedError(
-        f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {parameter!r}, by which jdp knows what "
-        f"differs between replicas. Install a version that has it (0.10 to 0.12)."
+        f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {parameter!r}, which tells jdp "
+        f"what differs between replicas. Install a version that has it (0.10 to 0.12)."
     )
 
 
@@ -147,7 +147,7 @@ def read(env: Env, v: Any) -> Any:
     return v.val if is_literal(v) else env[v]
 
 
-def evaluate(eqn: Any, env: Env) -> None:
+def evaluate_eqn(eqn: Any, env: Env) -> None:
     """Adds what an equation makes to the values."""
     env.update(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
 
@@ -167,7 +167,7 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
         for eqn in _opened(jaxpr).eqns:
             bodies = [*inside(eqn)]
             if not any(wanted(e) for body in bodies for e in equations(body)):
-                evaluate(eqn, env)
+                evaluate_eqn(eqn, env)
             elif eqn.primitive.name in _CALLS:
                 body = inline(bodies[0], [read(env, v) for v in eqn.invars])
                 env.update(zip(eqn.outvars, body, strict=True))
@@ -188,19 +188,19 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
     return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
 
 
-class Hidden(Exception):
+class OutOfReach(Exception):
     """What is looked for stands in a loop or in a branch."""
 
 
 def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """Returns the closed jaxpr with `index` as its place on the axis; raises `Hidden` if a loop or branch asks."""
+    """Returns the closed jaxpr with `index` as its place on the axis; raises `OutOfReach` if a loop or branch asks."""
 
     def asks(eqn: Any) -> bool:
         return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
 
     if not any(map(asks, equations(jaxpr))):
         return jaxpr
-    flat = inlined(jaxpr, asks, lambda eqn: Hidden(eqn.primitive.name))
+    flat = inlined(jaxpr, asks, lambda eqn: OutOfReach(eqn.primitive.name))
 
     def run(*operands: Any) -> list[Any]:
         env = env_of(flat, operands)
@@ -208,7 +208,7 @@ def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
             if asks(eqn):
                 env[eqn.outvars[0]] = index
             else:
-                evaluate(eqn, env)
+                evaluate_eqn(eqn, env)
         return [read(env, v) for v in flat.jaxpr.outvars]
 
     return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])
@@ -311,14 +311,14 @@ def _rewritten(eqn: Any, rule: Rule) -> Any:
         # One equation that calls the new function, made by JAX itself, in place of the old one.
         (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
         return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-    params = {name: _inside(value, rule) for name, value in eqn.params.items()}
+    params = {name: _inner_jaxprs(value, rule) for name, value in eqn.params.items()}
     return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
-def _inside(x: Any, rule: Rule) -> Any:
+def _inner_jaxprs(x: Any, rule: Rule) -> Any:
     """Returns the jaxprs among an equation's parameters."""
     if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
-        new = type(x)(_inside(y, rule) for y in x)
+        new = type(x)(_inner_jaxprs(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
     return rewrite(x, rule) if hasattr(x, "eqns") else x
 
@@ -430,18 +430,18 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
     if axis_name in axes(eqn):
         # A collective of several arrays is one of each.
-        return [_collective(eqn, v) for v in (inputs if len(inputs) == n else [_join(inputs)] * n)]
+        return [_collective(eqn, v) for v in (inputs if len(inputs) == n else [_joined_values(inputs)] * n)]
     if name == "scan":
-        return _scan(eqn, inputs, axis_name)
+        return _scan_rule(eqn, inputs, axis_name)
     if name == "while":
         return _while(eqn, inputs, axis_name)
     if name == "cond":
         branches = [varying(branch, inputs[1:], axis_name) for branch in _parameter(eqn, "branches")]
-        return [_join([inputs[0], *outputs]) for outputs in zip(*branches, strict=True)]
+        return [_joined_values([inputs[0], *outputs]) for outputs in zip(*branches, strict=True)]
     inner = [_opened(p) for p in params.values() if hasattr(p, "eqns")]
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
-    joined = _join(inputs)
+    joined = _joined_values(inputs)
     # Something in it communicates over the axis, or asks for the replica's index.
     if any(axis_name in axes(e) for body in inside(eqn) for e in equations(body)):
         return [Value(True, None, joined.sources)] * n
@@ -473,7 +473,7 @@ def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
     return frozenset(found)
 
 
-def _join(values: Sequence[Value]) -> Value:
+def _joined_values(values: Sequence[Value]) -> Value:
     sources = 0
     for v in values:
         sources |= v.sources
@@ -495,12 +495,12 @@ def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]
     return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
 
 
-def _scan(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+def _scan_rule(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     body, length = _parameter(eqn, "jaxpr"), _parameter(eqn, "length")
     consts, carry, xs = parts_of_scan(eqn, inputs)
     while True:  # each round more is known to differ, or to depend on something, or it is the last
         outputs = varying(body, [*consts, *carry, *xs], axis_name)
-        after = [_join([a, b]) for a, b in zip(carry, outputs, strict=False)]
+        after = [_joined_values([a, b]) for a, b in zip(carry, outputs, strict=False)]
         if _alike(after, carry):
             return outputs if length else [*after, *outputs[len(carry) :]]
         carry = after
@@ -516,7 +516,7 @@ def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
         outputs = varying(step, [*body, *carry], axis_name)
         # Replicas that take different numbers of rounds end with different values.
         rounds = goes_on if goes_on.varying else Value(False, None, goes_on.sources)
-        after = [_join([a, b, rounds]) for a, b in zip(carry, outputs, strict=True)]
+        after = [_joined_values([a, b, rounds]) for a, b in zip(carry, outputs, strict=True)]
         if _alike(after, carry):
             return after
         carry = after

@@ -17,7 +17,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .jaxprs import Env, bind, env_of, evaluate, inside, is_literal, parts_of_scan, read
+from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, parts_of_scan, read
 
 
 class Sharded(NamedTuple):
@@ -48,7 +48,7 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
         given = [v for v in piece.reads() if v in env and v not in sharded]
         later = {*results, *(v for other in pieces[i + 1 :] for v in other.reads())}
         outs = [v for v in piece.makes() if v in later]
-        run = functools.partial(_run, piece, sharded, given, outs, most)
+        run = functools.partial(_run_piece, piece, sharded, given, outs, most)
         again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.gathered else run
         operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
         env.update(zip(outs, again(*operands), strict=True))
@@ -68,7 +68,7 @@ def without_calls(jaxpr: Any) -> Any:
                 (body,) = inside(eqn)
                 env.update(zip(eqn.outvars, run(body, [read(env, v) for v in eqn.invars]), strict=True))
             else:
-                evaluate(eqn, env)
+                evaluate_eqn(eqn, env)
         return [read(env, v) for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
 
     inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -207,7 +207,7 @@ def _keeps(piece: _Piece) -> Callable[..., bool]:
     return keeps
 
 
-def _run(
+def _run_piece(
     piece: _Piece,
     sharded: dict[Any, Sharded],
     given: Sequence[Any],
@@ -231,7 +231,7 @@ def _run(
         env.update(zip(eqn.outvars, made, strict=True))
     else:
         for eqn in piece.eqns:
-            evaluate(eqn, env)
+            evaluate_eqn(eqn, env)
     return [env[v] for v in outs]
 
 

@@ -60,7 +60,7 @@ def is_clean() -> bool:
 trace_state_clean: Callable[[], bool] = _found("jax._src.core", "trace_state_clean") or is_clean
 """Whether no transformation of JAX is tracing this thread. Without JAX's own function each call is slower.
 
-Tried: `jax.extend.core.get_opaque_trace_state`, compared with that of a thread in which nothing is traced. It gives
+Tried: `jax.extend.core.get_opaque_trace_state`, compared with that of a thread that traces nothing. It gives
 the same answers and takes ten times as long (27 us against 2.5 on a busy machine), so it is the second choice. The
 arguments of a call do not tell: a function may close over tracers.
 """
@@ -170,7 +170,7 @@ def found_by_cluster(
     if find is None:
         raise _missing(
             "jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params",
-            "by which jdp.distributed.initialize knows whether a cluster has started other processes",
+            "which tells jdp.distributed.initialize whether a cluster has started other processes",
             "Pass coordinator_address, num_processes and process_id, or num_processes=1 to run alone.",
         )
     address, count, here, _ = find(address, count, here, ids, method, seconds)

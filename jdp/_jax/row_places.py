@@ -165,7 +165,7 @@ def _draws_by_place(*avals: Any) -> bool:
     return bool(is_by_place) and bool(keys) and all("fry" in str(aval.dtype) for aval in keys)
 
 
-def _names(text: str) -> list[str]:
+def _primitives(text: str) -> list[str]:
     return text.split()
 
 
@@ -186,14 +186,14 @@ _SIZED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _each(e: _Eqn) -> bool:
+def _elementwise(e: _Eqn) -> bool:
     """Accepts what works element by element: all operands and results have their rows along one axis."""
     return all(axis in (None, e.j) for axis in e.ins) and all(axis == e.j for axis in e.outs)
 
 
-def _apart(key: str) -> Callable[[_Eqn], bool]:
+def _apart_from_rows(key: str) -> Callable[[_Eqn], bool]:
     """Returns what works along one axis, or some, which are not that of the rows."""
-    return lambda e: _each(e) and e.j not in jax.tree.leaves(e.params[key])
+    return lambda e: _elementwise(e) and e.j not in jax.tree.leaves(e.params[key])
 
 
 def _without(key: str) -> Callable[[_Eqn], bool]:
@@ -212,7 +212,7 @@ def _reshape(e: _Eqn) -> bool:
 
 
 def _pad(e: _Eqn) -> bool:
-    return _each(e) and e.ins[1] is None and tuple(e.params["padding_config"][e.k]) == (0, 0, 0)
+    return _elementwise(e) and e.ins[1] is None and tuple(e.params["padding_config"][e.k]) == (0, 0, 0)
 
 
 def _slice(e: _Eqn) -> bool:
@@ -231,7 +231,7 @@ def _dynamic_update_slice(e: _Eqn) -> bool:
     return is_whole and all(axis is None for axis in e.ins[2:])
 
 
-def _gather(e: _Eqn) -> bool:
+def _gather_rule(e: _Eqn) -> bool:
     numbers, sizes, (operand, indices) = e.params["dimension_numbers"], e.params["slice_sizes"], e.ins
     batch = [i for i in range(len(e.shapes[1]) - 1 + len(numbers.offset_dims)) if i not in numbers.offset_dims]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -262,22 +262,24 @@ def _dot_general(e: _Eqn) -> bool:
     return all(place == e.j for place in places)
 
 
-def _convolution(e: _Eqn) -> bool:
+def _convolution_rule(e: _Eqn) -> bool:
     lhs, _, out = e.params["dimension_numbers"]
     return e.ins == [lhs[0], None] and out[0] == e.j and e.params["batch_group_count"] == 1
 
 
 def _window(e: _Eqn) -> bool:
     keys = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    return _each(e) and all(e.params[key][e.k] == 1 for key in keys) and tuple(e.params["padding"][e.k]) == (0, 0)
+    return (
+        _elementwise(e) and all(e.params[key][e.k] == 1 for key in keys) and tuple(e.params["padding"][e.k]) == (0, 0)
+    )
 
 
 def _top_k(e: _Eqn) -> bool:
-    return _each(e) and e.k != e.params.get("axis", len(e.shapes[0]) - 1) % len(e.shapes[0])
+    return _elementwise(e) and e.k != e.params.get("axis", len(e.shapes[0]) - 1) % len(e.shapes[0])
 
 
 _Rule = Callable[[_Eqn], bool]
-_ELEMENTWISE = _names(
+_ELEMENTWISE = _primitives(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj "
     "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
     "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
@@ -287,25 +289,25 @@ _ELEMENTWISE = _names(
 )
 # What is made of operands with rows.
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _each),
-    **dict.fromkeys(_names("cumsum cumprod cummax cummin cumlogsumexp"), _apart("axis")),
-    **dict.fromkeys(_names("argmax argmin reduce_sum reduce_max reduce_min reduce_prod"), _without("axes")),
-    **dict.fromkeys(_names("reduce_and reduce_or reduce_xor"), _without("axes")),
-    **dict.fromkeys(_names("reduce_window_max reduce_window_min reduce_window_sum"), _window),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_primitives("cumsum cumprod cummax cummin cumlogsumexp"), _apart_from_rows("axis")),
+    **dict.fromkeys(_primitives("argmax argmin reduce_sum reduce_max reduce_min reduce_prod"), _without("axes")),
+    **dict.fromkeys(_primitives("reduce_and reduce_or reduce_xor"), _without("axes")),
+    **dict.fromkeys(_primitives("reduce_window_max reduce_window_min reduce_window_sum"), _window),
     "broadcast_in_dim": lambda e: e.params["broadcast_dimensions"][e.k] == e.j,
-    "concatenate": _apart("dimension"),
-    "conv_general_dilated": _convolution,
+    "concatenate": _apart_from_rows("dimension"),
+    "conv_general_dilated": _convolution_rule,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
-    "gather": _gather,
+    "gather": _gather_rule,
     "optimization_barrier": lambda e: e.ins == e.outs,
     "pad": _pad,
     "reshape": _reshape,
-    "rev": _apart("dimensions"),
+    "rev": _apart_from_rows("dimensions"),
     "slice": _slice,
-    "sort": _apart("dimension"),
-    "split": _apart("axis"),
+    "sort": _apart_from_rows("dimension"),
+    "split": _apart_from_rows("axis"),
     "squeeze": _without("dimensions"),
     "top_k": _top_k,
     "transpose": lambda e: e.params["permutation"][e.j] == e.k,

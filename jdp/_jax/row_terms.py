@@ -41,7 +41,7 @@ class Fault(NamedTuple):
     lasts: bool = False  # also in what it makes together with rows
 
 
-class Value(NamedTuple):
+class RowValue(NamedTuple):
     """What is known of a value."""
 
     kind: Kind
@@ -50,11 +50,11 @@ class Value(NamedTuple):
     fault: Fault | None = None
     at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
     guards: bool = False  # tells whether something is finite, and nothing else
-    root: Value | None = None  # whose square root it is
+    root: RowValue | None = None  # whose square root it is
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
-CONST, UNKNOWN = Value(Kind.CONST), Value(Kind.UNKNOWN)
+CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
 
 
 @functools.cache
@@ -91,7 +91,7 @@ class RowCount:
         """Returns the axes of a variable whose size depends on the number of rows."""
         return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if self.power(size) != 0]
 
-    def constant(self, x: Any) -> Value:
+    def constant(self, x: Any) -> RowValue:
         """Returns what is known of a constant of the trace, which may be made of the number of rows."""
         if isinstance(x, jax.Array) and not (self.prime and not x.ndim):  # a number on a device is not fetched
             return CONST
@@ -109,24 +109,24 @@ class RowCount:
             if number == int(number):
                 power = self.power(int(number)) or 0
                 if not power and self.power(int(number) + 1) == 1:  # the divisor of an unbiased variance
-                    return Value(Kind.CONST, 1, fault=Fault("sum", ()))
+                    return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
             elif inverse > 1 and abs(inverse - round(inverse)) <= near:
                 power = -(self.power(round(inverse)) or 0)
-        return Value(Kind.CONST, power, number)
+        return RowValue(Kind.CONST, power, number)
 
 
-def _names(text: str) -> frozenset[str]:
+def _names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Linear in each operand, and in all of them together.
-_LINEAR = _names(
+_LINEAR = _names_in(
     "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
     "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
     "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
 )
-_EACH = _names("optimization_barrier device_put pvary pcast sort")  # of several operands each one for itself
-_PRODUCTS = _names("mul div dot_general conv_general_dilated")
+_EACH = _names_in("optimization_barrier device_put pvary pcast sort")  # of several operands each one for itself
+_PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
 # Linear in the operands at these places, and not in the others, which are indices.
 _INDEXED = {
     "gather": [0],
@@ -137,17 +137,19 @@ _INDEXED = {
     "select_and_scatter_add": [0],
     "select_and_gather_add": [0],
 }
-_CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
-_PICKS = _names("slice dynamic_slice gather split")
-_OF_BOOLS = _names("not and or xor reduce_and reduce_or")
-_BOUNDED = _OF_BOOLS | _names("eq ne lt le gt ge is_finite sign argmax argmin")
-_KEEP_DEGREE = _names("abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k")
-_POWERS = _names("integer_pow square")
+_CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
+_PICKS = _names_in("slice dynamic_slice gather split")
+_OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")
+_BOUNDED = _OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
+_KEEP_DEGREE = _names_in(
+    "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
+)
+_POWERS = _names_in("integer_pow square")
 _NONLINEAR = (
     _BOUNDED
     | _KEEP_DEGREE
     | _POWERS
-    | _names(
+    | _names_in(
         "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
         "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
         "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
@@ -156,30 +158,32 @@ _NONLINEAR = (
 _SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
 
 
-def _degree(values: Sequence[Value], small: float = _SMALL) -> int | None:
+def _degree(values: Sequence[RowValue], small: float = _SMALL) -> int | None:
     """Returns the degree of a sum; a small constant does not count."""
     degrees = {v.degree for v in values if v.number is None or v.number > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
 
-def _add(*degrees: int | None) -> int | None:
+def _add_degrees(*degrees: int | None) -> int | None:
     known = [d for d in degrees if d is not None]
     return sum(known) if len(known) == len(degrees) else None
 
 
-def _lasting(values: Sequence[Value]) -> Fault | None:
+def _lasting(values: Sequence[RowValue]) -> Fault | None:
     return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
 
 
-def _join(a: Value, b: Value) -> Value:
+def _either(a: RowValue, b: RowValue) -> RowValue:
     """Returns what is known of a value that is one of the two."""
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
     fault = _lasting([a, b]) or a.fault or b.fault
-    return Value(max(a.kind, b.kind), _degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at)
+    return RowValue(
+        max(a.kind, b.kind), _degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at
+    )
 
 
-def _is_as(a: Value, b: Value) -> bool:
+def _is_as(a: RowValue, b: RowValue) -> bool:
     known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
     return known[0] == known[1]
 
@@ -194,13 +198,13 @@ class Reader:
     def at(self) -> tuple[Any, ...]:
         return tuple(self.around[::-1])
 
-    def read(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+    def read(self, jaxpr: Any, inputs: Sequence[RowValue]) -> list[RowValue]:
         """Returns what is known of a jaxpr's outputs, from what is known of its inputs."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), _opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update(zip(getattr(jaxpr, "constvars", ()), map(self.rows.constant, consts), strict=False))
 
-        def value(v: Any) -> Value:
+        def value(v: Any) -> RowValue:
             return self.rows.constant(v.val) if hasattr(v, "val") else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
@@ -209,11 +213,11 @@ class Reader:
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: Any, values: list[Value]) -> list[Value]:
+    def equation(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         is_collective = "axes" in eqn.params or "axis_name" in eqn.params
         if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
-            joined = functools.reduce(_join, values, CONST)
+            joined = functools.reduce(_either, values, CONST)
             return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in _CALLS:
             found = self.read(next(inside(eqn)), values)
@@ -228,12 +232,12 @@ class Reader:
             return [self.made(eqn, of, degree, out, linear) for of, degree, out in each]
         return [self.one(eqn, name, values, out) for out in outs]
 
-    def variance(self, value: Value) -> Value:
+    def variance(self, value: RowValue) -> RowValue:
         """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
-    def one(self, eqn: Any, name: str, values: list[Value], out: Any) -> Value:
+    def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns an output of an equation without a jaxpr inside."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
@@ -246,13 +250,13 @@ class Reader:
             if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
                 degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
                 values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-            return self.made(eqn, values, _add(degree, summed), out, True, summed)
+            return self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
         if name in _PRODUCTS:
             return self.product(eqn, name, values, summed, out)
         if name in _INDEXED:
             first, *added = [values[i] for i in _INDEXED[name]]
             linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in _INDEXED[name])
-            degree = _degree([first, *(v._replace(degree=_add(v.degree, summed)) for v in added)])
+            degree = _degree([first, *(v._replace(degree=_add_degrees(v.degree, summed)) for v in added)])
             return self.made(eqn, values, degree, out, linear, summed)
         degrees = {v.degree for v in values}
         if name in _BOUNDED:
@@ -270,24 +274,24 @@ class Reader:
             return UNKNOWN
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
-    def number_of_rows(self, eqn: Any, name: str, out: Any) -> Value:
+    def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
         """Returns what an equation makes of the number of rows."""
         if name == "dim_as_value":
             size, at = _parameter(eqn, "dim"), self.at()
             if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
                 return UNKNOWN
             if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
-                return Value(Kind.CONST, 1, fault=Fault("sum", at), at=at)
-            return Value(Kind.CONST, self.rows.power(size), at=at)
+                return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
+            return RowValue(Kind.CONST, self.rows.power(size), at=at)
         counts_rows = _parameter(eqn, "dimension") in self.rows.axes(out)
-        return Value(Kind.CONST, None, at=self.at()) if counts_rows else CONST
+        return RowValue(Kind.CONST, None, at=self.at()) if counts_rows else CONST
 
-    def product(self, eqn: Any, name: str, values: list[Value], summed: int, out: Any) -> Value:
+    def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
-            return Value(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
+            return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
         linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
-        degree = _add(a.degree, b.degree, summed)
+        degree = _add_degrees(a.degree, b.degree, summed)
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             # Rows by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
@@ -305,7 +309,9 @@ class Reader:
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
         return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
 
-    def made(self, eqn: Any, values: list[Value], degree: int | None, out: Any, linear: bool, summed: int = 0) -> Value:
+    def made(
+        self, eqn: Any, values: list[RowValue], degree: int | None, out: Any, linear: bool, summed: int = 0
+    ) -> RowValue:
         """Returns what an equation makes of values. `linear`: in all that is summed; `summed`: over so many axes."""
         kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:
@@ -317,14 +323,14 @@ class Reader:
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         if kind <= Kind.SHARED:
             fault = next((v.fault for v in values if v.fault is not None), None)
-            return Value(kind, degree, 0.0 if linear and all(v.number == 0 for v in values) else None, fault, at)
+            return RowValue(kind, degree, 0.0 if linear and all(v.number == 0 for v in values) else None, fault, at)
         fault = _lasting(values)
         if kind == Kind.SUMMED:
             fault = fault or next((v.fault for v in values if v.fault is not None), None)
             if not linear:
                 fault = fault or Fault("nonlinear", self.at())
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
-            return Value(kind, degree, None, fault, at)
+            return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
         fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
@@ -333,7 +339,7 @@ class Reader:
             if name == "reshape" or self.rows.prime and name in _PICKS:
                 return UNKNOWN
             fault = fault or (None if summed else Fault("nonlinear", self.at()))
-        return Value(Kind.SUMMED if whole else kind, degree, None, fault, at)
+        return RowValue(Kind.SUMMED if whole else kind, degree, None, fault, at)
 
     def summed(self, eqn: Any, name: str, out: Any) -> int:
         """Returns over how many axes of the rows an equation sums."""
@@ -346,17 +352,17 @@ class Reader:
             return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
         return 0
 
-    def chosen(self, eqn: Any, which: Value, cases: Sequence[Value], out: Any) -> Value:
+    def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases."""
         if which.guards:
             which = CONST  # a number in place of what is not finite
         return self.made(eqn, [*cases, which], _degree(cases), out, True)
 
-    def cond(self, eqn: Any, values: list[Value]) -> list[Value]:
+    def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         branches = [self.read(branch, values[1:]) for branch in _parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
 
-    def scan(self, eqn: Any, values: list[Value]) -> list[Value]:
+    def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         by_rows = self.rows.power(_parameter(eqn, "length")) != 0
         consts, carry, xs = parts_of_scan(eqn, values)
         after, ys = self.rounds(_parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
@@ -364,19 +370,19 @@ class Reader:
         return [*after, *(UNKNOWN if by_rows and y.kind == Kind.SUMMED else y for y in ys)]
 
     def rounds(
-        self, body: Any, consts: list[Value], carry: list[Value], xs: list[Value], by_rows: bool
-    ) -> tuple[list[Value], list[Value]]:
+        self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
+    ) -> tuple[list[RowValue], list[RowValue]]:
         """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
         while True:  # each round less is known of the carry, or it is the last
             outputs = self.read(body, [*consts, *carry, *xs])
-            after = [_join(a, b) for a, b in zip(carry, outputs, strict=False)]
+            after = [_either(a, b) for a, b in zip(carry, outputs, strict=False)]
             if by_rows:
-                after = [a if _is_as(a, b) else _counted(a) for a, b in zip(after, carry, strict=True)]
+                after = [a if _is_as(a, b) else _repeated(a) for a, b in zip(after, carry, strict=True)]
             if all(map(_is_as, after, carry)):
                 return after, outputs[len(carry) :]
             carry = after
 
-    def loop(self, eqn: Any, values: list[Value]) -> list[Value]:
+    def loop(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         first = _parameter(eqn, "cond_nconsts")
         last = first + _parameter(eqn, "body_nconsts")
         cond, consts, carry = values[:first], values[first:last], values[last:]
@@ -388,19 +394,19 @@ class Reader:
         return after
 
 
-def _counted(value: Value) -> Value:
+def _repeated(value: RowValue) -> RowValue:
     """Returns what is known of a value that was made again for each row."""
     return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
 
 
-def _collected(value: Value) -> Value:
+def _collected(value: RowValue) -> RowValue:
     """Returns what a collective makes of a value."""
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
-        return Value(Kind.SHARED)
+        return RowValue(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
 
 
-def _guards(eqn: Any, name: str, values: list[Value]) -> bool:
+def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
     """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
     if name in ("eq", "ne", "lt", "le", "gt", "ge"):
         return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30

@@ -17,7 +17,7 @@ import jax
 from jax.core import Tracer
 
 from .jaxprs import _opened, reached, source_line
-from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, Value
+from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, RowValue
 
 PRIMES = (23, 31)
 
@@ -129,8 +129,8 @@ class Traced:
         return [not depends for depends in reached(self.jaxpr, [True] * len(self.inputs))]
 
     @functools.cached_property
-    def _values(self) -> list[Value]:
-        inputs = [Value(Kind.ROWS) if rows else Value(Kind.CONST) for rows in self.inputs]
+    def _values(self) -> list[RowValue]:
+        inputs = [RowValue(Kind.ROWS) if rows else RowValue(Kind.CONST) for rows in self.inputs]
         try:
             return Reader(self.rows).read(self.jaxpr, inputs)
         except NotImplementedError:  # this version of JAX has other equations than those known here

@@ -6,6 +6,6 @@
     sync_batch_norm.py  BatchNorm over the whole batch, of Linen and of NNX
 
 `config.py` comes first; the others do not depend on each other. What differs between Linen and NNX is decided here, so
-that `_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper`, `_explain` and
-`_plan` may import it.
+that `_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper` and
+`_tools` may import it.
 """

@@ -36,7 +36,7 @@ from .._core.unread import reading
 from .linen import is_stateful, linen_function, mark_outputs
 from .nnx import Held, filters_of, put_nodes, take_nodes, with_nodes
 
-Kind = Literal["linen", "nnx", "function"]
+ModuleKind = Literal["linen", "nnx", "function"]
 
 
 class Config:
@@ -48,7 +48,7 @@ class Config:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ModuleKind,
         devices: Devices,
         output_device: DeviceLike | None,
         dim: int,
@@ -78,7 +78,7 @@ class Config:
             )
         if kind == "nnx":
             filters_of(state_axes or {})
-        self.kind: Kind = kind
+        self.kind: ModuleKind = kind
         self.devices: tuple[Device, ...] = resolve_devices(verb, [*mesh.devices.flat] if mesh is not None else devices)
         refuse_alone(verb, self.devices)
         self.output_device: Device | str | None = resolve_output(verb, output_device)
@@ -227,7 +227,7 @@ def _checked(replicas: Any, n: int) -> int | None:
     return replicas
 
 
-def _unpickled(kind: Kind, portable: list[Any], axes: list[tuple[str, int]], *rest: Any) -> Config:
+def _unpickled(kind: ModuleKind, portable: list[Any], axes: list[tuple[str, int]], *rest: Any) -> Config:
     *devices, output_device = _here(portable)
     names, sizes = zip(*axes, strict=True)
     mesh = Mesh(np.array(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
@@ -245,7 +245,7 @@ def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tre
     return call
 
 
-def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
+def kind_of(module: Any, verb: str = "DataParallel") -> ModuleKind:
     """Returns what sort of module this is; a wrapper is of the sort of what it wraps."""
     inner = getattr(module, "_config", None)
     if isinstance(inner, Config):
@@ -265,9 +265,9 @@ def kind_of(module: Any, verb: str = "DataParallel") -> Kind:
     if arrays and verb == "DataParallel":
         raise TypeError(
             f"jdp.{verb}: module is a {type(module).__name__}, a callable pytree that holds {len(arrays)} arrays; the "
-            f"arrays of a function are its params, for those that it holds itself have no gradient. Pass them apart: "
-            f"params, static = eqx.partition(model, eqx.is_array), and a function that calls eqx.combine(params, "
-            f"static); of a jax.tree_util.Partial its function, with the arrays as params."
+            f"arrays of a function are its params, because those that it holds itself have no gradient. Pass them "
+            f"apart: params, static = eqx.partition(model, eqx.is_array), and a function that calls "
+            f"eqx.combine(params, static); of a jax.tree_util.Partial its function, with the arrays as params."
         )
     if callable(module) and not isinstance(module, type):
         return "function"

@@ -122,7 +122,7 @@ def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
     gathered = 'sow it as an nnx.Intermediate (Linen: into "intermediates"), to have those of all replicas'
     if x.ndim:
         return (
-            f"{made}it has no value from before, and no axis of rows, by which those of the replicas would be one. "
+            f"{made}it has no value from before, and no axis of rows along which to join those of the replicas. "
             f"Name its batch axis, state_axes={{{key}}}, or {gathered}."
         )
     return (
@@ -202,14 +202,14 @@ def init_as_program(
     shapes = jax.eval_shape(make, *arrays)
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
     if mesh.inner_axes:
-        return jax.jit(make, out_shardings=annotated(shapes, mesh))(*arrays)
+        return jax.jit(make, out_shardings=annotated_shardings(shapes, mesh))(*arrays)
     refuse_too_large(shapes, mesh, "init", "variables")
     params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
     where = {name: params if name == "params" else replicated(mesh) for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)
 
 
-def annotated(variables: Tree, mesh: ReplicaMesh) -> Tree:
+def annotated_shardings(variables: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns the sharding of each variable, or of what is in its box, inside of a replica: what the box says."""
 
     def where(path: Any, x: Any) -> NamedSharding:

@@ -26,7 +26,7 @@ from .linen import mark_sown, mark_state, sharding_within
 from .sync_batch_norm import sync_nodes
 
 Filter = Callable[[Any, Any], bool]
-"""Of a path and a variable: an NNX predicate."""
+"""An NNX predicate of a path and a variable."""
 
 
 def filters_of(state_axes: Mapping[Any, int]) -> list[tuple[Filter, int]]:
@@ -111,7 +111,7 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
     return nnx.merge(graph, make())
 
 
-def annotated(state: Tree, mesh: ReplicaMesh) -> Tree:
+def put_annotated(state: Tree, mesh: ReplicaMesh) -> Tree:
     """Puts each variable where its annotation says, over the devices of each replica; one that lies there stays."""
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
 
@@ -182,7 +182,7 @@ def mark_updates(
         old = known.get(path)
         if isinstance(after, nnx.RngKey):
             continue  # a folded key is one replica's; only the counts go back
-        if old is not None and _same(old, after):
+        if old is not None and _unchanged(old, after):
             continue
         axis = next((axis for accepts, axis in filters if accepts(path, after if old is None else old)), None)
         if isinstance(after, nnx.Intermediate) and axis is None:
@@ -192,12 +192,12 @@ def mark_updates(
             name, key = ".".join(map(str, own)), f"nnx.PathContains({own[-1]!r})"
             marked = mark_state(after, {} if old is None else old, name, reduce, axis, key)
             if axis is None and isinstance(after, nnx.metrics.MetricState):
-                marked = jax.tree.map(functools.partial(_of_all_rows, name), marked)
+                marked = jax.tree.map(functools.partial(_metric_of_all_rows, name), marked)
             updates.append((path, marked))
     return nnx.from_flat_state(updates)
 
 
-def _of_all_rows(name: str, marked: Marked) -> Marked:
+def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
     """Returns a leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
     return dataclasses.replace(
         marked,
@@ -300,6 +300,6 @@ def _fold(variable: Any, index: Any) -> Any:
     return jax.tree.map(fold, variable)
 
 
-def _same(old: Any, new: Any) -> bool:
+def _unchanged(old: Any, new: Any) -> bool:
     a, b = jax.tree.leaves(old), jax.tree.leaves(new)
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -56,7 +56,7 @@ def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
             node.axis_name = SyncedAxis(axis_name)
 
 
-def weighted(jaxpr: Any, weight: float) -> Any:
+def with_weight(jaxpr: Any, weight: float) -> Any:
     """Returns the jaxpr with the replica's part in the statistics weighted.
 
     Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows

@@ -56,8 +56,8 @@ def _opened(path: str) -> int:
         return folder
     os.close(folder)
     raise PermissionError(
-        f"it belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; who writes there runs code as you, so "
-        f"it is to be yours (user {os.geteuid()}) with mode 700. Run chmod 700 on it, or pass another"
+        f"it belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; a user who writes there runs code as "
+        f"you, so it must be yours (user {os.geteuid()}) with mode 700. Run chmod 700 on it, or pass another"
     )
 
 

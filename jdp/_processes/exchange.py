@@ -103,7 +103,7 @@ class Call:
         calls = by_value({process: what for process, (what, _) in found.items()} | {self.exchange.here: self.what})
         raise DesyncError(
             f"jdp.{self.what}: the processes make different calls: {calls}; all make the same calls in the same "
-            f"order. Look for a branch on jax.process_index() (what stands under `if jax.process_index() == 0` is to "
+            f"order. Look for a branch on jax.process_index() (what stands under `if jax.process_index() == 0` must "
             f"be called in all processes), or a loop that is shorter on one: dp.prefetch(batches) goes on until all "
             f"have run out."
         )

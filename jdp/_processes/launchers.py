@@ -79,7 +79,7 @@ NUMBERED = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
 # What else finds the rest.
 _BY_MPI = 'with mpi4py installed, pass cluster_detection_method="mpi4py"'
 _HELPS = {launcher.size: _BY_MPI for launcher in LAUNCHERS if launcher.address is _on_one_machine} | {
-    "PMIX_RANK": _BY_MPI, "JOB_COMPLETION_INDEX": 'pip install "jax[k8s]", by which JAX asks Kubernetes'
+    "PMIX_RANK": _BY_MPI, "JOB_COMPLETION_INDEX": 'pip install "jax[k8s]", which JAX needs to ask Kubernetes'
 }  # fmt: skip
 
 

@@ -13,7 +13,10 @@ Modules that the entry points share:
 
 The training step:
 
-    step.py              `train_step`: `TrainStep` for variables, `NNXTrainStep` for an NNX module
+    train_step.py        `train_step`, which makes one of the two steps
+    step_options.py      its options, and which of them contradict each other
+    step.py              `TrainStep` for variables, and what it shares with the other
+    nnx_step.py          `NNXTrainStep` for an NNX module
     state.py             `jdp.TrainState`, the optimizer's update, and the placement of the optimizer's state
     program.py           the step as one compiled program
     deterministic.py     the step as single-device programs, with the same bits on any number of devices
@@ -25,5 +28,5 @@ A step that was written for `jax.pmap`:
     parallel.py          `parallel`
     parallel_results.py  how each of its results is reduced or gathered
 
-This package may import `_model` and whatever `_model` may import. `_wrapper`, `_explain` and `_plan` may import it.
+This package may import `_model` and whatever `_model` may import. `_wrapper` and `_tools` may import it.
 """

@@ -92,8 +92,10 @@ def _compared(
     names, n = ("loss", "metrics", "update of state", "gradient of params"), len(mesh.all_devices)
     lines: list[str] = []
     what: set[str] = set()
-    for name, tree, other in zip(names, _parts(found, program), _parts(expected, program), strict=True):
-        mine, theirs = (jax.tree_util.tree_leaves_with_path(_on_host(x, mesh)) for x in (tree, other))
+    for name, tree, other in zip(
+        names, _compared_parts(found, program), _compared_parts(expected, program), strict=True
+    ):
+        mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x, mesh)) for x in (tree, other))
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
@@ -117,7 +119,7 @@ def _compared(
     return LossCheck(n, tuple(lines), cause)
 
 
-def _parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
+def _compared_parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
     (loss, metrics), (state, _) = found.out, found.state
     return loss, metrics, program.view_of_state(state), program.view(found.grads)
 
@@ -131,7 +133,7 @@ def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
         return f"shape {np.shape(a)} here, {np.shape(b)} on one"
     if not _is_inexact(b):
         same = np.array_equal(a, b)
-        return "" if same else f"{_short(a)} here, {_short(b)} on one"
+        return "" if same else f"{_short_value(a)} here, {_short_value(b)} on one"
     a, b = np.asarray(a), np.asarray(b)
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
     rounding = max(narrowest, float(jnp.finfo(b.dtype).eps)) ** 0.5
@@ -141,13 +143,13 @@ def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
     if np.all(alike):
         return ""
     if not b.ndim:
-        return f"{_short(a)} here, {_short(b)} on one"
+        return f"{_short_value(a)} here, {_short_value(b)} on one"
     worst = np.unravel_index(np.argmax(np.nan_to_num(np.abs(a - b), nan=np.inf)), b.shape)
     at = f"[{', '.join(map(str, worst))}]"
-    return f"{_short(a[worst])} here, {_short(b[worst])} on one, and most so at {at}"
+    return f"{_short_value(a[worst])} here, {_short_value(b[worst])} on one, and most so at {at}"
 
 
-def _short(x: Any) -> str:
+def _short_value(x: Any) -> str:
     return f"{x.item():.6g}" if not np.ndim(x) else str(x)
 
 
@@ -155,14 +157,14 @@ def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _on_host(tree: Tree, mesh: ReplicaMesh) -> Tree:
+def _as_numpy(tree: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns the tree as NumPy arrays, each with all rows."""
-    tree = map_scattered(lambda s: s._layout.fill(_everywhere(s, mesh)), tree)
+    tree = map_scattered(lambda s: s._layout.fill(_on_one_device(s, mesh)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
-def _everywhere(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
+def _on_one_device(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
     """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
@@ -177,7 +179,7 @@ def _whole_batch(batch: Scattered, one: ReplicaMesh) -> Scattered:
         return Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x
 
     to = Layout(layout.treedef, tuple(map(leaf, layout.leaves)), rows, one, layout.dim, 1)
-    return Scattered(jax.device_put(_everywhere(batch, layout.mesh), list(to.shardings)), to)
+    return Scattered(jax.device_put(_on_one_device(batch, layout.mesh), list(to.shardings)), to)
 
 
 def _on_one(state: TrainState, mesh: ReplicaMesh, one: ReplicaMesh) -> TrainState:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
-from .._core.parallel_apply import CallOf, Gather, on_replicas
+from .._core.parallel_apply import CallOf, GatherTime, on_replicas
 from .._core.replica_mesh import cut_along
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
 from .forms import First, SeveralTerms
@@ -41,7 +41,7 @@ def gradients_on_replicas(
     wire: Any = None,
     scatter: Callable[[Any], int | None] | None = None,
     label: str = "loss",
-    gather: Gather = "in the call",
+    gather: GatherTime = "in the call",
     verb: str = "train_step",
 ) -> Run:
     """Returns a function that computes the `Gradients` of a loss. `gradients` explains the arguments."""
@@ -106,7 +106,7 @@ class Passes:
         wire: Any = None,
         scatter: Callable[[Any], int | None] | None = None,
         label: str = "loss",
-        gather: Gather = "at once",
+        gather: GatherTime = "at once",
         verb: str = "train_step",
     ) -> None:
         self.loss, self.steps = loss, steps
@@ -119,7 +119,7 @@ class Passes:
         layout, (diff, _) = inputs._layout, replicas
         is_uneven = len({*layout.rows}) > 1
         plain = self.steps == 1 and layout.per_device == 1 and layout.is_cut and not self.loss.rows
-        return plain and not (self.loss.sync and is_uneven) and not any(map(is_scattered, _leaves(diff)))
+        return plain and not (self.loss.sync and is_uneven) and not any(map(is_scattered, _scattered_leaves(diff)))
 
     def in_one(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         diff, held = replicas
@@ -132,35 +132,35 @@ class Passes:
         def run(copies: list[Any]) -> tuple[list[Any], Tree]:
             each = treedef.unflatten([Scattered((x,), stack) for x in copies])
             found: Forward = leaf_by_leaf(self.forward((each, held), inputs, kwargs))
-            outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
+            outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
             return [x for x in jax.tree.leaves(outputs) if has_cotangent(x)], found._replace(outputs=outputs)
 
         _, pull, found = jax.vjp(run, copies, has_aux=True)
         (loss, metrics), cotangents, (direct, _) = self.differentiated(found, found.outputs, diff, held, inputs)
         (grads,) = pull(cotangents)
         whole = Layout(treedef, (Stack(),) * len(params), (1,) * mesh.size, mesh, layout.dim, 1)
-        reduced = leaf_by_leaf(self.reduce((), _as_one(_a_tuple(Scattered(grads, whole)), layout), None))
+        reduced = leaf_by_leaf(self.reduce((), _one_scattered(_a_tuple(Scattered(grads, whole)), layout), None))
         grads = _plus(reduced.grads, direct)
         aux = metrics if self.loss.criterion else found.aux
-        out = _whole(loss, layout), _everywhere(aux, layout)
-        return _settled(_as_one(Gradients(out, grads, {}, found.state, found.counts), layout))
+        out = _whole(loss, layout), _replicated_tree(aux, layout)
+        return _settled(_one_scattered(Gradients(out, grads, {}, found.state, found.counts), layout))
 
     def in_two(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         found, layout = self.cotangents(replicas, inputs, kwargs), inputs._layout
         second = leaf_by_leaf(self.backward(replicas, found.inputs, kwargs))
         if self.loss.criterion:
-            second = second._replace(out=(_whole(found.loss, layout), _everywhere(found.metrics, layout)))
+            second = second._replace(out=(_whole(found.loss, layout), _replicated_tree(found.metrics, layout)))
         direct, of_rows = found.direct
         row_grads = {i: _plus(second.row_grads[i], x) for i, x in of_rows.items()} if of_rows else second.row_grads
         second = second._replace(grads=_plus(second.grads, direct), row_grads=row_grads)
-        return _settled(_as_one(second, layout))
+        return _settled(_one_scattered(second, layout))
 
     def cotangents(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> _Found:
         """Runs the first of two passes and the loss; the result holds the cotangents for the second pass."""
         found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
-        outputs = jax.tree.map(_of_all_rows, found.outputs, is_leaf=is_scattered)
+        outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
         (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas[0], replicas[1], inputs)
-        leaves = [s._layout.arrays[0] for s in _leaves(found.outputs) if has_cotangent(s._arrays[0])]
+        leaves = [s._layout.arrays[0] for s in _scattered_leaves(found.outputs) if has_cotangent(s._arrays[0])]
         arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
         return _Found(loss, metrics, with_last(inputs, arrays, leaves), direct)
 
@@ -212,11 +212,11 @@ def _is_first(x: Any) -> bool:
     return isinstance(x, First)
 
 
-def _leaves(tree: Tree) -> list[Any]:
+def _scattered_leaves(tree: Tree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_scattered)
 
 
-def _of_all_rows(s: Scattered) -> Any:
+def _array_of_all_rows(s: Scattered) -> Any:
     """Returns the one array of `s` with all rows in the order of the batch, without padding."""
     return _all_rows(s)[0]
 
@@ -256,7 +256,7 @@ def _whole(x: Any, layout: Layout) -> Scattered:
     return Scattered((_constrained(jnp.asarray(x), None, layout),), layout.of(LEAF, [Whole()]))
 
 
-def _everywhere(tree: Tree, layout: Layout) -> Tree:
+def _replicated_tree(tree: Tree, layout: Layout) -> Tree:
     """Returns the tree with its plain arrays replicated; scattered arrays stay as they are."""
     return jax.tree.map(lambda x: x if is_scattered(x) else _whole(x, layout), tree, is_leaf=is_scattered)
 
@@ -265,7 +265,7 @@ def _a_tuple(s: Scattered) -> Tree:
     return (leaf_by_leaf(s),)
 
 
-def _as_one(tree: Tree, layout: Layout) -> Scattered:
+def _one_scattered(tree: Tree, layout: Layout) -> Scattered:
     """Returns a tree of scattered arrays as one `Scattered`."""
     parts, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     layouts = [part._layout for part in parts]
@@ -286,4 +286,4 @@ def _settled(s: Scattered) -> Scattered:
             return x
         return _whole(finished(jax.tree.map(lambda part: part._arrays[0], x, is_leaf=is_scattered)), layout)
 
-    return _as_one(jax.tree.map(settle, tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)), layout)
+    return _one_scattered(jax.tree.map(settle, tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)), layout)

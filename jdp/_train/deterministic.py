@@ -84,13 +84,13 @@ class Lowered(NamedTuple):
     """The single-device programs: their text, which the processes compare, and the function that compiles them."""
 
     text: str
-    compile: Callable[[], Compiled]
+    compile: Callable[[], CompiledStep]
 
     def as_text(self) -> str:
         return self.text
 
 
-class Turn(NamedTuple):
+class TurnPrograms(NamedTuple):
     """The programs that each replica runs in its turn."""
 
     segments: list[Segment]
@@ -100,17 +100,17 @@ class Turn(NamedTuple):
     pick_own: Any = None  # picks one replica's cotangents out of those of all replicas
 
 
-class Compiled(NamedTuple):
+class CompiledStep(NamedTuple):
     """The compiled programs for operands of certain shapes."""
 
-    turn: Turn
+    turn: TurnPrograms
     update: list[Any]  # for each device
     trees: list[Any]  # treedefs of what the update returns: of the state, and of the metrics and updates
-    forward: Turn | None = None  # if the loss is computed from all rows
+    forward: TurnPrograms | None = None  # if the loss is computed from all rows
     judge: list[Any] = []  # for each device: computes the loss from the results of the forward pass
 
 
-def _shapes(operands: Any) -> Any:
+def _shape_key(operands: Any) -> Any:
     return tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands))
 
 
@@ -138,7 +138,7 @@ class Deterministic:
     def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{program.label}"
         self._program, self._layout, self._on = program, layout, on
-        self._compiled: dict[Any, Compiled] = {}  # by the shapes of the operands
+        self._compiled: dict[Any, CompiledStep] = {}  # by the shapes of the operands
         one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
@@ -158,7 +158,7 @@ class Deterministic:
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
         states, batches = self._apart(state, arrays)
-        key = _shapes((states[0], batches[0]))
+        key = _shape_key((states[0], batches[0]))
         if key not in self._compiled:
             self.lower(state, arrays).compile()
         programs = self._compiled[key]
@@ -203,7 +203,7 @@ class Deterministic:
         return [x[: len(rows)] for x in apart], [x[len(rows) :] for x in apart]
 
     def _turns(
-        self, turn: Turn, states: list[list[Any]], batches: list[list[Any]], cotangents: list[list[Any]]
+        self, turn: TurnPrograms, states: list[list[Any]], batches: list[list[Any]], cotangents: list[list[Any]]
     ) -> list[Parts]:
         """Returns each device's results. Its replicas take turns, and every device begins with its first one.
 
@@ -277,7 +277,7 @@ class Deterministic:
 
         return metrics | jax.tree.map(fill, {k: metrics[k] for k in rows}, rows, is_leaf=lambda x: x is None)
 
-    def _turn(self, call_of: CallOf, operands: Sequence[Any], leaves: Sequence[Leaf] = ()) -> Turn:
+    def _turn(self, call_of: CallOf, operands: Sequence[Any], leaves: Sequence[Leaf] = ()) -> TurnPrograms:
         """Returns the programs of a replica's turn; `leaves` describe the cotangents among the operands."""
         run, count, n = one_replica(call_of, self.__name__), self._treedef.num_leaves, len(self._layout.arrays)
         outs: list[Outputs] = []
@@ -293,9 +293,9 @@ class Deterministic:
             return parts
 
         found, parts = segments(turn, operands, self._layout, self.__name__)
-        return Turn(found, parts, outs[-1])
+        return TurnPrograms(found, parts, outs[-1])
 
-    def _judge(self, forward: Turn) -> tuple[Any, list[Leaf]]:
+    def _judge(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
         """Returns the single-device program of the loss of all rows, and a `Leaf` for each cotangent it returns."""
         out, passes = forward.out, Passes(self._program.loss, self._program.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
@@ -317,7 +317,7 @@ class Deterministic:
         judge.__name__ = judge.__qualname__ = f"criterion_of_{self._program.label}"
         return jax.jit(judge), leaves
 
-    def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[Turn], Any, Any]:
+    def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[TurnPrograms], Any, Any]:
         """Returns a step's turns; for a loss of all rows, also the program between them and its operands' shapes."""
         program, steps = self._program, self._program.options.accumulate_steps
         operands = self._operands(state, batch, 0, 0)
@@ -361,7 +361,7 @@ class Deterministic:
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
         lowered += [judge.lower(*_on_device(shapes, d)) for d in devices] if judge else []
 
-        def compile() -> Compiled:
+        def compile() -> CompiledStep:
             judged: list[Any] = [None] * len(devices)
             if self._program.loss.criterion:
                 result = jax.eval_shape(judge, *shapes)[0]
@@ -373,13 +373,13 @@ class Deterministic:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
             ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
             judges = [next(programs) for _ in devices] if judge else []
-            made = Compiled(ready[-1], [*programs], trees, ready[0] if judge else None, judges)
-            self._compiled[_shapes((states[0], batches[0]))] = made
+            made = CompiledStep(ready[-1], [*programs], trees, ready[0] if judge else None, judges)
+            self._compiled[_shape_key((states[0], batches[0]))] = made
             return made
 
         return Lowered("\n".join(x.as_text() for x in lowered[:: len(devices)]), compile)
 
-    def _shapes_of_all(self, forward: Turn, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _shapes_of_all(self, forward: TurnPrograms, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the shapes that a criterion's program takes: of gathered outputs, the whole batch, and the sums."""
         out, rows = forward.out, []
         for i in numbers_of_rows(out):

@@ -16,7 +16,7 @@ from .._jax.jaxprs import reached
 from .terms import is_number
 
 Said = TypeVar("Said")
-Kind = Literal["mean", "sum", "count", "rows"]
+TermKind = Literal["mean", "sum", "count", "rows"]
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
@@ -36,10 +36,11 @@ class Followed:
     """Finds how each array in the tree `run(*operands)` depends on the rows of the operands.
 
     `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut. Without
-    `is_judged` nothing is refused: the results are jdp's own. `way` is the advice in errors: where all rows are seen.
-    The function is traced once with a symbolic number of rows; `traces` keeps that trace for all sizes of a chunk. If
-    the function asks for that number, its shapes are compared for a few other numbers of rows, and its values are
-    judged by two traces with fixed numbers.
+    `is_judged` nothing is refused, because the results are jdp's own. `way` is what an error advises instead.
+
+    The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
+    If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
+    and its values are judged by two traces with fixed numbers.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Followed:
         """Returns True for a leaf that depends on the number of rows, but not on their values."""
         return any(self._agreed([index], lambda traced: [traced.grows(index)]))
 
-    def _offences(self, kind: Kind, at: Sequence[int]) -> list[row_traces.Offence | None]:
+    def _offences(self, kind: TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
         """Returns, for each leaf, why it is not of this kind, or None."""
         return self._agreed(at, lambda traced: traced.offences(kind, at))
 
@@ -149,7 +150,7 @@ class Followed:
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
-        kind: Kind = "sum" if len(at) == 1 else "count"
+        kind: TermKind = "sum" if len(at) == 1 else "count"
         for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
             if found is None:
                 continue
@@ -184,14 +185,15 @@ class Sizes:
         self.seen: Shapes = []  # for more rows
         self._fewer: Shapes = []
         self._problem = ""  # why the last trace failed
-        # More rows, because a model may need a least number: twice as many suit pairs or groups of rows; else one more.
+        # Try more rows first, because a model may need a minimum. Twice as many still form pairs or groups of rows.
         if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
             return
-        # An axis may follow the rows only up to a limit. One that does not change may be padded: to a size that holds
-        # twice as many rows, too, but seldom all rows of the batch or `_MANY`.
+        # An axis that does not change may be padded to a size that holds twice as many rows. It seldom holds all rows
+        # of the batch, or `_MANY`.
         self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
         if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
-            # The limit may be `rows` or less. Zero rows reach no limit, but not every model accepts zero rows.
+            # An axis may follow the rows up to a limit (`x[:10]`), which may be `rows` or less. Zero rows are below
+            # every limit, but not every model accepts zero rows.
             if not self._see(0, self._fewer):
                 self._see(1, self._fewer)
 

@@ -155,7 +155,7 @@ def terms(
         else:
             found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
         at += len(jax.tree.leaves(x))
-    return _gathered(treedef, found)
+    return _forms_of(treedef, found)
 
 
 def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> None:
@@ -197,10 +197,10 @@ def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms,
                 f"together for the criterion, so an output has rows along one axis. Return an entry for each row, and "
                 f"reduce it in the criterion."
             )
-    return _gathered(treedef, found)
+    return _forms_of(treedef, found)
 
 
-def _gathered(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms, list[Any], list[Any]]:
+def _forms_of(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms, list[Any], list[Any]]:
     sums = [x for form, values in found for x in values if form.axis is None]
     stacked = [x for form, values in found for x in values if form.axis is not None]
     return Forms(treedef, tuple(form for form, _ in found)), sums, stacked
@@ -222,7 +222,7 @@ def _form(x: Any, name: str, followed: Followed, at: int, weight: float) -> tupl
 
 
 def _mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
-    return Form("mean", x.dtype), [_wide(x) if weight == 1 else _wide(x) * weight]
+    return Form("mean", x.dtype), [_at_least_32_bits(x) if weight == 1 else _at_least_32_bits(x) * weight]
 
 
 def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
@@ -241,8 +241,8 @@ def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tu
     total = jnp.asarray(x.total)
     dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
     if not is_mean(x):
-        return Form("sum", dtype), [_wide(total)]
-    return Form("ratio", dtype), [_wide(total), _wide(jnp.asarray(x.count))]
+        return Form("sum", dtype), [_at_least_32_bits(total)]
+    return Form("ratio", dtype), [_at_least_32_bits(total), _at_least_32_bits(jnp.asarray(x.count))]
 
 
 def _combination(x: Combination, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
@@ -280,7 +280,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
     if isinstance(axis, str):
         raise TypeError(
-            f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array beside the loss has rows along "
+            f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array with the loss has rows along "
             f"one axis (it is gathered), and what has none is 0-d. Return jdp.Mean(total, count) for a mean, "
             f"jdp.Sum(total) for a sum, or an array with rows along one axis."
         )
@@ -290,7 +290,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)
         return _mean(x, weight)
-    way, where = "Return one of these", "beside the loss stand"
+    way, where = "Return one of these", "with the loss come"
     if name.startswith("jdp.evaluate"):
         where = "metrics are"
     if is_number(x) and jnp.ndim(x):  # its mean may be meant, as with BatchNorm's statistics
@@ -302,7 +302,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     )
 
 
-def _wide(x: Any) -> Any:
+def _at_least_32_bits(x: Any) -> Any:
     """Converts floats, integers and bools of less than 32 bits to 32 bits, as `jnp.sum` does."""
     dtype = x.dtype
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):

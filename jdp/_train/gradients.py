@@ -19,7 +19,7 @@ from .._jax.convolutions import canonical
 from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
 from .._jax.row_traces import Traced, of_any_rows
 from .._model.nnx import Held, enter
-from .._model.sync_batch_norm import apart, weighted
+from .._model.sync_batch_norm import apart, with_weight
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
 from .forms import Forms, SeveralTerms, loss_value, outputs, terms
 from .shards import Shards, axes_of_shards
@@ -300,7 +300,7 @@ def _by_rows(
     chunks = signature.layout.rows
     if len({*chunks}) == 1:
         return function
-    return _replayed(weighted(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
+    return _replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
 
 
 def run(
@@ -417,7 +417,7 @@ def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
     whole, rest = divmod(rows, size)
     if whole + bool(rest) <= 1:
         return one(0, 0, rows, state)
-    done = _scan(one, state, whole, size, cpu)
+    done = _scan_microbatches(one, state, whole, size, cpu)
     if not rest:
         return done
     last = one(whole, whole * size, rest, done.state)
@@ -426,7 +426,7 @@ def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
     return last._replace(sums=sums, rows=stacked)
 
 
-def _scan(one: One, state: Tree, n: int, size: int, cpu: bool) -> Added:
+def _scan_microbatches(one: One, state: Tree, n: int, size: int, cpu: bool) -> Added:
     # Traced here to learn the shapes of the sums, and which parts of the state stay as they are.
     step = jax.make_jaxpr(lambda k, state: one(k, k * size, size, state), return_shape=True)
     jaxpr, shapes = step(jnp.int32(0), state)

@@ -217,7 +217,7 @@ def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     )
 
 
-def assemble(division: Division, found: Gradients, args: Sequence[Any]) -> tuple[Tree, ...]:
+def gradient_trees(division: Division, found: Gradients, args: Sequence[Any]) -> tuple[Tree, ...]:
     """Returns one tree of gradients for each argument that is differentiated."""
     known, state = found.grads
     known |= {p: found.row_grads[i] for p, i in division.rows.items()}
@@ -372,7 +372,7 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
     if not isinstance(updates, Mapping):
         raise TypeError(
             f"jdp.{VERB}: the updates are a {type(updates).__name__}; they are collections by name. Return what "
-            f"model.apply(..., mutable=['batch_stats']) gives beside its output."
+            f"model.apply(..., mutable=['batch_stats']) returns with its output."
         )
     updates = flax.core.unfreeze(dict(updates))
     for name, collection in updates.items():

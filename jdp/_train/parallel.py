@@ -108,8 +108,8 @@ def parallel(
     """
     if not callable(step_fn):
         raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
-    static = _positions("static_broadcasted_argnums", static_broadcasted_argnums)
-    donated = _positions("donate_argnums", donate_argnums)
+    static = _checked_positions("static_broadcasted_argnums", static_broadcasted_argnums)
+    donated = _checked_positions("donate_argnums", donate_argnums)
     config: Config = dp._config
     axis_name = axis_name or config.axis_name
     mesh = config.mesh if axis_name == config.axis_name else make_mesh(config.devices, axis_name)
@@ -135,7 +135,7 @@ def parallel(
         # Replicated arguments are None among those that are cut, so that each keeps its position.
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
-        scattered = _cut(cut, kwargs, axes, how, by_default=in_axes is None)
+        scattered = _scattered_arguments(cut, kwargs, axes, how, by_default=in_axes is None)
         out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
         if nodes:
             nnx.update(nodes, updates)
@@ -145,7 +145,7 @@ def parallel(
     return step
 
 
-def _positions(name: str, given: Any) -> tuple[int, ...]:
+def _checked_positions(name: str, given: Any) -> tuple[int, ...]:
     found = (given,) if isinstance(given, int) else tuple(given)
     if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in found):
         raise ValueError(
@@ -187,7 +187,7 @@ def _axes_of_arguments(
     """Returns for each argument its axis, a tree of axes, or None if it is replicated or static."""
     if not args:
         raise TypeError(
-            f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the state, then the batch."
+            f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the state, then the batch."
         )
     if in_axes is None:  # NNX objects are replicated anyway: with them, the first argument is not the state
         first = next((p for p in range(len(args)) if p not in static), 0)
@@ -215,12 +215,12 @@ def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     leaves, treedef = jax.tree.flatten(whole)
     for i, x in enumerate(leaves):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            classify(x, VERB, lambda i=i: _name(whole, i))
+            classify(x, VERB, lambda i=i: _argument_name(whole, i))
             leaves[i] = _Object(x)
     return treedef.unflatten(leaves)
 
 
-def _name(whole: dict[int, Tree], index: int) -> str:
+def _argument_name(whole: dict[int, Tree], index: int) -> str:
     return "args" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(whole)[index][0])
 
 
@@ -240,14 +240,16 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: ReplicaMesh) -> None:
             continue
         if x.is_deleted():
             raise RuntimeError(
-                f"jdp.{VERB}: {_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
+                f"jdp.{VERB}: {_argument_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
                 f"what is in donate_argnums cannot be used again. Pass what that call returned."
             )
         if may_deadlock(mesh):  # the queue of calls in flight may hold it, and cannot wait for an array that is freed
             x.block_until_ready()
 
 
-def _cut(args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting, *, by_default: bool) -> Any:
+def _scattered_arguments(
+    args: tuple[Any, ...], kwargs: Tree, axes: Sequence[Any], how: Cutting, *, by_default: bool
+) -> Any:
     """Scatters the arguments that are cut; `by_default` is True if the user has passed no in_axes."""
     n, dim = how.mesh.own.size * how.per_device, how.dim
     if any(axis is not None and type(axis) is not int for axis in axes):

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,32 +45,13 @@ from .state import (
     update,
     whole,
 )
+from .step_options import StepOptions
 from .terms import finished
 
 Leaves = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
 Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
 """Stores the results of a step: the state, its leaves, the metrics, and the updates of NNX objects in the batch."""
-
-
-class StepOptions(NamedTuple):
-    """The checked arguments of `train_step`."""
-
-    accumulate_steps: int
-    shard_optimizer: bool | None
-    reduce_dtype: Any
-    donate: bool
-    skip_nonfinite: bool
-    sync_batch_norm: bool
-    check_replicas: int
-    shard_params: bool | None = False
-    gather_once: bool = False
-    deterministic: bool = False
-
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        """The names of the metrics that the step itself adds."""
-        return ("loss", "skipped") if self.skip_nonfinite else ("loss",)
 
 
 class Program:
@@ -223,7 +204,7 @@ class Program:
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)
-            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_own_rows(out))))
+            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         try:
             program = self.of(state, layout, treedef)
@@ -491,14 +472,18 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
         return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)
 
     where, to = (*[None] * count, *layout.shardings), program.shardings(state)
-    first, cut, last = [to.step, *_each(to.params, state.params)], _each(to.opt_state, state.opt_state), to.step
+    first, cut, last = (
+        [to.step, *_sharding_of_each(to.params, state.params)],
+        _sharding_of_each(to.opt_state, state.opt_state),
+        to.step,
+    )
     if to.state is not to.step:
-        last = [*_each(to.state, state.state), *[to.step] * (state.key is not None)]
+        last = [*_sharding_of_each(to.state, state.state), *[to.step] * (state.key is not None)]
     out = (first, cut, last), None, to.step, None
     return _jit(program, train_step, tuple(range(count)), where, out, options)
 
 
-def _each(where: Any, tree: Tree) -> list[Any]:
+def _sharding_of_each(where: Any, tree: Tree) -> list[Any]:
     """Returns the sharding of each leaf of a tree; `where` is one for all, or a tree of them."""
     return [where] * len(jax.tree.leaves(tree)) if isinstance(where, NamedSharding) else jax.tree.leaves(where)
 
@@ -510,7 +495,7 @@ def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
     return unflatten(leaves), leaves, metrics, updates
 
 
-def _own_rows(out: Any) -> Any:
+def _with_own_rows(out: Any) -> Any:
     """Returns the results of a program of the state; metrics with an entry per row keep this process's rows only."""
     state, metrics, updates = out
     return state, map_scattered(lambda s: join(s, "sharded"), metrics), updates

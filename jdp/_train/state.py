@@ -100,13 +100,13 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
         if path not in a or path not in b:
             return f"{path} is {'missing' if path not in a else 'not expected'}"
         if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and a[path].dtype != b[path].dtype:
-            return f"{path} is {_short(a[path])}, {_short(b[path])} is expected"
+            return f"{path} is {_short_type(a[path])}, {_short_type(b[path])} is expected"
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return f"the tree is {jax.tree.structure(found)}, {jax.tree.structure(expected)} is expected"
     return None
 
 
-def _short(x: Any) -> str:
+def _short_type(x: Any) -> str:
     return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
 
 
@@ -211,18 +211,25 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
 def opt_shapes(tx: Any, params: Tree) -> Tree:
     """Returns the shapes of the optimizer's state; raises a `TypeError` if `tx` needs more than a step passes."""
     shapes = jax.eval_shape(tx.init, params)
-    for path, x in jax.tree_util.tree_leaves_with_path(shapes):
+    check_optimizer(tx, params, shapes)
+    return shapes
+
+
+def check_optimizer(tx: Any, params: Tree, opt_state: Tree) -> None:
+    """Raises a `TypeError` if `tx` needs more than a step passes, or if its state holds more than arrays."""
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
         if not hasattr(x, "dtype"):
             raise TypeError(
                 f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} is a {type(x).__name__}; an optimizer's state "
                 f"is a tree of arrays. Leave it out of the transformation's state."
             )
+    one = jax.tree.leaves(params)[:1]  # tells which arguments tx needs; an update of all parameters takes long to trace
     try:
-        jax.eval_shape(functools.partial(_updates, tx), params, shapes, params, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception as error:  # other errors are raised when the step is traced
+        state = jax.eval_shape(tx.init, one)
+        jax.eval_shape(functools.partial(_updates, tx), one, state, one, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:  # other errors, if it needs all parameters too, are raised when the step is traced
         if str(error).startswith("jdp."):
             raise
-    return shapes
 
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
@@ -314,9 +321,9 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
         names = [name for name in ("value_fn", "grad_fn", "obj_fn", "grad") if re.search(rf"\b{name}\b", text)]
         if names and ("required keyword-only argument" in text or "must be provided" in text):
             raise TypeError(
-                f"jdp.{VERB}: tx needs {' and '.join(names)} beside the gradient ({text}); a step passes it the "
-                f"gradients, the parameters and value=loss, and no function to take others with. Choose one without "
-                f"(optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
+                f"jdp.{VERB}: tx needs {' and '.join(names)} as well as the gradient ({text}); a step passes it "
+                f"the gradients, the parameters and value=loss, and no function to take others with. Choose one "
+                f"without (optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
             ) from error
         _refuse_other_parameters(tx, opt_state, params, error)
         raise
@@ -441,7 +448,7 @@ def shapes_of(tree: Tree) -> Tree:
     )
 
 
-def check_rows(verb: str, inputs: Scattered) -> None:
+def refuse_no_rows(verb: str, inputs: Scattered) -> None:
     if inputs._layout.is_cut and not sum(inputs._layout.sizes):
         raise ValueError(
             f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."

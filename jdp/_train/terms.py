@@ -30,7 +30,7 @@ class Term:
     def __add__(self, other: Any) -> Term:
         if type(other) in (int, float) and not other:  # sum([...]) begins with 0
             return self
-        mine, others = _parts(self), _parts(other)
+        mine, others = _parts_of_term(self), _parts_of_term(other)
         return Combination((*mine.factors, *others.factors), (*mine.terms, *others.terms))
 
     def __radd__(self, other: Any) -> Term:
@@ -49,7 +49,7 @@ class Term:
         if not is_number(factor) or jnp.ndim(factor) or jnp.iscomplexobj(factor):
             what = f"a jdp.{type(factor).__name__}" if isinstance(factor, Term) else f"{described(factor)}"
             raise TypeError(f"jdp.{type(self).__name__}: it is multiplied or divided by {what}; {FACTORS}.")
-        mine = _parts(self)
+        mine = _parts_of_term(self)
         return Combination(tuple(f * factor for f in mine.factors), mine.terms)
 
     def __rmul__(self, factor: Any) -> Term:
@@ -140,7 +140,7 @@ class Combination(Term):
     terms: tuple[Any, ...]
 
 
-def _parts(x: Any) -> Combination:
+def _parts_of_term(x: Any) -> Combination:
     if isinstance(x, Combination):
         return x
     if not isinstance(x, Term) and not is_number(x):
@@ -170,7 +170,7 @@ def described(x: Any) -> str:
 
 @contextlib.contextmanager
 def functions_of_terms_refused(verb: str) -> Iterator[None]:
-    """Raises with the way out if a function of jax or numpy does not take a term: a root, for example."""
+    """Raises an error with the way out if a term is passed to a function of jax or numpy, such as a root."""
     try:
         yield
     except TypeError as error:
@@ -182,7 +182,7 @@ def functions_of_terms_refused(verb: str) -> Iterator[None]:
 
 
 def finished(tree: Tree) -> Tree:
-    """Returns the tree with the value of each term in it, where its totals and counts are those of all rows."""
+    """Returns the tree with each term replaced by its value; totals and counts must be those of all rows."""
     return jax.tree.map(_value, tree, is_leaf=is_marker)
 
 
@@ -194,7 +194,7 @@ def _value(x: Any) -> Any:
     if not isinstance(x, Combination):
         return x
     values = [_value(t) if isinstance(t, Term) or not jnp.ndim(t) else t.mean() for t in x.terms]
-    if any(value is None for value in values):  # of a tree of which only the entries per row are known
+    if any(value is None for value in values):  # only the entries per row are known so far
         return None
     first, *rest = (f * value for f, value in zip(x.factors, values, strict=True))
     return sum(rest, first)

@@ -29,8 +29,8 @@ from .._model.nnx import Held
 from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
-from .loss import Divided, Division, assemble, called, checked_criterion, checked_scalar, divide, loss_of
-from .state import check_rows
+from .loss import Divided, Division, called, checked_criterion, checked_scalar, divide, gradient_trees, loss_of
+from .state import refuse_no_rows
 from .terms import finished, is_marker
 
 VERB = "value_and_grad"
@@ -100,7 +100,7 @@ def value_and_grad(
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     options = GradOptions(
-        _positions(argnums),
+        _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
         bool(has_aux),
         check_steps(VERB, accumulate_steps),
@@ -144,7 +144,7 @@ def _first(
     state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
     cut, keywords = children(inputs)
     replicas = (plain, state), Held(others, held.graph, variables)
-    program = _program(config, loss_fn, options, one.division)
+    program = _program_of(config, loss_fn, options, one.division)
     run = lambda rows: dispatch(program, config.mesh, replicas, rows, keywords)  # noqa: E731
     outputs = unread(run, cut, calls.reads) if cut._layout.holds_statics else run(cut)
     if not one.nodes:
@@ -154,7 +154,7 @@ def _first(
         found = found._replace(grads=placed_like(found.grads, (plain, state), config.mesh))
     if one.nodes:
         nnx.update(one.nodes, found.state)
-    return found, assemble(one.division, found, one.args)
+    return found, gradient_trees(one.division, found, one.args)
 
 
 def _again(
@@ -172,7 +172,7 @@ def _again(
     if config.mesh.inner_axes:
         plain = {0: args[0]} if 0 in [w.position for w in ran.extra.wanted] else {}
         found = found._replace(grads=placed_like(found.grads, (plain, None), config.mesh))
-    return found, assemble(ran.extra, found, args)
+    return found, gradient_trees(ran.extra, found, args)
 
 
 class GradArguments(TypedDict, total=False):
@@ -224,7 +224,7 @@ class GradOptions(NamedTuple):
     criterion: Any
 
 
-def _positions(argnums: Any) -> tuple[tuple[int, Any], ...]:
+def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
     given = [
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
         for a in (argnums if isinstance(argnums, tuple | list) else [argnums])
@@ -244,7 +244,7 @@ def _divided(
 ) -> tuple[Divided, Scattered]:
     """Returns a call, divided, and what of it is cut, scattered."""
     if not args:
-        raise TypeError(f"jdp.{VERB}: no arguments; the first is whole on every replica. Pass the parameters.")
+        raise TypeError(f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the parameters.")
     count = len(args)
     axes = config.dim if in_axes is None else in_axes
     axes = [None, *entries(VERB, axes, count - 1, "in_axes", "arguments after the first")]
@@ -263,7 +263,7 @@ def _divided(
     roots = ("args", "kwargs")
     how = Cutting(config.mesh, config.dim, VERB, roots, axes=where, place=False, replicas=config.replicas)
     inputs = split((one.inputs, one.kwargs), how)
-    check_rows(VERB, inputs)
+    refuse_no_rows(VERB, inputs)
     if rows and options.accumulate_steps > 1:
         raise ValueError(
             f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "
@@ -272,7 +272,7 @@ def _divided(
     return one, inputs
 
 
-def _program(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
+def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
     """Returns the program for one division of the arguments. It must not keep the config alive."""
 
     def make(loss_fn: Callable[..., Any]) -> Compiled:

@@ -32,7 +32,7 @@ from .._model.config import Config, kind_of
 from .._model.nnx import Held
 from .._page import Page, in_bytes, in_notebook
 from .._train.parallel import parallel
-from .._train.step import train_step
+from .._train.train_step import train_step
 from .._train.value_and_grad import grad, value_and_grad
 from .batches import batches
 from .evaluate import evaluate
@@ -494,7 +494,7 @@ class DataParallel(nnx.Module, Generic[M]):
             params, state = nnx.split_state(state, nnx.Param, ...)
             nnx.update(self.module, sharded(params, mesh, "DataParallel"))
         if mesh.inner_axes:
-            state = _nnx.annotated(state, mesh)
+            state = _nnx.put_annotated(state, mesh)
         nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
 
     @outside_of_mesh

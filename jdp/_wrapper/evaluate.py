@@ -83,7 +83,7 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
     total = _Total()
     waiting: collections.deque[tuple[Scattered, float]] = collections.deque()
     for batch in batches if isinstance(batches, Batches | Prefetched) else prefetch(dp, batches):
-        found = _run(config, metrics_fn, variables, batch)
+        found = _dispatch_batch(config, metrics_fn, variables, batch)
         if found is not None:
             waiting.append(found)
         if len(waiting) > _IN_FLIGHT:
@@ -131,7 +131,7 @@ class Totals(NamedTuple):
     forms: Forms
 
 
-def _run(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
+def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
     """Dispatches one batch; returns its `Totals` and the number of its rows, or None where it has none."""
     axes = axes_of_batch(config, batch, None)
     one = divide((variables, batch), {}, [], True, [None, 0], VERB)
@@ -144,13 +144,13 @@ def _run(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple
         return None
     diff, held = one.replicas  # no gradient is taken, so that diff holds no arrays
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
-    program = _program(config, metrics_fn, one.division)
+    program = _evaluation(config, metrics_fn, one.division)
     cut, keywords = children(inputs)
     reads: Reads = kept(metrics_fn, "reads", lambda _: {})
     return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
 
 
-def _program(config: Config, metrics_fn: Any, division: Division) -> Compiled:
+def _evaluation(config: Config, metrics_fn: Any, division: Division) -> Compiled:
     def make(metrics_fn: Any) -> Compiled:
         label = getattr(metrics_fn, "__name__", "metrics")
 
@@ -202,13 +202,13 @@ class _Total:
         """Adds one batch of `count` rows, and waits for it."""
         totals: Totals = join(found, None)
         sums, rows = ([np.asarray(x) for x in part] for part in (totals.sums, totals.rows))
-        shapes = list(_shapes(totals.forms, iter(sums), iter(rows)))
+        shapes = list(_metric_shapes(totals.forms, iter(sums), iter(rows)))
         if self._forms is None:
             self._forms, self._shapes = totals.forms, shapes
             self._sums, self._rows = [0] * len(sums), [[] for _ in rows]
         self._refuse_others(totals.forms, shapes)
         self._count += count
-        self._sums = [a + b.astype(_wide(b.dtype)) for a, b in zip(self._sums, sums, strict=True)]
+        self._sums = [a + b.astype(_host_dtype(b.dtype)) for a, b in zip(self._sums, sums, strict=True)]
         for entries, x in zip(self._rows, rows, strict=True):
             entries.append(x)
 
@@ -232,14 +232,16 @@ class _Total:
         first = self._forms
         if first is None or (forms, shapes) == (first, self._shapes):
             return
-        before, now = ({*_names(x)} for x in (first, forms))
+        before, now = ({*_names_of_forms(x)} for x in (first, forms))
         if before != now:
             name = min(before ^ now)
             raise ValueError(
                 f"jdp.{VERB}: metrics{name} is {'only' if name in now else 'not'} in a later batch; each batch has the "
                 f"same metrics, which are added up. Return all of them for each batch."
             )
-        for name, old, new, a, b in zip(_names(first), first.each, forms.each, self._shapes, shapes, strict=True):
+        for name, old, new, a, b in zip(
+            _names_of_forms(first), first.each, forms.each, self._shapes, shapes, strict=True
+        ):
             if (old, a) != (new, b):
                 raise ValueError(
                     f"jdp.{VERB}: metrics{name} is {_described(old, a)}, and in a later batch {_described(new, b)}; "
@@ -247,7 +249,7 @@ class _Total:
                 )
 
 
-def _shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:
+def _metric_shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:
     """Yields the shapes that a metric has in every batch; of entries for each row, all but their number."""
     for form in forms.each:
         if form.axis is None:
@@ -257,7 +259,7 @@ def _shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]
             yield [x.shape[: form.axis] + x.shape[form.axis + 1 :]]
 
 
-def _names(forms: Forms) -> list[str]:
+def _names_of_forms(forms: Forms) -> list[str]:
     numbered = jax.tree.unflatten(forms.treedef, range(forms.treedef.num_leaves))
     return [jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
@@ -271,7 +273,7 @@ def _described(form: Form, shapes: list[Any]) -> str:
     return f"an array of {form.dtype} with an entry of shape {shapes[0]} for each row, along axis {form.axis}"
 
 
-def _wide(dtype: Any) -> Any:
+def _host_dtype(dtype: Any) -> Any:
     """Returns the dtype of the sums on the host."""
     if dtype.kind in "fiub":
         return np.float64 if dtype.kind == "f" else np.uint64 if dtype == np.uint64 else np.int64

@@ -101,7 +101,7 @@ class Prefetched(Iterator[Tree]):
 def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree) -> Generator[Tree]:
     """Returns the batches, scattered `size` ahead."""
     own = None if in_axes is None else BatchAxes(in_axes, Recent())
-    convert = _on_host(batches)
+    convert = _to_numpy(batches)
 
     def host(batch: Tree) -> Tree:
         leaves, treedef = flat(batch, "prefetch", "batch", stop_at_objects)
@@ -141,12 +141,12 @@ def refuse_one_batch(batches: Any, verb: str) -> None:
         )
     if isinstance(batches, str | bytes) or not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(
-            f"jdp.{verb}: batches is a {type(batches).__name__}, in which there are no batches; it is a list of "
+            f"jdp.{verb}: batches is a {type(batches).__name__}, which holds no batches; it is a list of "
             f"batches or a loader. Pass one of these."
         )
 
 
-def _on_host(batches: Any) -> Callable[[Any], Any]:
+def _to_numpy(batches: Any) -> Callable[[Any], Any]:
     """Returns the function that makes a numpy array of one of a batch, in memory that the loader does not reuse."""
     # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
     data = sys.modules.get("torch.utils.data")  # a user of torch's loader has imported it

@@ -49,10 +49,10 @@ class Columns:
         self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
         if not self._layout.is_cut:
             raise ValueError(
-                f"jdp.{VERB}: data is a {type(data).__name__} in which no array has rows; an epoch has one at least. "
-                f"Pass arrays with rows, or a list of rows."
+                f"jdp.{VERB}: data is a {type(data).__name__} that holds no array with rows; an epoch has one at "
+                f"least. Pass arrays with rows, or a list of rows."
             )
-        self.count: int = _counted(data, sum(self._layout.sizes))
+        self.count: int = _checked_count(data, sum(self._layout.sizes))
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
         """Returns what a batch of these rows is read in."""
@@ -89,7 +89,7 @@ class Rows:
 
     def __init__(self, config: Config, data: Any) -> None:
         self._config, self._data = config, data
-        self.count: int = _counted(data, len(data))
+        self.count: int = _checked_count(data, len(data))
         self._like: list[Row] = []  # none before one was read
         self._lock = threading.Lock()
 
@@ -107,7 +107,7 @@ class Rows:
             error.add_note(f"jdp.{VERB}: data[{number}] raised it.")
             raise
         leaves, treedef = jax.tree.flatten(row, is_leaf=_is_array_of_numbers)
-        name = functools.partial(_name, row, number)
+        name = functools.partial(_element_name, row, number)
         arrays = [_array(x, functools.partial(name, k)) for k, x in enumerate(leaves)]
         if not arrays:
             raise TypeError(f"jdp.{VERB}: data[{number}] is {row!r:.80}; a row holds numbers or arrays. Return them.")
@@ -140,7 +140,7 @@ class Rows:
         return treedef.unflatten([_stacked(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 
 
-def _name(row: Any, number: int, k: int) -> str:
+def _element_name(row: Any, number: int, k: int) -> str:
     paths = jax.tree_util.tree_leaves_with_path(row, is_leaf=_is_array_of_numbers)
     return f"data[{number}]{jax.tree_util.keystr(paths[k][0])}"
 
@@ -149,8 +149,8 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
     shape = arrays[0].shape
     if axis is None:
         raise ValueError(
-            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; what is whole on every replica is in "
-            f"no row. Pass it to the call, beside the batch."
+            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; what goes whole to every replica is "
+            f"in no row. Pass it to the call, next to the batch."
         )
     axis = normal_axis(axis, len(shape) + 1, VERB, lambda: "a batch")
     return np.stack(arrays, axis, aligned((*shape[:axis], len(arrays), *shape[axis:]), arrays[0].dtype))
@@ -168,7 +168,7 @@ def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
             x = np.asarray(x)
         except ValueError as error:
             raise ValueError(
-                f"jdp.{VERB}: {name()} is a list with lists of different lengths ({error}); it is to be an array. Pad "
+                f"jdp.{VERB}: {name()} is a list with lists of different lengths ({error}); it must be an array. Pad "
                 f"them."
             ) from None
     elif is_tensor(x):
@@ -187,7 +187,7 @@ def _text(kind: tuple[np.dtype, tuple[int, ...]]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _counted(data: Any, rows: int) -> int:
+def _checked_count(data: Any, rows: int) -> int:
     if not rows:
         raise ValueError(
             f"jdp.{VERB}: data is a {type(data).__name__} with 0 rows; an epoch has one at least. Pass data with rows."

@@ -59,7 +59,7 @@ INSTEAD = {
     **dict.fromkeys(
         ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
         (
-            "a call is one program, in which no hook runs",
+            "a call is one program, and no hook runs inside",
             "Return what you need, or self.sow('intermediates', name, x) in the module",
             "Return what you need, or self.sow(nnx.Intermediate, name, x) in the module",
         ),

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from laws import free_port
 
-from jdp._core.fingerprint import _program, check_replicas, fingerprint, start
+from jdp._core.fingerprint import _comparison, check_replicas, fingerprint, start
 from jdp._core.replica_mesh import make_mesh
 
 
@@ -123,7 +123,7 @@ def test_it_is_one_program_with_one_collective(mesh, compilations):
     compilations()
     check_replicas([replicas(W - i, mesh) for i in range(40)], mesh, "verb")
     assert compilations() == 0
-    text = _program(mesh).lower(tree).compile().as_text()
+    text = _comparison(mesh).lower(tree).compile().as_text()
     assert text.count(" all-reduce(") == 1 and "all-gather" not in text
 
 

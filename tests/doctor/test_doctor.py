@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-from jdp._doctor import advice, cli, examine, machine, watch
-from jdp._doctor.report import show
-from jdp._doctor.worker import MOVES, choose, compute, first_wrong, measure
+from jdp._tools.doctor import advice, cli, examine, machine, watch
+from jdp._tools.doctor.report import show
+from jdp._tools.doctor.worker import MOVES, choose, compute, first_wrong, measure
 
 ROOT = pathlib.Path(cli.__file__).parents[2]
 MEBIBYTES = ["--mebibytes", "1"]
@@ -121,7 +121,7 @@ def test_a_healthy_machine(doctor):
 
 @pytest.mark.full
 def test_one_device_has_no_links_and_jax_is_not_started_here():
-    code = "import jdp, sys; from jdp._doctor.cli import main; code = main(['--devices', '1']); "
+    code = "import jdp, sys; from jdp._tools.doctor.cli import main; code = main(['--devices', '1']); "
     code += "jdp.virtual_cpu_devices(5); import jax; print(code, len(jax.devices()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "none: there is one device" in run.stdout and run.stderr == ""
@@ -132,7 +132,7 @@ def test_one_device_has_no_links_and_jax_is_not_started_here():
 
 FAULTS = """
     import signal, jax, numpy as np
-    from jdp._doctor import worker
+    from jdp._tools.doctor import worker
 
     def flipped(result, device, index):
         shards = [s.data for s in result.addressable_shards]
@@ -242,7 +242,7 @@ def test_a_device_that_computes_wrong_is_found(devices, monkeypatch):
     monkeypatch.setattr(jax.numpy, "matmul", lambda a, b: true(a, b).at[3, 4].add(1))
     wrong = compute(devices[1], 100)
     assert (wrong["failure"], wrong["index"], wrong["found"] - wrong["expected"]) == ("wrong", 3 * 256 + 4, 1)
-    monkeypatch.setattr("jdp._doctor.worker._shifted", lambda x, seed: x)
+    monkeypatch.setattr("jdp._tools.doctor.worker._shifted", lambda x, seed: x)
     assert compute(devices[1], 100)["wrong_words"] == 100
 
 
@@ -342,7 +342,7 @@ def test_a_backend_that_fails_says_so(doctor, monkeypatch):
 
 def test_a_failure_without_words_says_where(doctor, worker):
     worker("""
-        from jdp._doctor import worker
+        from jdp._tools.doctor import worker
         def start(spec):
             assert spec == "another"
         worker.start = start
@@ -357,7 +357,7 @@ def test_a_failure_without_words_says_where(doctor, worker):
 def test_a_reader_that_has_seen_enough_is_no_error(fake):
     fake()
     command = watch.command(7, 1)[:2]
-    code = f"import sys; from jdp._doctor import cli, watch as w; first = {command!r}; "
+    code = f"import sys; from jdp._tools.doctor import cli, watch as w; first = {command!r}; "
     code += "w.command = lambda reply, seconds: [*first, str(reply)]; "
     code += "sys.exit(cli.main([]))"
     with subprocess.Popen(
@@ -380,7 +380,7 @@ def test_nothing_is_left_behind_also_what_the_worker_started(doctor, fake, tmp_p
 
 HANGS = """
     import ctypes
-    from jdp._doctor import worker
+    from jdp._tools.doctor import worker
     def broadcast(x, mesh):
         print(os.getpid(), file=open(sys.argv[0] + ".pid", "w"), flush=True)
         {hang}
@@ -391,7 +391,7 @@ HANGS = """
 
 def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
     script = worker(HANGS.format(hang="time.sleep(600)"))
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._doctor import cli, watch as w; "
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._tools.doctor import cli, watch as w; "
     code += f"w.command = lambda reply, seconds: [sys.executable, {str(script)!r}, str(reply)]; cli.main([])"
     environ = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.DEVNULL) as parent:
@@ -579,7 +579,7 @@ def test_nvlink_is_read_from_nvidia_smi(tmp_path, monkeypatch, links, is_there):
 def test_the_imbalance_of_devices_is_told(doctor, worker):
     worker("""
         from unittest import mock
-        from jdp._doctor import worker
+        from jdp._tools.doctor import worker
         with mock.patch("jdp._core.devices.memory_bytes", lambda d: 40 if d.id == 1 else 80):
             worker.serve(REPLY)
     """)
@@ -639,7 +639,7 @@ def test_deterministic_training_is_compared(fake, capsys, answer):
 
 @pytest.mark.full
 def test_deterministic_training_ends_with_the_same_bits():
-    from jdp._doctor.deterministic import train
+    from jdp._tools.doctor.deterministic import train
 
     devices = jax.devices()
     assert train(devices[:1], 2) == train(devices[2:4], 2)

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp._explain.collectives import carried, collectives
-from jdp._explain.hlo import parse
+from jdp._tools.explain.collectives import carried, collectives
+from jdp._tools.explain.hlo import parse
 
 HLO = pathlib.Path(__file__).parent / "hlo"
 

@@ -14,9 +14,9 @@ from flax import nnx
 
 import jdp
 from jdp._core.programs import Flat
-from jdp._explain.calls import _jitted_of, unused_donations
 from jdp._jax.private import compilations
 from jdp._processes.agree import same_program
+from jdp._tools.explain.calls import _jitted_of, unused_donations
 
 S = jax.ShapeDtypeStruct
 ROWS, WIDTH = 64, 32

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdp._explain.collectives import group_size
-from jdp._explain.cost import trips
-from jdp._explain.hlo import nbytes, near, parse, shapes
+from jdp._tools.explain.collectives import group_size
+from jdp._tools.explain.cost import trips
+from jdp._tools.explain.hlo import nbytes, near, parse, shapes
 
 SAVED = sorted((pathlib.Path(__file__).parent / "hlo").glob("*.txt"))
 PAIR = "(f32[8,128]{1,0:T(8,128)S(1)}, (bf16[4]{0:T(256)(2,1)}, s32[]{:T(128)}), /*index=2*/token[])"

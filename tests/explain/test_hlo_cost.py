@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdp._explain.cost import cost, totals
-from jdp._explain.hlo import parse
+from jdp._tools.explain.cost import cost, totals
+from jdp._tools.explain.hlo import parse
 
 HLO = pathlib.Path(__file__).parent / "hlo"
 
@@ -135,10 +135,10 @@ def test_room_that_a_library_works_in_is_no_traffic():
 
 LIVE = """
 import jax, jax.numpy as jnp
-from jdp._topology.quiet import quiet
+from jdp._tools.topology.quiet import quiet
 from jdp import topology
-from jdp._explain.hlo import parse
-from jdp._explain.cost import totals
+from jdp._tools.explain.hlo import parse
+from jdp._tools.explain.cost import totals
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 def mlp(ws, x):

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from jdp._explain.estimate import Network, wire_bytes
-from jdp._topology.chips import CHIPS
+from jdp._tools.explain.estimate import Network, wire_bytes
+from jdp._tools.topology.chips import CHIPS
 
 H100, A100, V5E, V5P = (CHIPS[name] for name in ("h100", "a100", "v5e", "v5p"))
 GIB = 2**30

@@ -13,11 +13,11 @@ import pytest
 from markup import read
 
 import jdp
-from jdp._explain.collectives import collectives
-from jdp._explain.estimate import Network
-from jdp._explain.hlo import parse
-from jdp._explain.report import page_of_report
-from jdp._topology.chips import CHIPS
+from jdp._tools.explain.collectives import collectives
+from jdp._tools.explain.estimate import Network
+from jdp._tools.explain.hlo import parse
+from jdp._tools.explain.report import page_of_report
+from jdp._tools.topology.chips import CHIPS
 
 
 class Model(nn.Module):

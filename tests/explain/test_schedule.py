@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
-from jdp._explain.estimate import simulate
-from jdp._explain.hlo import parse
+from jdp._tools.explain.estimate import simulate
+from jdp._tools.explain.hlo import parse
 
 HLO = pathlib.Path(__file__).parent / "hlo"
 

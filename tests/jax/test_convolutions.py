@@ -148,7 +148,7 @@ def unknown():
         function.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["_convolution", "_transposed_to_x", "_transposed_to_kernel", "_batched"])
+@pytest.mark.parametrize("name", ["_fast_convolution", "_transposed_to_x", "_transposed_to_kernel", "_batched"])
 def test_where_jax_calls_what_is_put_in_place_otherwise_the_jaxpr_stays(unknown, monkeypatch, name):
     monkeypatch.setattr(convolutions, name, lambda: None)
     jaxpr = jax.make_jaxpr(convolution(NCHW))(np.ones((1, 1, 3, 3)), np.ones((1, 1, 3, 3)))

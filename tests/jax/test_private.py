@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp._jax import convolutions, jaxprs, private
 from jdp._processes import coordination, initialize, launchers
-from jdp._topology import topology
+from jdp._tools.topology import topology
 
 X = np.random.RandomState(0).randn(10, 4).astype(np.float32)  # ten rows: uneven over eight devices
 W = np.random.RandomState(1).randn(4, 3).astype(np.float32)
@@ -597,7 +597,7 @@ def test_canary_literals_constants_and_operands():
     assert 2.0 in [*jaxprs.constants(jaxpr)][1:], feature
     env = jaxprs.env_of(jaxpr, [X.T])
     for eqn in jaxpr.eqns:
-        jaxprs.evaluate(eqn, env)
+        jaxprs.evaluate_eqn(eqn, env)
     np.testing.assert_allclose(jaxprs.read(env, jaxpr.jaxpr.outvars[0]), (X.T + 2) @ X, rtol=1e-5)
 
 

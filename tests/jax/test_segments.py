@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp._jax.jaxprs import env_of, evaluate, read, recomputed, segmented
+from jdp._jax.jaxprs import env_of, evaluate_eqn, read, recomputed, segmented
 
 X, W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3), np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
 
@@ -30,7 +30,7 @@ def in_turn(code, *operands):
     for j, eqns in enumerate(code.segments):
         env = env_of(code.jaxpr, [None] * len(operands)) | {v: have[v] for v in code.reads[j]}
         for eqn in [*eqns, *code.cuts[j : j + 1]]:
-            evaluate(eqn, env)
+            evaluate_eqn(eqn, env)
         have |= {v: env[v] for v in [*code.keeps(j), *(v for eqn in code.cuts[j : j + 1] for v in eqn.outvars)]}
     return [read(env, v) for v in code.jaxpr.jaxpr.outvars]
 

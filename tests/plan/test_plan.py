@@ -22,15 +22,15 @@ from markup import read
 import jdp
 from jdp.__main__ import main
 from jdp._core.replica_mesh import make_mesh
-from jdp._explain.calls import spread, step_call
-from jdp._explain.explain import compiled_call
 from jdp._model.config import scatter_batch
-from jdp._plan import lines as plan_lines
-from jdp._plan import plan
-from jdp._plan.lines import Line, Most, most
-from jdp._plan.print import page, show
-from jdp._plan.script import WAYS, PlanError, capture_step
-from jdp._topology.chips import CHIPS, Chip, Protocol
+from jdp._tools.explain.calls import spread, step_call
+from jdp._tools.explain.explain import compiled_call
+from jdp._tools.plan import lines as plan_lines
+from jdp._tools.plan import plan
+from jdp._tools.plan.lines import Line, Most, most
+from jdp._tools.plan.print import page, show
+from jdp._tools.plan.script import WAYS, PlanError, capture_step
+from jdp._tools.topology.chips import CHIPS, Chip, Protocol
 
 STEP = """
     import sys
@@ -287,7 +287,7 @@ import sys
 import jax, jdp
 jdp.virtual_cpu_devices(2)
 from jdp.__main__ import run
-from jdp._plan import plan, lines
+from jdp._tools.plan import plan, lines
 def compile(*args):
     {sleeps}
 plan._topologies = lambda args: [("1 x 1", tuple(jax.devices()[:1])), ("1 x 2", tuple(jax.devices()))]
@@ -455,7 +455,7 @@ def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkey
     def refuse(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: far too\n much")
 
-    monkeypatch.setattr("jdp._plan.lines.compiled_call", refuse)
+    monkeypatch.setattr("jdp._tools.plan.lines.compiled_call", refuse)
     assert main([*command, "5", "--no-search"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"1 x 2 +replicated\* +no +no", out) and "1 x 2, replicated: RESOURCE_EXHAUSTED: far too\n" in out

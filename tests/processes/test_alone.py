@@ -76,7 +76,7 @@ def test_what_is_only_compiled_for_absent_machines_is_no_job(fresh):
 
 
 def launch(*args):
-    left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # conftest's, for 8 devices
+    left_out = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # conftest's, for 8 devices
     environ = {name: value for name, value in os.environ.items() if name not in left_out} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jdp", "launch", *args]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)

@@ -22,7 +22,7 @@ def job(request, tmp_path_factory):
     """How many processes there are, and what each of them found."""
     n, folder = request.param, tmp_path_factory.mktemp("batches")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"):
+    for name in ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"):
         environ.pop(name, None)  # conftest's, for 8 devices
     launch = ["-m", "jdp", "launch", "-n", str(n), "--devices-per-process", str(DEVICES[n])]
     command = [sys.executable, *launch, str(HERE / "batches_worker.py"), str(folder)]

@@ -17,7 +17,7 @@ def job(n, folder):
     """What each of n processes found."""
     folder.mkdir()
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"):
+    for name in ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES"):
         environ.pop(name, None)  # conftest's, for 8 devices
     launch = ["-m", "jdp", "launch", "-n", str(n), "--devices-per-process", str(DEVICES[n])]
     command = [sys.executable, *launch, str(HERE / "deterministic_worker.py"), str(folder)]

@@ -41,7 +41,7 @@ class Machines:
 
     def start(self, case):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JDP_FAULTS_MARK": str(uuid.uuid4())}
-        for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
+        for name in ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
             environ.pop(name, None)
         for i, name in enumerate(self.names):
             head = [sys.executable, "-m", "jdp", "launch", "-n", "1", "--devices-per-process", "2", "--nnodes", "2"]

@@ -185,7 +185,7 @@ def start(tmp_path):
 
     def start(case=None, rank=2, how="launch", options=(), absent=None, port=None, folder=tmp_path, script=None):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JDP_FAULTS_MARK": str(uuid.uuid4())}
-        for name in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
+        for name in ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "JDP_ATTEMPT"):
             environ.pop(name, None)  # conftest's, for 8 devices
         folder.mkdir(exist_ok=True)
         jobs.append(Job(folder, case, rank, how, options, absent, port, environ, script))

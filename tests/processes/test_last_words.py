@@ -89,7 +89,7 @@ def test_the_end_of_a_child_is_not_that_of_its_process(tmp_path):
     """Of one that `os.fork` has made, as in a loader: with `sys.exit`, or by an exception."""
     (tmp_path / "forks.py").write_text(FORKS)
     root = str(pathlib.Path(__file__).parents[2])
-    left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+    left_out = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     environ = {name: value for name, value in os.environ.items() if name not in left_out} | {"PYTHONPATH": root}
     command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "forks.py"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -53,7 +53,7 @@ def by_jdp(process, port):
 
 def start(log, command, **said):
     """A process with two CPU devices, and what it prints in a file."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", *LAUNCHERS)}
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(LOCAL), "NPROC": "8", "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
         return subprocess.Popen(
@@ -987,7 +987,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
             "PMI_SIZE=4, PMI_RANK=3", "coordinator_address", "JAX_COORDINATOR_ADDRESS")),
         ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (), "by PMI_SIZE=4, PMI_RANK=3, and coordinator_address cannot be found"),
         ({"PMIX_RANK": "0"}, (), "by PMIX_RANK=0, and coordinator_address, num_processes, process_id cannot"),
-        ({"JOB_COMPLETION_INDEX": "0"}, (), r'JOB_COMPLETION_INDEX=0, and .*; or pip install "jax\[k8s\]", by which'),
+        ({"JOB_COMPLETION_INDEX": "0"}, (), r'JOB_COMPLETION_INDEX=0, and .*; or pip install "jax\[k8s\]", which'),
         ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}, (), r"SKYPILOT_NODE_RANK=1.*\(SKYPILOT_NODE_IPS not"),
         ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, (), "by PMI_SIZE=2, and"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, (), "by MV2_COMM_WORLD_SIZE=2, and"),

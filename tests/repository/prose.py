@@ -1,4 +1,6 @@
-"""Refuses the turns of phrase that make a reader read a sentence twice, in docstrings and comments. Run: make lint
+"""Refuses the turns of phrase that make a reader read a sentence twice: in docstrings, comments, errors and pages.
+
+Run: make lint
 
 Only what a regular expression can find. Each rule has the plain wording beside it. A docstring of a function begins
 with a verb in the third person, as in the standard library's documentation ("Returns the mesh"). ruff's D401 wants the
@@ -18,7 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ("jdp",)
+FOLDERS = ("jdp", "docs", "README.md", "CONTRIBUTING.md", "PARITY.md", "SECURITY.md")
+GENERATED = ("docs/architecture.md",)
 
 VERBS = "is|are|was|were|has|have|had|may|might|would|does|do|did|can|could|will|[a-z]+(?<!s)s"
 RULES = {
@@ -41,6 +44,7 @@ RULES = {
     "'nobody' of processes: name what does not": r"\b[Nn]obody\b",
     "'where nothing', 'where there is none': if there is no": r"\b[Ww]here (?:nothing|there is none|there are none)\b",
 }
+OF_PEOPLE = {"'nobody' of processes: name what does not"}  # pages speak of people, too
 NO_VERBS = {
     *("As", "Its", "This", "Bytes", "Rows", "Devices", "Processes", "Arrays", "Axes", "Leaves", "Paths"),
     *("Names", "Shapes", "Values", "Words", "Lines", "Always", "Has", "Is", "Does", "Was", "Less", "Seconds"),
@@ -71,12 +75,19 @@ class Found(NamedTuple):
 
 
 def passages(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yields each docstring and each block of comments: its line, its text, and whether it must begin with a verb."""
-    for node in ast.walk(ast.parse(source)):
+    """Yields each docstring, string and block of comments: its line, text, and whether it must begin with a verb."""
+    read: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):  # a node comes before what is in it
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node)
             if text:
+                read.update(ast.walk(node.body[0]))
                 yield node.body[0].lineno, text, _does_something(node)
+        elif isinstance(node, ast.JoinedStr):
+            read.update(ast.walk(node))
+            yield node.lineno, "".join(x.value if isinstance(x, ast.Constant) else "X" for x in node.values), False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in read:
+            yield node.lineno, node.value, False
     block: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -90,6 +101,16 @@ def passages(source: str) -> Iterator[tuple[int, str, bool]]:
         block.append(token.string.lstrip("# "))
     if block:
         yield first, " ".join(block), False
+
+
+def paragraphs(page: str) -> Iterator[tuple[int, str]]:
+    """Yields each line of a page in Markdown that is no program, and its number."""
+    in_code = False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, line
 
 
 def _does_something(node: ast.AST) -> bool:
@@ -110,13 +131,19 @@ def prose_of(text: str) -> str:
 
 def faults(path: pathlib.Path) -> Iterator[Found]:
     """Yields what a file has to say in other words."""
-    file = str(path.relative_to(ROOT))
-    for line, text, needs_verb in passages(path.read_text(encoding="utf-8")):
+    file, source = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        found = [(line, text, False) for line, text in paragraphs(source)]
+    else:
+        found = [*passages(source)]
+    for line, text, needs_verb in found:
         prose = prose_of(text)
         first = prose.split(maxsplit=1)[0] if prose.split() else ""
         if needs_verb and (not re.fullmatch(r"[A-Z][a-z]+s[,;:]?", first) or first.rstrip(",;:") in NO_VERBS):
             yield Found(file, line, "a function's docstring begins with a verb: Returns, Makes, Raises", prose[:90])
         for rule, pattern in RULES.items():
+            if path.suffix == ".md" and rule in OF_PEOPLE:
+                continue
             for match in re.finditer(pattern, prose):
                 said = prose[max(0, match.start() - 40) : match.end() + 40]
                 if (file, said) not in EXCEPTIONS:
@@ -127,7 +154,8 @@ def main() -> None:
     """Prints the faults of the files that are named, or of all; the status is 1 where there are some."""
     named = [pathlib.Path(name).resolve() for name in sys.argv[1:] if not name.startswith("-")]
     roots = named or [ROOT / folder for folder in FOLDERS]
-    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.[pm][yd]")))]
+    files = [file for file in files if str(file.relative_to(ROOT)) not in GENERATED]
     found = [fault for file in files for fault in faults(file)]
     if "--count" in sys.argv:
         for name, count in collections.Counter(fault.rule for fault in found).most_common():

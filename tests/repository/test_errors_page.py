@@ -161,7 +161,7 @@ CASES = {
     "asks for the value of an array": lambda: one_step(lambda v, x: mean_square(v, x) if x.sum() > 0 else 0.0),
     "is compiled for the 4th time": a_number_that_changes,
     "the model runs a collective": a_collective,
-    "beside the loss stand 0-d floats": lambda: one_step(lambda v, x: (mean_square(v, x), {"std": x.std(axis=0)})),
+    "with the loss come 0-d floats": lambda: one_step(lambda v, x: (mean_square(v, x), {"std": x.std(axis=0)})),
     "the updates have a collection": lambda: one_step(lambda v, x: (mean_square(v, x), {}, {"batch_stats": x.mean()})),
     "would be taken for a batch": lambda: jdp.DataParallel(lambda v, x: x).prefetch((X, X)),
     "a step takes a jdp.TrainState": lambda: jdp.DataParallel(lambda v, x: x).train_step(mean_square, optax.sgd(0.1))(

@@ -38,7 +38,7 @@ def test_there_are_ten_tasks_and_more():
 def test_a_task_is_done_as_the_pages_say_and_its_numbers_are_right(path, tmp_path):
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
-    left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")  # conftest's, for 8 devices
+    left_out = ("NPROC", "PJRT_NPROC")  # conftest's, for 8 devices
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     env |= {"PYTHONWARNINGS": WARNINGS, "TMPDIR": str(tmp_path)}

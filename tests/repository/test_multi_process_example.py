@@ -76,7 +76,7 @@ def wait_for_checkpoint(job, folder, after=0):
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
     """The environment of all jobs, who share what they have compiled, with little effort."""
-    left_out = ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # conftest's, for 8 devices
+    left_out = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # conftest's, for 8 devices
     return {name: value for name, value in os.environ.items() if name not in left_out} | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

@@ -26,7 +26,7 @@ def test_the_tests_that_are_named_are_there(mutant):
     for name in mutant.tests:
         file, _, function = name.partition("::")
         assert re.search(rf"^def {function}\(", (TESTS / file).read_text(encoding="utf-8"), re.MULTILINE), name
-    assert (TESTS / mutant.file.split("/")[1].strip("_")).is_dir()
+    assert (TESTS / mutant.file.split("/")[-2].strip("_")).is_dir()
 
 
 def test_mutants_are_spread_over_the_wings():

@@ -19,8 +19,8 @@ from flax import nnx
 
 import jdp
 from jdp._launch.options import parse
-from jdp._plan import cli
-from jdp._replay import cli as replay
+from jdp._tools.plan import cli
+from jdp._tools.replay import cli as replay
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -12,12 +12,12 @@ from browser import in_browser, wrong_pages
 from flax import nnx
 
 import jdp
-from jdp._explain.estimate import Network
 from jdp._page import Html, Page, tag
-from jdp._plan.lines import Line
-from jdp._plan.print import page as page_of_plan
-from jdp._plan.script import WAYS
-from jdp._topology.chips import CHIPS
+from jdp._tools.explain.estimate import Network
+from jdp._tools.plan.lines import Line
+from jdp._tools.plan.print import page as page_of_plan
+from jdp._tools.plan.script import WAYS
+from jdp._tools.topology.chips import CHIPS
 
 LONG = "a_name_without_a_space_" * 12 + "<script>console.error('run')</script>"
 

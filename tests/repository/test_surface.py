@@ -14,8 +14,8 @@ import typing
 import pytest
 
 import jdp
-from jdp._explain.report import Report
-from jdp._train import step, value_and_grad
+from jdp._tools.explain.report import Report
+from jdp._train import train_step, value_and_grad
 from jdp._wrapper import data_parallel
 
 PACKAGE = pathlib.Path(jdp.__file__).parent
@@ -151,7 +151,7 @@ def test_the_signature_of_a_subclass_and_of_a_wrapper_are_their_own():
     "function, arguments, beside",
     [
         (jdp.DataParallel.__init__, data_parallel.WrapperArguments, {"shard_params"}),
-        (step.train_step, step.StepArguments, set()),
+        (train_step.train_step, train_step.StepArguments, set()),
         (value_and_grad.value_and_grad, value_and_grad.GradArguments, set()),
     ],
     ids=["DataParallel", "train_step", "grad"],

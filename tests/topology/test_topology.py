@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jdp
 from jdp import topology
-from jdp._topology.chips import CHIPS, TARGETS, target_config
-from jdp._topology.quiet import quiet
-from jdp._topology.topology import GPUS, TPUS, _gpus, _tpus
+from jdp._tools.topology.chips import CHIPS, TARGETS, target_config
+from jdp._tools.topology.quiet import quiet
+from jdp._tools.topology.topology import GPUS, TPUS, _gpus, _tpus
 
 
 def installed(module):
@@ -125,7 +125,7 @@ def test_jax_may_have_started_without_the_plugin():
 
 @pytest.mark.parametrize("name, extra", [("h100", "plan-gpu"), ("v5e", "plan-tpu")])
 def test_a_missing_extra_is_named(monkeypatch, refused, name, extra):
-    monkeypatch.setattr("jdp._topology.topology._installed", lambda module: False)
+    monkeypatch.setattr("jdp._tools.topology.topology._installed", lambda module: False)
     _gpus.cache_clear(), _tpus.cache_clear()
     shape = "4x4" if name == "v5e" else None
     with refused(ImportError, "topology", match=rf'device\. Run pip install -e "\.\[{extra}\]" in a checkout'):
@@ -202,7 +202,7 @@ def test_quiet_drops_the_loggers_lines_alone(capfd):
 def test_quiet_does_not_keep_the_last_words_of_a_compiler_that_aborts():
     code = """
 import os
-from jdp._topology.quiet import quiet
+from jdp._tools.topology.quiet import quiet
 with quiet():
     os.write(2, b"I0000 00:00:1795306221.128085 1 a.cc:1] starting\\nF0000 a.cc:2] Check failed: size > 0\\nno newline")
     os.abort()

@@ -116,7 +116,7 @@ def test_what_ends_is_that_of_one_device_or_refused(kind, k, n, rows, steps):
     try:
         (_, got), _ = wrapper(n).value_and_grad(measured, has_aux=True, accumulate_steps=steps)(W, x)
     except TypeError as error:
-        assert re.search(r"aux is .* rows.*Return jdp\.Mean|aux is float32\[\d+, \d\]; beside the loss", str(error))
+        assert re.search(r"aux is .* rows.*Return jdp\.Mean|aux is float32\[\d+, \d\]; with the loss", str(error))
         return
     close(got, measured(W, x)[1])
 
@@ -262,7 +262,7 @@ def by_length(fn):
 
 NOT_ALONG_ONE = " for b rows, which is not in proportion along one axis"
 UNKNOWN = [
-    (of_the_first(1), r"\['a'\] is float32\[1, 2\]; beside the loss stand"),
+    (of_the_first(1), r"\['a'\] is float32\[1, 2\]; with the loss come"),
     (of_the_first(3), r"\['a'\] is float32\[3, 2\] for 4 rows, and its shape is \(min\(b, 3\), 2\)" + NOT_ALONG_ONE),
     (of_the_first(4), r"\['a'\] is float32\[4, 2\] for 4 rows, and its shape is \(min\(b, 4\), 2\)" + NOT_ALONG_ONE),
     (of_the_first(64), r"\['a'\] is float32\[4, 2\] for 4 rows, and its shape is \(min\(b, 64\), 2\)" + NOT_ALONG_ONE),
@@ -307,7 +307,7 @@ def test_in_a_model_for_one_number_of_rows_means_of_classes_are_marked_as_in_any
     x = np.random.RandomState(0).randn(8, 7).astype(np.float32)
     (_, aux), _ = with_means(lambda x: jdp.Mean(jnp.sum(x, axis=0), len(x)))(W, x)
     close(aux["classes"], x.mean(0))
-    with refused(TypeError, "value_and_grad", r"aux\['classes'\] is float32\[7\]; beside the loss stand .*jdp\.Mean"):
+    with refused(TypeError, "value_and_grad", r"aux\['classes'\] is float32\[7\]; with the loss come .*jdp\.Mean"):
         with_means(lambda x: jnp.mean(x, axis=0))(W, x)
 
 
@@ -329,7 +329,7 @@ BY_CLASS = {
 def test_an_array_without_rows_is_marked_or_refused(refused, kind, n, steps):
     """Of any dtype, by either door, on one device too; 4 classes are not the 4 rows of a chunk or a microbatch."""
     x, y = np.random.RandomState(0).randn(8, 4).astype(np.float32), np.resize([0, 2, 1, 1], 8)
-    match = r"\['a'\] is (b?float|int|bool|complex)\d*\[[34, ]+\]; beside the loss stand .*jdp\.Mean.*jdp\.Sum"
+    match = r"\['a'\] is (b?float|int|bool|complex)\d*\[[34, ]+\]; with the loss come .*jdp\.Mean.*jdp\.Sum"
     with refused(TypeError, "value_and_grad", "aux" + match):
         wrapper(n).value_and_grad(
             lambda w, x, y: (jnp.mean(w * x), {"a": BY_CLASS[kind](x, y)}), has_aux=True, accumulate_steps=steps

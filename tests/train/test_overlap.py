@@ -10,8 +10,8 @@ import pytest
 
 import jdp
 from jdp._core.replica_mesh import make_mesh
-from jdp._explain.collectives import collectives
-from jdp._explain.hlo import parse
+from jdp._tools.explain.collectives import collectives
+from jdp._tools.explain.hlo import parse
 from jdp._train import program
 from jdp._train.program import _known, compiler_options, wanted
 

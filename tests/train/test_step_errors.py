@@ -245,15 +245,15 @@ def test_what_is_passed_goes_to_those_that_take_it(make):
 
 
 NEEDS = {
-    "lbfgs": (optax.lbfgs, "tx needs value_fn and grad beside the gradient .*linesearch=None"),
-    "sophia": (lambda: optax.contrib.sophia(0.1), "tx needs obj_fn beside the gradient"),
-    "opaque sam": (lambda: optax.contrib.sam(SGD, SGD, opaque_mode=True), "tx needs grad_fn beside the gradient"),
+    "lbfgs": (optax.lbfgs, "tx needs value_fn and grad as well as the gradient .*linesearch=None"),
+    "sophia": (lambda: optax.contrib.sophia(0.1), "tx needs obj_fn as well as the gradient"),
+    "opaque sam": (lambda: optax.contrib.sam(SGD, SGD, opaque_mode=True), "tx needs grad_fn as well as the gradient"),
     "lookahead": (lambda: optax.lookahead(SGD, 5, 0.5), r"tx takes two trees of parameters, optax\.LookaheadParams"),
     "dpsgd": (
         lambda: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.5, 0), SGD),
         r"clips the gradient of each row.*docs/training\.md, DP-SGD",
     ),
-    "in a chain": (lambda: optax.chain(optax.clip(1.0), optax.lbfgs()), "tx needs value_fn and grad beside"),
+    "in a chain": (lambda: optax.chain(optax.clip(1.0), optax.lbfgs()), "tx needs value_fn and grad as well as"),
 }
 
 

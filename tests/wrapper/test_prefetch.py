@@ -426,8 +426,8 @@ ONE_BATCH = {
     "a dict": (lambda: {"x": X}, r"a dict of 1, and each of its keys.*dp\.prefetch\(\[batch\]\)"),
     "a scattered": (lambda: jdp.scatter((X, Y), range(2)), r"a jdp\.Scattered of 2 chunks.*dp\.prefetch\(\[batch\]\)"),
     "scattered parts": (lambda: tuple(jdp.scatter(v, range(2)) for v in (X, Y)), r"a tuple of 2"),
-    "a number": (lambda: 3, "batches is a int, in which there are no batches"),
-    "a name": (lambda: "train", "batches is a str, in which there are no batches"),
+    "a number": (lambda: 3, "batches is a int, which holds no batches"),
+    "a name": (lambda: "train", "batches is a str, which holds no batches"),
     "None": (lambda: None, "batches is a NoneType"),
 }
 
@@ -518,10 +518,10 @@ def test_tensors_are_copied_where_their_loader_may_fill_them_anew():
     assert [float(jdp.gather(s)[0]) for s in DP.prefetch(loader, 3)] == [0, 1, 2, 3, 4, 5]
     rows = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
     tensor = next(iter(rows))[0]
-    assert np.shares_memory(jdp._wrapper.prefetch._on_host(rows)(tensor), tensor.numpy())
-    assert not np.shares_memory(jdp._wrapper.prefetch._on_host([tensor])(tensor), tensor.numpy())
+    assert np.shares_memory(jdp._wrapper.prefetch._to_numpy(rows)(tensor), tensor.numpy())
+    assert not np.shares_memory(jdp._wrapper.prefetch._to_numpy([tensor])(tensor), tensor.numpy())
     own = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, collate_fn=lambda rows: [buffer])
-    assert not np.shares_memory(jdp._wrapper.prefetch._on_host(own)(buffer), buffer.numpy())
+    assert not np.shares_memory(jdp._wrapper.prefetch._to_numpy(own)(buffer), buffer.numpy())
 
 
 def test_other_loaders():

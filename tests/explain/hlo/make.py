@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp import topology
-from jdp._topology.quiet import quiet
+from jdp._tools.topology.quiet import quiet
 
 HERE = pathlib.Path(__file__).parent
 LAYERS, WIDTH, ROWS, SMALL = 3, 256, 32, 64

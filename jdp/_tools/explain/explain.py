@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from .._core.devices import memory_bytes
-from .._core.layout import Whole
-from .._core.outline import bytes_on_each
-from .._core.outputs import path_name
-from .._core.scattered import is_scattered
-from .._jax.jaxprs import constants
-from .._topology.chips import chip_of
+from ..._core.devices import memory_bytes
+from ..._core.layout import Whole
+from ..._core.outline import bytes_on_each
+from ..._core.outputs import path_name
+from ..._core.scattered import is_scattered
+from ..._jax.jaxprs import constants
+from ..topology.chips import chip_of
 from .calls import Call, capture, unused_donations
 from .collectives import Collective, carried, collectives
 from .cost import totals

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .._version import __version__
+from ..._version import __version__
 
 PACKAGES = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "rich", "libtpu"]
 PACKAGES += [f"jax-cuda{v}-{part}" for v in (12, 13) for part in ("plugin", "pjrt")]

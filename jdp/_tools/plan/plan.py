@@ -8,9 +8,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .._core.devices import Device
-from .._topology.chips import CHIPS
-from .._topology.topology import how_to_install, topology
+from ..._core.devices import Device
+from ..topology.chips import CHIPS
+from ..topology.topology import how_to_install, topology
 from .lines import Line, lines
 from .print import as_json, page, picture, show
 from .script import PlanError, Step, capture_step
@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace, given: Sequence[str]) -> int:
         step = capture_step(args.script, given, args.values)
         if args.batch_per_device is not None and not step.is_cut:
             raise PlanError(
-                "jdp.plan: the step's batch is whole on every replica; no rows to set. Leave the option out."
+                "jdp.plan: the step's batch goes whole to every replica; no rows to set. Leave the option out."
             )
         try:
             for one in lines(step, CHIPS[args.topology], machines, args.batch_per_device or step.rows, args.search):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from .._core.devices import Device, is_described
+from ..._core.devices import Device, is_described
 from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 

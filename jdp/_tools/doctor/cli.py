@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .._tables import say
+from ..tables import say
 from .advice import notes, remedies
 from .examine import Examination, compared, pairs, plan
 from .machine import facts

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._core.devices import Device, resolve_devices, warn_imbalance
-from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
+from ..._core.devices import Device, resolve_devices, warn_imbalance
+from ..._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:

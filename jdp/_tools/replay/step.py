@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.fingerprint import fingerprint
-from .._core.layout import Tree, is_key
-from .._core.scattered import Scattered
-from .._train.program import Program
-from .._train.state import TrainState
+from ..._core.fingerprint import fingerprint
+from ..._core.layout import Tree, is_key
+from ..._core.scattered import Scattered
+from ..._train.program import Program
+from ..._train.state import TrainState
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")) + os.sep
 _FEW = 6  # leaves that one line names
 
 
@@ -29,7 +29,7 @@ def before(program: Program, state: TrainState, batch: Scattered) -> Iterator[tu
     """Yields lines about the batch and the state of a step before it is made, and about its gradient."""
     layout = batch._layout
     count = len(batch.devices)
-    rows = f"{sum(layout.sizes)} rows on {count} replicas" if layout.is_cut else "whole on every replica"
+    rows = f"{sum(layout.sizes)} rows on {count} replicas" if layout.is_cut else "the same on every replica"
     yield "batch", f"{rows}; {_finite({'batch': layout.fill(batch._arrays)})}"
     yield "state", _finite(_parts(program, state))
 

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._core.devices import Device
-from .._core.programs import intercept
-from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
-from .._core.scattered import Scattered
-from .._explain.calls import Captured, shape_of, spread
-from .._script import print_error, run_script
-from .._train.program import Program
-from .._train.state import TrainState
+from ..._core.devices import Device
+from ..._core.programs import intercept
+from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
+from ..._core.scattered import Scattered
+from ..._train.program import Program
+from ..._train.state import TrainState
+from ..explain.calls import Captured, shape_of, spread
+from ..script import print_error, run_script
 
 
 class PlanError(Exception):

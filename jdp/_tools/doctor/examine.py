@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .._tables import say
+from ..tables import say
 from .advice import BY_NCCL, GPU, remedies
 from .watch import Worker
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 
-from .._checkpoint.directory import absolute, steps_in
-from .._checkpoint.read import unlike
-from .._checkpoint.replay import replaying
-from .._core.programs import intercept
-from .._core.scattered import Scattered
-from .._script import print_error, run_script
-from .._train.program import Program
-from .._train.state import TrainState
+from ..._checkpoint.directory import absolute, steps_in
+from ..._checkpoint.read import unlike
+from ..._checkpoint.replay import replaying
+from ..._core.programs import intercept
+from ..._core.scattered import Scattered
+from ..._train.program import Program
+from ..._train.state import TrainState
+from ..script import print_error, run_script
 from . import step as one_step
 
 _MANY = 20  # steps that one message names

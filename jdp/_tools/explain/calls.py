@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from .._core.layout import Cut, Layout, Stack, Tree
-from .._core.programs import Compiled, Flat, intercept
-from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replica_mesh, replicated
-from .._core.scattered import Scattered, is_scattered
-from .._core.shards import cut_axis_of, shard
-from .._jax.private import compilations
-from .._train.program import Program, jit_of_state
-from .._train.state import TrainState
+from ..._core.layout import Cut, Layout, Stack, Tree
+from ..._core.programs import Compiled, Flat, intercept
+from ..._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replica_mesh, replicated
+from ..._core.scattered import Scattered, is_scattered
+from ..._core.shards import cut_axis_of, shard
+from ..._jax.private import compilations
+from ..._train.program import Program, jit_of_state
+from ..._train.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

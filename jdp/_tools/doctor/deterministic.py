@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._core.devices import Device
-from .._wrapper.data_parallel import DataParallel
+from ..._core.devices import Device
+from ..._wrapper.data_parallel import DataParallel
 
 STEPS = 20
 

@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .._topology.chips import CHIPS
+from ..topology.chips import CHIPS
 
 ABOUT = """\
 Runs a script up to its first training step, and compiles that step for machines that are not here: does it compile,
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-values",
         dest="values",
         action="store_false",
-        help="run the script with shapes in place of arrays, for a model that this machine cannot hold",
+        help="run the script with shapes in place of arrays: a model may be larger than this machine",
     )
     add("--json", action="store_true", help="one JSON document on stdout")
     add("--picture", type=pathlib.Path, metavar="FILE.png", help="efficiency against devices, drawn by matplotlib")

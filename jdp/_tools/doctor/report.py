@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from .._tables import Block, Table, Text, Title, show_blocks
+from ..tables import Block, Table, Text, Title, show_blocks
 from .examine import FEW
 
 SHOWN = 4  # failures of a kind that are told in full

@@ -13,10 +13,10 @@ Makes one training step of a script again: the step that Checkpointer.save calle
   jdp replay CHECKPOINTS --step 1200 --pdb train.py --width 512
 
 The script runs as it does by itself. Its Checkpointer over CHECKPOINTS restores the newest checkpoint before step N,
-and the steps up to N are made. Of step N it says: which leaves of the batch, the state and the gradient are not
-finite, in which replicas and rows; the gradient's norm, the loss and the metrics; the bits of the state after it, and
-whether a checkpoint of step N has the same. Then the run ends. No Checkpointer writes anything meanwhile; what else
-the script writes, it writes.
+and the steps up to N are made. It says of step N: which leaves of the batch, the state and the gradient are not
+finite, and their replicas and rows; the gradient's norm, the loss and the metrics; the bits of the state after it, and
+whether a checkpoint of step N has the same. Then the run ends. No Checkpointer writes anything in the replay; what
+else the script writes, it writes.
 
 The bits are those of the run on the same number of devices, if the data is a function of the step; with
 train_step(..., deterministic=True) on any number."""

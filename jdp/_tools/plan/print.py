@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._explain.estimate import SOURCES
-from .._page import Page, curves, in_seconds, legend, scaled, section, table, text
-from .._tables import Block, Table, Text, Title, show_blocks
-from .._topology.chips import GB, TERA, Chip
+from ..._page import Page, curves, in_seconds, legend, scaled, section, table, text
+from ..explain.estimate import SOURCES
+from ..tables import Block, Table, Text, Title, show_blocks
+from ..topology.chips import GB, TERA, Chip
 from .lines import Line
 from .script import WAYS
 
@@ -105,7 +105,7 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
     if any(one.most is not None for one in lines):
         yield (
             "most rows: of one device, compiled and within it; one more, or what stands behind <, is not. !: the "
-            "compiler refuses so many, for a reason that is not memory."
+            "compiler refuses so many, and memory is not the reason."
         )
     if any(one.most is not None and one.most.as_on is not None for one in lines):
         yield (

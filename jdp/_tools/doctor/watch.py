@@ -23,7 +23,7 @@ def command(reply: int, seconds: int) -> list[str]:
     """Returns how to start the process of the tests: the same Python with the same modules in reach."""
     # The alarm is the kernel's: an import that never ends does not outlive the deadline, even if we are killed.
     code = f"import signal, sys; signal.alarm({seconds}); sys.path[:] = {sys.path!r}; "
-    return [sys.executable, "-c", code + f"from jdp._doctor.worker import serve; serve({reply})"]
+    return [sys.executable, "-c", code + f"from jdp._tools.doctor.worker import serve; serve({reply})"]
 
 
 class Worker:

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from .._core.devices import Device
-from .._topology.chips import CHIPS, Chip, Protocol, chip_of
+from ..._core.devices import Device
+from ..topology.chips import CHIPS, Chip, Protocol, chip_of
 from .collectives import Collective, of_computation
 from .cost import cost, trips
 from .hlo import CONTROL, Computation, Instruction, Module
@@ -36,7 +36,7 @@ def wire_bytes(kind: str, size: int, group: int) -> float:
 
 def _check(kind: str) -> None:
     if kind not in (*_TIMES, *_ALL_TO_ALL, *_ONCE):
-        raise ValueError(f"jdp.plan: a collective is {kind!r}, for which there is no formula. Report it, please.")
+        raise ValueError(f"jdp.plan: a collective is {kind!r}, which has no formula here. Report it, please.")
 
 
 @dataclasses.dataclass(frozen=True)

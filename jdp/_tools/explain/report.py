@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .._page import (
+from ..._page import (
     Html,
     Page,
     bars,
@@ -24,7 +24,7 @@ from .._page import (
     tag,
     text,
 )
-from .._tables import Block, Table, Text, Title, show_blocks
+from ..tables import Block, Table, Text, Title, show_blocks
 from .collectives import Collective
 from .estimate import Network, Schedule, Span, schedule_of
 from .hlo import parse
@@ -353,7 +353,7 @@ def _memory(r: Report) -> Iterator[Html]:
     if r.gradient_bytes:
         yield text(f"The gradients, {in_bytes(r.gradient_bytes)}, are temporaries.")
     if rest < 0:
-        yield text(f"Of these arguments the program does not use {in_bytes(-rest)}.")
+        yield text(f"The program does not use {in_bytes(-rest)} of these arguments.")
 
 
 def _collectives(r: Report) -> Iterator[Html]:

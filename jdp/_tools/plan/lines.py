@@ -14,14 +14,14 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, TextIO, TypeVar
 
-from .._core.devices import Device
-from .._explain.calls import step_call
-from .._explain.estimate import Network, wire_bytes
-from .._explain.explain import CompiledCall, compiled_call
-from .._page import scaled
-from .._tables import say
-from .._topology.chips import Chip
-from .._topology.quiet import quiet
+from ..._core.devices import Device
+from ..._page import scaled
+from ..explain.calls import step_call
+from ..explain.estimate import Network, wire_bytes
+from ..explain.explain import CompiledCall, compiled_call
+from ..tables import say
+from ..topology.chips import Chip
+from ..topology.quiet import quiet
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # the error of TPU's compiler; that for GPUs compiles even what no GPU can hold

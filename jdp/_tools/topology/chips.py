@@ -88,7 +88,7 @@ def _tpu(
 ) -> Chip:
     book = 'Google DeepMind, "How to Scale Your Model" (2025), part 2: TPUs'
     sources = {
-        "peaks": f"{book}, as in Google Cloud's pages; f32: a sixth of it, for six products of bf16 parts",
+        "peaks": f"{book}, as in Google Cloud's pages; f32: a sixth of it, as six products of bf16 parts",
         "memory_bytes": "what libtpu's compiler says it has, where a program does not fit",
         "bytes_per_second": book,
         "link": f"{book}; one link, one direction",

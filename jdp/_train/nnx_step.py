@@ -1,0 +1,260 @@
+"""The training step for an NNX module: the model and its optimizer are updated in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from .._core.layout import Tree
+from .._core.outline import page_of
+from .._core.replica_mesh import outside_of_mesh
+from .._core.scattered import placed
+from .._jax.private import trace_state_clean
+from .._model.config import BatchAxes, Wrapper, with_objects
+from .._model.nnx import own_values
+from .._page import Page, in_notebook
+from .check import LossCheck, checked
+from .loss import (
+    FORMS,
+    VERB,
+    Division,
+    Wanted,
+    check_signature,
+    divide,
+    loss_of,
+    of_criterion,
+    results_of,
+    rows_explained,
+)
+from .nonfinite import Nonfinite
+from .program import of_model
+from .state import Bytes, TrainState, bytes_of, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .step import NO_STEP, Ready, Step
+from .step_options import StepOptions, check_shards
+from .value_and_grad import check_differentiable, hashable
+
+
+class NNXTrainStep(Step[dict[str, jax.Array]]):
+    """A training step for an NNX module: `metrics = step(batch)`; the model and `step.optimizer` are updated in place.
+
+    Made by `step = dp.train_step(loss_fn, tx)`, where its arguments are explained.
+
+    Example:
+        >>> import jdp, numpy as np, optax
+        >>> from flax import nnx
+        >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+        >>> step: jdp.NNXTrainStep = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+        >>> first, second = (float(step(np.ones((4, 3), np.float32))["loss"]) for _ in range(2))
+        >>> second < first
+        True
+    """
+
+    @outside_of_mesh
+    def __init__(
+        self,
+        dp: Wrapper,
+        loss_fn: Callable[..., Any],
+        tx: Any,
+        options: StepOptions,
+        axes: BatchAxes | None,
+        criterion: Callable[..., Any] | None,
+    ) -> None:
+        check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
+        if not isinstance(tx, nnx.Optimizer):
+            # Its state takes over the annotations of the parameters, which name the axes of a mesh.
+            mesh = dp._config.mesh
+            around = jax.set_mesh(mesh.jax_mesh) if mesh.inner_axes and trace_state_clean() else nullcontext()
+            with around, nnx.use_eager_sharding(False):
+                tx = nnx.Optimizer(dp.module, checked_optimizer(tx), wrt=nnx.Param)
+        self.optimizer: nnx.Optimizer[Any] = tx
+        params = nnx.state(dp.module, tx.wrt)
+        check_differentiable(VERB, params, "model")
+        check_shards(options, params, "model")
+        view = view_of(tx, params)
+
+        def of_model_alone(diff: Tree) -> Tree:
+            _, state = diff
+            return view(state[0])
+
+        def two(model: Any, batch: Tree) -> Any:
+            with rows_explained(batch):
+                out = loss_fn(model, batch)
+            if criterion is not None:
+                return out
+            loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])
+            return loss, metrics
+
+        config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
+        division = Division((Wanted(0, (0,), self._argnums[0][1]),), has_aux=True, whole=(0,), arity=2)
+        judge = None
+        if criterion is not None:
+            judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
+        loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
+        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
+        self._program.see(*divide((dp.module, []), {}, self._argnums, True, [None, 0], VERB).replicas)
+        self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
+
+    @outside_of_mesh
+    def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
+        """Takes one step, `metrics = step(batch)`; with `donate` the arrays that the model held before are gone then.
+
+        Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> metrics = step(np.zeros((4, 3), np.float32))
+            >>> float(metrics["loss"]), int(step.optimizer.step[...])
+            (0.0, 1)
+        """
+        last = self._given.last
+        try:
+            if isinstance(batch, TrainState):
+                raise TypeError(
+                    f"jdp.{VERB}: the batch is a jdp.TrainState; an NNX step takes the batch alone, because the model "
+                    f"and the optimizer hold the state. Pass step(batch)."
+                )
+            if more:
+                raise too_many(more, "step((x, y))")
+            state, scattered, flat, nodes = self._ready(batch, donates=True)
+            return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
+        except KeyboardInterrupt as error:
+            held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
+            error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))
+            raise
+
+    @in_notebook
+    def _repr_html_(self) -> Page:
+        """Returns the state that it trains: that of the model, and the optimizer's."""
+        params, others = nnx.split_state(nnx.state(self._dp.module), self.optimizer.wrt, ...)
+        trees = {"parameters": params, "other state": others, "optimizer's state": self.optimizer.opt_state}
+        title = f"{type(self).__name__} of {self._program.label}"
+        facts = [("model", type(self._dp.module).__name__), ("devices", len(self._dp.devices))]
+        return page_of(title, facts, {name: nnx.as_pure(tree) for name, tree in trees.items()})
+
+    @outside_of_mesh
+    def check(self, batch: Tree) -> LossCheck:
+        """Compares the loss with that of one device and the whole batch, `assert step.check(batch)`: slow.
+
+        It is `TrainStep.check` for an NNX module; neither the model nor the optimizer is changed.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> bool(step.check(np.ones((4, 3), np.float32)))
+            True
+        """
+        state, scattered, _, _ = self._ready(batch)
+        return checked(self._program, state, placed(scattered))
+
+    @outside_of_mesh
+    def lower(self, batch: Tree) -> jax.stages.Lowered:
+        """Returns the lowered program of a step, `step.lower(batch)`; `.compile().as_text()` is its HLO.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> "jit_train_step" in step.lower(np.ones((4, 3), np.float32)).as_text()
+            True
+        """
+        state, scattered, _, _ = self._ready(batch)
+        return self._program.lower(state, scattered)
+
+    def optimizer_bytes(self) -> Bytes:
+        """Returns the bytes of optimizer state on each device, `step.optimizer_bytes()`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.adam(0.1))
+            >>> step.optimizer_bytes()  # Adam: a count, and two numbers for each of 4 parameters
+            Bytes(cut=0, whole=36)
+        """
+        opt_state = nnx.as_pure(self.optimizer.opt_state)
+        return bytes_of(opt_state, self._program.shardings(TrainState(NO_STEP, (), opt_state, ())).opt_state)
+
+    def parameter_bytes(self) -> Bytes:
+        """Returns the bytes of the parameters on each device, `step.parameter_bytes()`.
+
+        `cut` are those of leaves that are cut over the devices, `whole` those of the others.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> step.parameter_bytes()
+            Bytes(cut=0, whole=16)
+        """
+        params = nnx.as_pure(nnx.state(self._dp.module, self.optimizer.wrt))
+        return bytes_of(params, self._program.shardings(TrainState(NO_STEP, params, (), ())).params)
+
+    @outside_of_mesh
+    def find_nonfinite(self, batch: Tree) -> list[Nonfinite]:
+        """Returns the replicas and rows whose gradient is not finite, `step.find_nonfinite(batch)`: slow.
+
+        It is `TrainStep.find_nonfinite` for an NNX module; the model is not changed.
+
+        Example:
+            >>> import jdp, numpy as np, optax
+            >>> from flax import nnx
+            >>> dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=[0])
+            >>> step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+            >>> [found.rows for found in step.find_nonfinite(np.array([[1, 1, 1], [1, np.nan, 1]], np.float32))]
+            [(1,)]
+        """
+        state, scattered, _, _ = self._ready(batch)
+        return self._program.find_nonfinite(state, scattered)
+
+    def _ready(self, batch: Tree, donates: bool = False) -> Ready:
+        scattered, nodes = self._scattered(batch)
+        # The objects in the batch are divided together with the model, because they may share variables with it.
+        call = divide((self._dp.module, nodes), {}, self._argnums, True, [None, 0], VERB)
+        params, held = call.replicas
+        if nodes:  # whose state is not donated, and so no part of the step's own
+            mine, given = of_model(held.variables)
+            scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
+        state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
+        leaves, treedef = jax.tree.flatten(state)
+        refuse_deleted(state, leaves, "model")
+        if not self._given.has(leaves):
+            self._program.see(params, held)
+            state = self._program.placed(state, self._owned(donates))
+            leaves = jax.tree.leaves(state)
+        return state, scattered, (leaves, treedef), nodes
+
+    def _keep(
+        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        if nodes:
+            nnx.update([self._dp.module, *nodes], own_values(updates))
+        _, params = state.params
+        nnx.update([self._dp.module], nnx.merge_state(params, state.state.variables))
+        self._put_optimizer(state)
+        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+            self._given.keep(metrics, leaves)
+        return state, metrics
+
+    def _put_optimizer(self, state: TrainState) -> None:
+        variables = jax.tree.leaves(self.optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, value in zip(variables, jax.tree.leaves(state.opt_state), strict=True):
+            variable.set_value(value)
+        self.optimizer.step.set_value(state.step)
