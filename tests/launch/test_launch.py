@@ -816,6 +816,7 @@ def stand_still():
         time.sleep(1)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_job_whose_output_nobody_reads(number, want):
     """As in a pager, or after Ctrl-S; with SIGTERM the processes save."""

@@ -41,6 +41,7 @@ def squares(f):
 
 
 @pytest.mark.one_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [8, 3, 0, 10])
 @pytest.mark.parametrize("name", [*MESHES][::-1])
 def test_outputs_and_gradients_are_those_of_one_device(name, n):

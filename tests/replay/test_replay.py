@@ -196,7 +196,7 @@ def test_other_bits_than_those_of_the_checkpoint_are_told(script, tmp_path, caps
     assert "checkpoint  it has other bits: .params['b'], .params['w']" in capsys.readouterr().out
 
 
-@pytest.mark.budget(4)  # a script is run three times
+@pytest.mark.full
 def test_an_nnx_model(script, tmp_path, capsys):
     path = script(NNX)
     train(path)

@@ -137,6 +137,7 @@ def check_bits(name, sizes, replicas, **options):
     assert len({tuple(x) for x in found.values()}) == 1, found
 
 
+@pytest.mark.one_case("mlp-4")
 @pytest.mark.budget(6)  # each number of devices compiles its own programs
 @pytest.mark.parametrize(("name", "replicas"), [("mlp", 4), ("cnn", 2), ("transformer", 2), ("nnx", 2)])
 def test_the_bits_are_the_same_on_any_number_of_devices(name, replicas):
@@ -176,6 +177,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_case("accumulated")
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_other_options(option):

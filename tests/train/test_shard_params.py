@@ -477,6 +477,7 @@ def in_pieces_of(monkeypatch, most):
 
 
 @pytest.mark.one_case("1-False-0-scanned and used")
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*MODELS][::-1])
 @pytest.mark.parametrize("accumulate, once, most", [(1, False, 1 << 25), (2, False, 500), (2, True, 0), (1, False, 0)])
 def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulate, once, most):

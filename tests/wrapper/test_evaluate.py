@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 
 import jdp
 
@@ -87,7 +88,7 @@ def test_metrics_are_those_of_all_rows(n):
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 61), st.lists(st.integers(0, 61), max_size=3), st.sampled_from([1, 2, 4, 8]), st.data())
 def test_any_rows_in_any_batches(rows, cuts, n, draw):
     replicas = draw.draw(st.sampled_from([None, 2 * n]))

@@ -20,7 +20,7 @@ X, Y = RANDOM.randn(ROWS, 6).astype(np.float32), RANDOM.randn(ROWS, 3).astype(np
 KEY = jax.random.key(7)
 SIZES = [1, 7, 16, 33]
 SHAPES = [(8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (4, 1), (2, 1), (1, 1)]  # replicas, devices
-HARD = [(8, 2), (4, 1)]
+HARD = [pytest.param(8, 2, marks=pytest.mark.full), (4, 1)]
 
 
 class Net(nn.Module):
@@ -134,10 +134,6 @@ def linen_loss(variables, batch, key):
     )
 
 
-def full(*case):
-    return pytest.param(*case, marks=pytest.mark.full)
-
-
 OPTIONS = {
     "plain": {},
     "accumulated": {"accumulate_steps": 2},
@@ -150,7 +146,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("replicas", "n"), [full(8, 2), (4, 1)])
+@pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_train_step(replicas, n, options):
     dp, wide = two(Net(), replicas, n)
     variables = Net().init({"params": KEY, "dropout": KEY}, X)
