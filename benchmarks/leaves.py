@@ -175,7 +175,8 @@ def main() -> None:
             rows.append(cells(leaves, n, json.loads(out.splitlines()[-1])))
             print(_results.table(COLUMNS, rows[-1:]).splitlines()[-1], flush=True)
     if args.write:
-        about = f"{_results.versions()}, virtual CPU devices. Medians of {args.starts} starts; `>`: a target is missed."
+        starts = f"Medians of {args.starts} starts" if args.starts > 1 else "One start of each"
+        about = f"{_results.versions()}, virtual CPU devices. {starts}; `>`: a target is missed."
         _results.write("leaves", "Many parameters: the start and each step", about, _results.table(COLUMNS, rows))
 
 

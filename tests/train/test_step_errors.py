@@ -265,6 +265,23 @@ def test_what_needs_more_is_refused_before_anything_runs(refused, make, words):
         net().train_step(lambda m, x: m(x).mean(), make())
 
 
+def test_before_the_first_step_the_update_of_one_parameter_is_traced():
+    """An update of all of them takes long to trace, and the first step traces it anyway."""
+    leaves = []
+
+    def update(grads, state, params=None):
+        leaves.append(len(jax.tree.leaves(grads)))
+        return jax.tree.map(jnp.negative, grads), state
+
+    step = jdp.DataParallel(lambda v, x: x @ sum(v["params"])).train_step(
+        lambda v, x: (x @ sum(v["params"])).mean(), optax.GradientTransformation(lambda p: (), update)
+    )
+    state = step.init({"params": [np.ones(3, np.float32)] * 5})
+    assert leaves == [1]
+    step(state, X)
+    assert leaves == [1, 5]
+
+
 def test_a_name_error_in_an_optimizer_is_its_own():
     def update(grads, state, params=None):
         return jax.tree.map(lambda g: -lerning_rate * g, grads), state  # noqa: F821
