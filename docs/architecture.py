@@ -207,13 +207,13 @@ def picture(parts: dict[str, Part]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Writes a table of Markdown; numbers, which stand last, are set to the right."""
+    """Returns a table of Markdown; numbers, which stand last, are set to the right."""
     bars = ["---"] * (len(head) - 1) + ["--:"]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, bars, *rows]] + [""]
 
 
 def page(parts: dict[str, Part]) -> str:
-    """Writes the page, in Markdown: the picture, a table of the parts from the top down, and one of each file."""
+    """Returns the page, in Markdown: the picture, a table of the parts, and for each part one of its files."""
     found = layers(parts)
     order = sorted(parts, key=lambda name: (-found.level[name], name))
     lines = [

@@ -49,7 +49,7 @@ ELSEWHERE = {
 
 
 def text_of(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Returns the text of a page as the site has it: what stands elsewhere, and links to it."""
+    """Puts in place the text of a page as the site has it: what stands elsewhere, and links to it."""
     if docname == "index":  # a page that no list of it has stands in the place of the star
         named = {"index", *re.findall(r"^(?:.*<)?(\w+)>?$", source[0], re.MULTILINE)}
         others = sorted({path.stem for path in HERE.glob("*.md")} - named)

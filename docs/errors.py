@@ -90,7 +90,7 @@ class Texts:
 
 
 def _raised(tree: ast.Module) -> dict[int, str]:
-    """Yields the expressions that are the text of an exception or of a warning, by their ids, with its name."""
+    """Returns the expressions that are the text of an exception or of a warning, by their ids, with its name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name | ast.Attribute):
@@ -134,7 +134,7 @@ def _of_file(path: Path, package: Path) -> Iterator[Message]:
 
 
 def page() -> str:
-    """Writes the list, in Markdown."""
+    """Returns the list, in Markdown."""
     every = messages()
     lines, title = [HEAD.replace("{count}", str(len(every)))], None
     for message in every:

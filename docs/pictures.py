@@ -20,7 +20,7 @@ COLOURS = ("d0", "d1", "d2", "d3")
 
 
 def chunk_sizes(rows: int, n: int) -> list[int]:
-    """Returns the chunks by the rule of torch.chunk, written here once more: this script needs nothing but Python."""
+    """Returns the sizes of the chunks by torch.chunk's rule, written here once more: this script needs only Python."""
     most = -(-rows // n)
     return [max(0, min(most, rows - i * most)) for i in range(n)]
 

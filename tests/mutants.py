@@ -535,7 +535,7 @@ def named(tests: Sequence[str]) -> list[str]:
 def stages(mutant: Mutant, tier: str, whole: bool, workers: int) -> Iterator[tuple[str, list[str]]]:
     """What is run for a mutant, one after the other, until a test fails: tiers and arguments of pytest."""
     many = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
-    wing = mutant.file.split("/")[1].strip("_")
+    wing = mutant.file.split("/")[-2].strip("_")
     for chosen in [*TIERS][: [*TIERS].index(tier) + 1]:
         yield chosen, named(mutant.tests)
         yield chosen, [f"tests/{wing}", "tests/test_laws.py", *many]

@@ -22,5 +22,5 @@
 
 To follow one call, read the functions `scatter`, `replicate`, `parallel_apply` and `gather`, each in the file of its
 name, and come back to the rest when it is named. The package imports `_jax`, `_processes` and `_page`, and of other
-projects jax and numpy alone. Every package above it may import it; `_topology` has only `devices.py`.
+projects jax and numpy alone. Every package above it may import it; `_tools/topology` has only `devices.py`.
 """

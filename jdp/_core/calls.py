@@ -110,7 +110,7 @@ class Calls(Recent[Any, Known]):
 
 
 class KnownBatches(Recent[Any, tuple[Layout, list[int]]]):
-    """The batches of one door whose arrays were cut as they came: the layout, and the indices of their arrays."""
+    """The batches of one door whose arrays were passed on unchanged: the layout, and which leaves are arrays."""
 
     def again(self, batch: Tree) -> Scattered | None:
         """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""

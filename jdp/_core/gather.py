@@ -153,7 +153,7 @@ def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> li
         return []
     parts, axes = zip(*[_parts_of(x) for x in arrays], strict=True)
     moved = iter(put_all([part for of_one in parts for part in of_one], [where[0]] * sum(map(len, parts))))
-    return _joined_trees([[next(moved) for _ in of_one] for of_one in parts], axes)
+    return _joined_parts([[next(moved) for _ in of_one] for of_one in parts], axes)
 
 
 def _parts_of(x: Any) -> tuple[list[Any], int | None]:
@@ -166,7 +166,7 @@ def _parts_of(x: Any) -> tuple[list[Any], int | None]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _joined_trees(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
+def _joined_parts(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[Any]:
     return [x[0] if axis is None else jnp.concatenate(x, axis) for x, axis in zip(parts, axes, strict=True)]
 
 

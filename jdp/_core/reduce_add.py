@@ -73,7 +73,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     if layout.mesh.spans_processes:
         refuse_traced(s._arrays, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
-        return layout.fill(_sum_leaf(s))
+        return layout.fill(_sums_of_leaves(s))
     sums = dispatch(_summing(layout.mesh), layout.mesh, s)
     if not everywhere and sums:
         whole = layout.mesh.own.devices[0] if target is None else target
@@ -90,7 +90,7 @@ def _refuse_keys(x: Any, path: str) -> None:
         raise TypeError(f"jdp.reduce_add: {path} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 
 
-def _sum_leaf(s: Scattered) -> list[Any]:
+def _sums_of_leaves(s: Scattered) -> list[Any]:
     layout = s._layout
     used = np.array(layout.used, int)
     out = []
@@ -107,7 +107,7 @@ def _sum_leaf(s: Scattered) -> list[Any]:
 
 @jax.jit
 def _sum_everywhere(s: Scattered) -> list[Any]:
-    return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sum_leaf(s)]
+    return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sums_of_leaves(s)]
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Runs a function on every replica's chunk, inside one SPMD program, with the results of the chunk's true size.
 
-If each row of a function's outputs depends on that row of its inputs alone, all replicas run it on chunks of one size:
-shorter chunks are filled up with copies of a row, and the results of the copies are dropped. Any other function is
-traced once for each size of chunk, and each replica takes the branch (`lax.switch`) that was traced for its size.
+If each row of a function's outputs depends on that row of its inputs alone, no replica is idle, and no chunk is much
+larger than the others, all replicas run it on chunks of one size. Shorter chunks are filled up with copies of a row,
+and the results of the copies are dropped. Otherwise the function is traced once for each size of chunk, and each
+replica takes the branch (`lax.switch`) that was traced for its size.
 """
 
 from __future__ import annotations

@@ -311,14 +311,14 @@ def _rewritten(eqn: Any, rule: Rule) -> Any:
         # One equation that calls the new function, made by JAX itself, in place of the old one.
         (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
         return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-    params = {name: _inner_jaxprs(value, rule) for name, value in eqn.params.items()}
+    params = {name: _rewritten_parameter(value, rule) for name, value in eqn.params.items()}
     return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
-def _inner_jaxprs(x: Any, rule: Rule) -> Any:
-    """Returns the jaxprs among an equation's parameters."""
+def _rewritten_parameter(x: Any, rule: Rule) -> Any:
+    """Returns an equation's parameter with the jaxprs in it rewritten."""
     if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
-        new = type(x)(_inner_jaxprs(y, rule) for y in x)
+        new = type(x)(_rewritten_parameter(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
     return rewrite(x, rule) if hasattr(x, "eqns") else x
 

@@ -159,12 +159,12 @@ def _is_inexact(x: Any) -> bool:
 
 def _as_numpy(tree: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns the tree as NumPy arrays, each with all rows."""
-    tree = map_scattered(lambda s: s._layout.fill(_on_one_device(s, mesh)), tree)
+    tree = map_scattered(lambda s: s._layout.fill(_all_rows_on_one(s, mesh)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
-def _on_one_device(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
+def _all_rows_on_one(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
     """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
@@ -179,7 +179,7 @@ def _whole_batch(batch: Scattered, one: ReplicaMesh) -> Scattered:
         return Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x
 
     to = Layout(layout.treedef, tuple(map(leaf, layout.leaves)), rows, one, layout.dim, 1)
-    return Scattered(jax.device_put(_on_one_device(batch, layout.mesh), list(to.shardings)), to)
+    return Scattered(jax.device_put(_all_rows_on_one(batch, layout.mesh), list(to.shardings)), to)
 
 
 def _on_one(state: TrainState, mesh: ReplicaMesh, one: ReplicaMesh) -> TrainState:

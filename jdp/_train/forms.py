@@ -266,6 +266,11 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
         else:
             followed.refuse_no_mean(first, name)
             of_term = _unmarked(term, name, followed, first, weight)
+            if of_term[0].kind == "rows":
+                raise TypeError(
+                    f"{name} has {described(term)} among its terms, for {followed.rows} rows; an array among terms is "
+                    f"a vector with one entry per row, which stands for its mean. Take the mean over the other axes."
+                )
         for form, summands in (whole, of_term):
             forms.append(form)
             values += summands
@@ -281,7 +286,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
     if isinstance(axis, str):
         raise TypeError(
             f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array with the loss has rows along "
-            f"one axis (it is gathered), and what has none is 0-d. Return jdp.Mean(total, count) for a mean, "
+            f"one axis (it is gathered), and any other is 0-d. Return jdp.Mean(total, count) for a mean, "
             f"jdp.Sum(total) for a sum, or an array with rows along one axis."
         )
     if axis is not None:

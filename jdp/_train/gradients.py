@@ -250,11 +250,11 @@ def differentiate(
     size: int,
     weight: float,
     shards: Shards | None = None,
+    is_judged: bool = False,
 ) -> Added:
-    """Returns the terms, the gradients and the state of one microbatch."""
+    """Returns the terms, the gradients and the state of one microbatch; `is_judged`: of an accepted loss."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
-    rows = size if signature.layout.is_cut else None
     # The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
     # share statistics, a gradient depends on the losses of all replicas, so each loss is weighted instead.
     seed, factor = (weight, 1) if loss.sync else (1, weight)
@@ -271,7 +271,7 @@ def differentiate(
         elif forms.each[0].kind == "combination":
             raise SeveralTerms
         else:
-            number = loss_value(out, rows, loss.verb)
+            number = loss_value(out, size if signature.layout.is_cut else None, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
     # Jitted, so that one trace serves to inspect it and to differentiate it.
@@ -281,6 +281,7 @@ def differentiate(
         loss.look(jaxpr, jax.tree.leaves(whole))
     if not loss.pulls:
         _look_at_terms(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
+    if not loss.pulls and not is_judged:
         _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
     if loss.sync:
         function = _by_rows(function, jaxpr, shapes, signature, replica)

@@ -104,7 +104,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
         """Takes one step, `metrics = step(batch)`; with `donate` the arrays that the model held before are gone then.
 
-        Arrays that no step made (those of the first step, and what was put into the model since) are copied, and stay.
+        Arrays that no step made (the model's before its first step, and what was put into it since) are copied.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.

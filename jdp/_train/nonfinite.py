@@ -57,7 +57,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
             def alone(k: Any) -> Any:
                 # The gradient of one row alone, with the chunk's random keys.
                 part = rows_of(values, signature, rows, 0, k, 1)
-                added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0)
+                added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0, is_judged=True)
                 return all_finite(added.sums[1]).all()
 
             return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)

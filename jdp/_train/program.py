@@ -391,13 +391,13 @@ def _flags(loss: Loss, steps: int, name: str) -> Any:
 
 
 def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainState, Leaves]:
-    """Copies each array of the state that is also in the batch: `state.key`, or the parameters as those of a teacher.
+    """Copies each array of the state that is also in the batch: `state.key`, or a table that is cut by rows as well.
 
     An array must not be both donated and an argument: on several CPU devices that ends the process.
     """
-    held = {id(x) for x, leaf in zip(batch._arrays, batch._layout.arrays, strict=True) if isinstance(leaf, Whole)}
+    held = set(map(id, batch._arrays))
     leaves, treedef = flat
-    if not held or held.isdisjoint(map(id, leaves)):
+    if held.isdisjoint(map(id, leaves)):
         return state, flat
     leaves = [jnp.copy(x) if id(x) in held else x for x in leaves]
     return treedef.unflatten(leaves), (leaves, treedef)

@@ -223,11 +223,15 @@ def check_optimizer(tx: Any, params: Tree, opt_state: Tree) -> None:
                 f"jdp.{VERB}: opt_state{jax.tree_util.keystr(path)} is a {type(x).__name__}; an optimizer's state "
                 f"is a tree of arrays. Leave it out of the transformation's state."
             )
-    one = jax.tree.leaves(params)[:1]  # tells which arguments tx needs; an update of all parameters takes long to trace
+    # One parameter tells which arguments tx needs. The update of all of them takes long to trace.
+    one = jax.tree.leaves(params)[:1]
     try:
         state = jax.eval_shape(tx.init, one)
+    except Exception:  # it needs their names, as a mask does
+        one, state = params, opt_state
+    try:
         jax.eval_shape(functools.partial(_updates, tx), one, state, one, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception as error:  # other errors, if it needs all parameters too, are raised when the step is traced
+    except Exception as error:  # other errors are raised when the step is traced
         if str(error).startswith("jdp."):
             raise
 

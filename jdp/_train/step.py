@@ -78,7 +78,7 @@ class Step(Generic[Last]):
 
     @property
     def last(self) -> Last | None:
-        """The state that the last step returned, to go on with after Ctrl-C; of NNX its metrics. None before a step.
+        """The state that `init` or the last step returned, to go on with after Ctrl-C; of NNX its metrics, else None.
 
         An interrupt may come after the old state was freed and before the new one has a name: this is the new one. If
         these are the metrics of an NNX step, the model and its optimizer are both as that step left them. The step
@@ -170,7 +170,7 @@ class TrainStep(Step[TrainState]):
 
         Raises:
             ValueError: no `"params"` in the variables.
-            TypeError: parameters without a gradient, or a key that is none.
+            TypeError: parameters without a gradient, or a `key` that is no PRNG key.
 
         Example:
             >>> import jdp, numpy as np, optax
@@ -251,7 +251,7 @@ class TrainStep(Step[TrainState]):
         """Compares the loss with that of one device and the whole batch, `assert step.check(state, batch)`: slow.
 
         Loss, metrics, updates and gradient are compared; BatchNorm is synchronised in both. Nothing is changed. It
-        finds what no trace of the loss can tell, as a variance over the rows.
+        finds what no trace of the loss can tell, as `((x - x.mean(0)) ** 2).mean()`.
 
         Returns:
             A `jdp.LossCheck`, true where all agree up to rounding; `str()` of it names what differs.
@@ -350,7 +350,9 @@ class TrainStep(Step[TrainState]):
         return state, scattered, (leaves, treedef), nodes
 
     def _follow(self, params: Tree, name: str, before: bool = False) -> None:
-        """Switches to cut parameters if these are cut, or were `before`, and the caller left it open.
+        """Cuts the parameters if these are cut, or were `before`, or if the caller said so; else leaves them whole.
+
+        Traced parameters do not tell where they lie, so all stays as it was.
 
         Raises:
             ValueError: these are cut, and the caller has passed `shard_params=False`.
@@ -363,6 +365,8 @@ class TrainStep(Step[TrainState]):
                 f"jdp.{VERB}: shard_params is False, and {name} are cut over the devices; what is made in parts is "
                 f"trained in parts. Leave shard_params out, or pass jdp.replicate(jax.device_get(params))."
             )
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
+            before = before or bool(self._program.options.shard_params)
         options = resolved(self._options, config, are_cut or before)
         check_shards(options, params, name)
         if options != self._program.options:

@@ -33,7 +33,7 @@ class StepOptions(NamedTuple):
 
 
 def resolved(options: StepOptions, config: Config, are_cut: bool = False) -> StepOptions:
-    """Returns the options with what the caller left open: whether the parameters are cut, as the given ones are."""
+    """Decides what the caller left open; raises a `ValueError` for options that contradict each other."""
     shard_params = are_cut if options.shard_params is None else bool(options.shard_params)
     if shard_params and options.shard_optimizer is False:
         raise ValueError(

@@ -61,7 +61,7 @@ class Term:
     if not TYPE_CHECKING:  # type checkers flag all of it then
 
         def _refused(self, *_: Any) -> NoReturn:
-            what = "a power, a quotient or another function of it is taken"
+            what = "it is compared, converted, or passed to a power, a quotient or another function"
             raise TypeError(f"jdp.{type(self).__name__}: {what}; {FACTORS}.")
 
         __pow__ = __rpow__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __abs__ = _refused
@@ -83,7 +83,7 @@ class Mean(Term):
     Args:
         total: the sum, 0-d for a loss; a metric may have a shape, which does not follow the rows.
         count: what it is a sum of: a number of tokens or a sum of weights, of the total's shape or 0-d.
-            Both may be floats, integers or bools.
+            Both may be floats, integers or bools; the total of a loss is a float.
 
     Example:
         >>> import jax.numpy as jnp, jdp, numpy as np
@@ -194,7 +194,7 @@ def _value(x: Any) -> Any:
     if not isinstance(x, Combination):
         return x
     values = [_value(t) if isinstance(t, Term) or not jnp.ndim(t) else t.mean() for t in x.terms]
-    if any(value is None for value in values):  # only the entries per row are known so far
+    if any(value is None for value in values):  # a deterministic step fills in the entries per row alone
         return None
     first, *rest = (f * value for f, value in zip(x.factors, values, strict=True))
     return sum(rest, first)

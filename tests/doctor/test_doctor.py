@@ -20,7 +20,7 @@ from jdp._tools.doctor import advice, cli, examine, machine, watch
 from jdp._tools.doctor.report import show
 from jdp._tools.doctor.worker import MOVES, choose, compute, first_wrong, measure
 
-ROOT = pathlib.Path(cli.__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
 MEBIBYTES = ["--mebibytes", "1"]
 
 

@@ -72,7 +72,6 @@ def check_step(name, loss, option, sizes, tolerance=2e-4):
 
 
 @pytest.mark.one_case
-@pytest.mark.each_value
 @pytest.mark.parametrize("loss", [*LOSSES])
 @pytest.mark.parametrize("option", [*OPTIONS][::-1])
 @pytest.mark.parametrize("name", ["one replica", "explicit", "4x2"])

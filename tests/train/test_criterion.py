@@ -986,6 +986,24 @@ NO_SUMS = {
 }
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_array_of_rows_and_columns_is_no_term(n):
+    """A vector stands for its mean; of a matrix nothing tells what is meant."""
+
+    def metrics(params, x, y):
+        e = (model(params, x) - y) ** 2
+        return {"metric": jdp.Mean(e.sum(), e.size) + e}
+
+    def loss(params, x, y):
+        return jnp.mean((model(params, x) - y) ** 2), metrics(params, x, y)
+
+    match = r"float32\[\d, \d\] among its terms, for \d rows; an array among terms is a vector"
+    with pytest.raises(TypeError, match=match):
+        wrapper(n).value_and_grad(loss, has_aux=True)(PARAMS, *batch(6))
+    with pytest.raises(TypeError, match=match):
+        wrapper(n).evaluate(lambda params, b: metrics(params, *b), PARAMS, [batch(6)])
+
+
 @pytest.mark.parametrize("what", NO_SUMS)
 def test_what_is_no_sum_of_terms_is_refused(what):
     """As a loss and as a metric, with one device and with more."""

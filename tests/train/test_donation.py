@@ -194,6 +194,20 @@ def test_a_clone_of_the_model_is_its_teacher_from_any_step_on(n):
     np.testing.assert_array_equal(teacher.kernel[...], kernel)
 
 
+@pytest.mark.parametrize(("n", "shard_params"), [(1, False), (4, True)])
+def test_a_parameter_that_is_the_batch_too_is_copied(n, shard_params):
+    """A table whose rows are cut as the batch is, or that lies on the one device: the same array comes in twice."""
+    table = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+    step = jdp.DataParallel(lambda v, x: x * v["params"][0], range(n)).train_step(
+        lambda v, x: jnp.mean((x * v["params"][0]) ** 2), optax.sgd(0.1), shard_params=shard_params
+    )
+    state = step.init({"params": table})
+    want = jax.value_and_grad(lambda p: jnp.mean((table * p[0]) ** 2))(table)
+    state, metrics = step(state, state.params)
+    np.testing.assert_allclose(metrics["loss"], want[0], rtol=1e-6)
+    np.testing.assert_allclose(state.params, table - 0.1 * want[1], rtol=1e-5, atol=1e-7)
+
+
 def test_one_array_in_two_places_is_donated_once():
     """As where a target network is set to the network."""
     step = step_of()

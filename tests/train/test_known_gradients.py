@@ -86,7 +86,6 @@ WAYS = {
 
 
 @pytest.mark.one_case
-@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [16, 13])
 @pytest.mark.parametrize("devices", [8, 1])

@@ -31,6 +31,17 @@ def made_bad(rows):
     return x
 
 
+def test_a_loss_that_is_the_same_on_all_replicas_is_looked_at_as_well():
+    """A step accepts the mean of equal chunks' means; a row alone is no chunk of another size."""
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], range(2))
+    step = dp.train_step(lambda v, x: jax.lax.pmean(jnp.mean((x @ v["params"]) ** 2), "data"), optax.sgd(0.1))
+    state = step.init({"params": np.ones(6, np.float32)})
+    x = X[:8].copy()
+    x[5] = np.nan
+    state, _ = step(state, X[:8])
+    assert [(found.replica, found.rows) for found in step.find_nonfinite(state, x)] == [(1, (5,))]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("rows, replicas", [([7], [(2, (7,))]), ([0, 2, 22], [(0, (0, 2)), (7, (22,))]), ([], [])])

@@ -477,7 +477,6 @@ def in_pieces_of(monkeypatch, most):
 
 
 @pytest.mark.one_case("1-False-0-scanned and used")
-@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*MODELS][::-1])
 @pytest.mark.parametrize("accumulate, once, most", [(1, False, 1 << 25), (2, False, 500), (2, True, 0), (1, False, 0)])
 def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulate, once, most):
@@ -669,6 +668,19 @@ def test_dropout_and_batch_norm_for_twenty_steps():
         state = step.init(variables(), jax.random.key(1))
         found.append(train(step, state, [batch(32)] * 20).replace(key=None))
     close(*found, 1e-5, 1e-5)
+
+
+def test_a_traced_init_leaves_the_parameters_cut():
+    """Where shapes alone are asked for, nothing is known of where the parameters lie."""
+    table = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], range(4))
+    variables = {"params": jax.device_put(table, NamedSharding(dp.mesh, PartitionSpec("data")))}
+    step = dp.train_step(lambda v, x: jnp.mean((x @ v["params"]) ** 2), optax.sgd(0.1))
+    state = step.init(variables)
+    before = state.params.sharding
+    jax.eval_shape(step.init, variables)
+    state, _ = step(state, np.ones((8, 8), np.float32))
+    assert state.params.sharding == before and not before.is_fully_replicated
 
 
 def test_init_makes_each_part_where_it_lives():

@@ -265,6 +265,19 @@ def test_what_needs_more_is_refused_before_anything_runs(refused, make, words):
         net().train_step(lambda m, x: m(x).mean(), make())
 
 
+@pytest.mark.parametrize(
+    "tx, words",
+    [
+        (optax.masked(optax.lbfgs(), {"w": True}), "tx needs value_fn and grad as well as"),
+        (optax.multi_transform({"a": optax.contrib.sophia(0.1)}, {"w": "a"}), "tx needs obj_fn as well as"),
+    ],
+    ids=["a mask", "labels"],
+)
+def test_what_needs_the_names_of_all_parameters_is_refused_as_early(refused, tx, words):
+    with refused(TypeError, "train_step", words):
+        step_of(tx=tx).init(W)
+
+
 def test_before_the_first_step_the_update_of_one_parameter_is_traced():
     """An update of all of them takes long to trace, and the first step traces it anyway."""
     leaves = []

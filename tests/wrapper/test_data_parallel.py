@@ -1090,7 +1090,7 @@ def everywhere(dp, rows, folder):
 
 
 @pytest.mark.budget(10)
-@pytest.mark.each_value
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 10])
 @pytest.mark.parametrize(
     "shape, names, kind", [((4,), "data", AUTO), ((4,), "data", EXPLICIT), ((2, 2), ("data", "model"), AUTO)]
