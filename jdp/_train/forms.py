@@ -268,7 +268,7 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
             of_term = _unmarked(term, name, followed, first, weight)
             if of_term[0].kind == "rows":
                 raise TypeError(
-                    f"{name} has {described(term)} among its terms, for {followed.rows} rows; an array among terms is "
+                    f"{name} has {described(term)} among its terms ({followed.rows} rows); an array among terms is "
                     f"a vector with one entry per row, which stands for its mean. Take the mean over the other axes."
                 )
         for form, summands in (whole, of_term):

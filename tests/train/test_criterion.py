@@ -997,7 +997,7 @@ def test_an_array_of_rows_and_columns_is_no_term(n):
     def loss(params, x, y):
         return jnp.mean((model(params, x) - y) ** 2), metrics(params, x, y)
 
-    match = r"float32\[\d, \d\] among its terms, for \d rows; an array among terms is a vector"
+    match = r"float32\[\d, \d\] among its terms \(\d rows\); an array among terms is a vector"
     with pytest.raises(TypeError, match=match):
         wrapper(n).value_and_grad(loss, has_aux=True)(PARAMS, *batch(6))
     with pytest.raises(TypeError, match=match):
