@@ -6,10 +6,11 @@ import atexit
 import concurrent.futures.thread  # noqa: F401 its exit hook has to be registered before `_finish`
 import functools
 import os
-import sys
 import threading
 import weakref
 from typing import NoReturn, Protocol
+
+from .._processes.last_words import flush, say
 
 
 class Save(Protocol):
@@ -37,8 +38,8 @@ def wait_at_exit(save: Save) -> None:
 
 def tell_loss(text: str) -> None:
     """Prints on stderr what was lost, because no caller is left to raise to; the exit status will not be 0."""
-    print(text, file=sys.stderr, flush=True)
     atexit.register(_fail, os.getpid())
+    say(text)
 
 
 @functools.cache  # once; a forked child inherits the hook
@@ -77,6 +78,5 @@ def _fail(process: int) -> None:
 
 
 def _end() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(1)

@@ -18,6 +18,7 @@ import jax
 
 from .._core.layout import Tree
 from .._processes.exchange import by_value
+from .at_exit import tell_loss
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .ray_run import RayRun
@@ -291,7 +292,10 @@ class Checkpointer:
         except RuntimeError as e:
             if error is None:
                 raise
-            error.add_note(str(e))
+            if isinstance(error, Exception | KeyboardInterrupt):
+                error.add_note(str(e))
+            else:  # Python prints no notes of a SystemExit
+                tell_loss(str(e))
 
 
 # The service counts the calls of each process, and picks a call that no process has made yet. A second Checkpointer in
@@ -308,7 +312,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._told, self._process = False, os.getpid()
         self._service = jax.distributed.is_initialized()
         self._over = True  # True as long as no handler is installed
         self.acted = False  # whether the SIGTERM has been acted on
@@ -316,6 +320,7 @@ class Preemption:
         main = threading.current_thread() is threading.main_thread()
         if main and not self._service and self._before not in (signal.SIG_IGN, None):
             self._over = False
+            _installed.add(self)
             signal.signal(signal.SIGTERM, self._note)
 
     def tell(self) -> None:
@@ -326,8 +331,9 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)  # the service can be notified in no other way
 
     def act(self) -> None:
-        """Notes that the SIGTERM has been acted on."""
-        self._told, self.acted = False, True
+        """Notes, in all that are open, that the SIGTERM has been acted on."""
+        for one in {self, *_installed}:
+            one._told, one.acted = False, True
 
     def reached(self) -> bool:
         """Returns True if this is the step after which to stop."""
@@ -349,13 +355,23 @@ class Preemption:
             handler = one._before  # several may be open, and may close in any order
         if handler is not found:
             signal.signal(signal.SIGTERM, handler)
-        if self._told and not self.acted and not callable(self._before):
+        if self._told and not self.acted and not callable(handler):  # the last that was open
             signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a child of os.fork, which ends as it would without a Checkpointer
+            handler: Any = self._note
+            while isinstance(one := getattr(handler, "__self__", None), Preemption):
+                handler = one._before
+            signal.signal(signal.SIGTERM, handler)
+            signal.raise_signal(signal.SIGTERM)
+            return
         self._told = True
         if callable(self._before):
             self._before(number, frame)
+
+
+_installed: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 
 def _let_go(preemption: Preemption, quiet: Quiet) -> None:

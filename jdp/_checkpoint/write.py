@@ -165,8 +165,11 @@ class Writer:
 
     def loss(self, error: BaseException) -> str:
         """Returns the message that this error has ended the save that was running."""
-        last = self._steps.latest()
-        left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
+        try:
+            last = self._steps.latest()
+            left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
+        except OSError as e:
+            left = f"the directory cannot be read ({e})"
         why, way = error, "Make room there, or make it writable, and save again."
         if gone := absent(error):
             why, way = gone, "All processes of a job save together: start the job again, and it goes on from there."

@@ -162,7 +162,8 @@ def _parts_of(x: Any) -> tuple[list[Any], int | None]:
         return [x], None
     found = {tuple(part.start or 0 for part in shard.index): shard.data for shard in x.addressable_shards}
     parts = [data for _, data in sorted(found.items())]  # one of each that several devices have
-    return parts, next((axis for axis, size in enumerate(x.shape) if parts[0].shape[axis] != size), None)
+    axes = [axis for axis, size in enumerate(x.shape) if parts[0].shape[axis] != size]
+    return (parts, axes[0]) if len(axes) == 1 else ([x], None)  # device_put joins what is cut along several axes
 
 
 @functools.partial(jax.jit, static_argnums=1)

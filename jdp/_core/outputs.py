@@ -78,7 +78,8 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
                 )
             axis %= value.ndim
         if over is not None and not isinstance(over, float):
-            over = next(j for j, other in enumerate(marks) if other.value is over)
+            # The count itself, which comes last; the same array may also be the total of another mean.
+            over = max(j for j, other in enumerate(marks) if other.value is over and other.over is None)
         old = next((j for j, x in enumerate(operands) if x is mark.old), None)
         reduce: Reduce = "same" if value is mark.old else mark.reduce  # what did not change is equal as it is
         rules.append(dataclasses.replace(mark, value=None, axis=axis, reduce=reduce, old=old, over=over, alone=None))
@@ -180,9 +181,11 @@ class Outputs:
         return found
 
     def _one_for_all(self, x: Any, rule: Marked, index: Any) -> Any:
-        if rule.reduce in ("same", "sum") or self.layout.mesh.size == 1:
-            return x
         layout, axis_name = self.layout, self.layout.mesh.axis_name
+        # An idle replica has what went in, or zeros: then what is the same on the others comes from the primary.
+        is_same = rule.reduce == "same" and (rule.old is not None or len(layout.used) == len(layout.devices))
+        if is_same or rule.reduce == "sum" or layout.mesh.size == 1:
+            return x
         rows = np.array(layout.by_device, float)
         if self.is_mean(x, rule):
             if (rows == rows[0]).all():

@@ -47,8 +47,10 @@ _settings: Any = jax.config
 
 def is_uneven(signature: Signature) -> bool:
     """Returns True if the chunks of the replicas differ in size, or if some replica has none."""
-    used, n = signature.layout.used, len(signature.layout.devices)
-    return used != tuple(range(n)) or any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
+    layout = signature.layout
+    if layout.used != tuple(range(len(layout.devices))) or (layout.is_cut and len({*layout.rows}) > 1):
+        return True
+    return any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
 
 
 def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
@@ -171,7 +173,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
 
     def idle(*operands: Any) -> list[Any]:
         return [
-            jnp.zeros(shape, x.dtype) if rule.old is None else jnp.asarray(operands[rule.old])
+            jnp.zeros(shape, x.dtype) if rule.old is None else _as_dtype(operands[rule.old], x.dtype)
             for shape, x, rule in zip(shapes, lead.out.values, rules, strict=True)
         ]
 
@@ -197,6 +199,10 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     else:
         values = jax.lax.switch(mine, branches, *operands)
     return dataclasses.replace(lead.out, values=values, sizes=_rows_of_outputs(bodies, signature))
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    return jnp.asarray(x) if x.dtype == dtype else jnp.asarray(x, dtype)
 
 
 def _rows_of_outputs(bodies: Bodies, signature: Signature) -> tuple[tuple[int, ...], ...]:
@@ -229,7 +235,8 @@ def _on_no_rows(
 
 
 def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
-    return tuple(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
+    """Returns the rows of a replica, which weigh its results, and what each cut operand has of them."""
+    return signature.layout.rows[replica], *(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
 def _must_agree(lead: Body, other: Body) -> None:

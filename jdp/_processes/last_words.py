@@ -42,7 +42,7 @@ def install() -> None:
         # JAX waits for the others at exit, and they may be waiting for this process.
         interrupted = issubclass(kind, KeyboardInterrupt)
         if interrupted:
-            print(f"jdp: process {own_process()} was interrupted", file=sys.stderr)
+            say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
         else:
             before(kind, error, trace)
         _tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
@@ -76,7 +76,7 @@ def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
             hook(failed.exc_type, error, failed.exc_traceback)
         elif error.code:
             if not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)
+                say(str(error.code))
             code = error.code if isinstance(error.code, int) else 1
             _tell(f"SystemExit: {code}")
             _end(code)
@@ -139,21 +139,34 @@ def _let_the_listener_speak(error: str) -> None:
         time.sleep(_GRACE / 10)
 
 
+def say(text: str) -> None:
+    """Prints the text on stderr, which may be closed, or on a full disk: a process that ends must not fail at that."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """Writes what was printed, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
 def _end(code: int) -> None:
     _ending.set()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if own_process() == 0:  # the others read of a failure through this process, and abort if it ends first
-        time.sleep(_GRACE + 2 * _pause())
-    os._exit(code)
+    try:
+        flush()
+        if own_process() == 0:  # the others read of a failure through this process, and abort if it ends first
+            time.sleep(_GRACE + 2 * _pause())
+    finally:
+        os._exit(code)
 
 
 def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> None:
     """Ends the program in good order: a process that waits for this one in a later call can stop waiting."""
     if os.getpid() != own:
         if _Exit.process == os.getpid():
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush()
             os._exit(_Exit.code)  # JAX needs its threads to end, and a child of os.fork has none of them
         return
     if _Exit.code and _Exit.calls == Exchange.calls:  # otherwise it was caught, and the program went on
@@ -176,7 +189,7 @@ def _time(leaving: threading.Event) -> None:
     while not leaving.wait(0.5):
         why = watch.is_cut_off()
         if why is not None:
-            print(why, file=sys.stderr)
+            say(why)
             _end(WAITED)
 
 
@@ -204,7 +217,7 @@ def _listen(leaving: threading.Event) -> None:
         if word is not None:
             break
         if why is not None:
-            print(why, file=sys.stderr)
+            say(why)
             _tell(why)
             _end(WAITED)
     else:
@@ -213,5 +226,5 @@ def _listen(leaving: threading.Event) -> None:
     if process == own_process():
         return
     time.sleep(_GRACE)
-    print(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends", file=sys.stderr)
+    say(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends")
     _end(FOR_ANOTHER)

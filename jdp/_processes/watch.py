@@ -193,7 +193,7 @@ class Watch:
     def silent(self, processes: Sequence[int], least: float | None = None) -> list[int]:
         """Returns the processes without a sign of life for at least so many seconds, as far as `look` has learnt."""
         least = max(_SILENCE, limits.step / 2) if least is None else least
-        heard = {p: self._learnt - since for p, (_, since) in self._places.items()}
+        heard = {p: self._learnt - since for p, (_, since) in self._places.copy().items()}  # `look` adds
         return [p for p in processes if p != own_process() and heard.get(p, 0) > least]
 
     def why_silent(self, silent: Sequence[int]) -> str:
@@ -272,12 +272,14 @@ class Watch:
 
     def is_cut_off(self) -> str | None:
         """Returns the same if the coordination service does not answer; another thread calls it every half second."""
-        # Looks are counted, not seconds: where something holds Python's lock, neither thread runs.
+        # Looks are counted, not seconds: where something holds Python's lock, neither thread runs. The thread that
+        # asks the service does so less often in a large job.
         self._looks = self._looks + 1 if self._rounds == self._seen else 0
         self._seen = self._rounds
         # Not what `look` knew: it may stand still since before the newest program was dispatched.
         now, pending, waits = time.monotonic(), self._still_running(), self._waits
-        if self._looks < 2 * _SILENCE or own_process() == 0 or (pending is None and waits is None):
+        few = self._looks < 2 * _SILENCE + process_count() // 250
+        if few or own_process() == 0 or (pending is None and waits is None):
             return None
         stopped = self._stopped([p for p in self._places if p == 0])
         why = f"process 0 does not answer: {'' if stopped else 'the network to its machine is cut, or '}it is stopped"
@@ -393,11 +395,15 @@ def named(processes: Sequence[int]) -> str:
 
 
 def _machine() -> str:
-    """Returns the name of this machine, and its namespaces of networks and processes."""
-    spaces = []
+    """Returns what tells machines apart: their names, the boots of Linux, the namespaces of networks and processes.
+
+    Machines that were cloned may have one name, and the namespaces of one image the same numbers.
+    """
+    found = []
     with contextlib.suppress(OSError):  # not Linux
-        spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
-    return " ".join([platform.node(), *spaces])
+        found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        found += [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
+    return " ".join([platform.node(), *found])
 
 
 def _state(pid: int) -> str:

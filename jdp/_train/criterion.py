@@ -136,7 +136,7 @@ class Passes:
             return [x for x in jax.tree.leaves(outputs) if has_cotangent(x)], found._replace(outputs=outputs)
 
         _, pull, found = jax.vjp(run, copies, has_aux=True)
-        (loss, metrics), cotangents, (direct, _) = self.differentiated(found, found.outputs, diff, held, inputs)
+        (loss, metrics), cotangents, (direct, _) = self.differentiated(found, found.outputs, replicas, inputs, kwargs)
         (grads,) = pull(cotangents)
         whole = Layout(treedef, (Stack(),) * len(params), (1,) * mesh.size, mesh, layout.dim, 1)
         reduced = leaf_by_leaf(self.reduce((), _one_scattered(_a_tuple(Scattered(grads, whole)), layout), None))
@@ -159,16 +159,17 @@ class Passes:
         """Runs the first of two passes and the loss; the result holds the cotangents for the second pass."""
         found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
         outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
-        (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas[0], replicas[1], inputs)
+        (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas, inputs, kwargs)
         leaves = [s._layout.arrays[0] for s in _scattered_leaves(found.outputs) if has_cotangent(s._arrays[0])]
         arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
         return _Found(loss, metrics, with_last(inputs, arrays, leaves), direct)
 
     def differentiated(
-        self, found: Forward, outputs: Tree, diff: Tree, held: Any, inputs: Scattered
+        self, found: Forward, outputs: Tree, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
         """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
+        (diff, held), counted = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
         args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
         direct = (diff, {i: args[i] for i in loss.rows}) if loss.is_direct else ((), {})
@@ -178,7 +179,7 @@ class Passes:
             outputs = treedef.unflatten([next(rest) if has_cotangent(x) else x for x in values])
             if loss.criterion is None:
                 form = found.forms.each[0]
-                return form.value(iter(outputs), weight_of_all(layout, self.steps)), ()
+                return form.value(iter(outputs), weight_of_all(counted._layout, self.steps)), ()
             outputs = jax.tree.map(lambda x: x.rows[0] if _is_first(x) else x, outputs, is_leaf=_is_first)
             params, rows = direct if loss.is_direct else (diff, {})
             return loss.criterion(outputs, params, held, [rows.get(i, x) for i, x in enumerate(args)])

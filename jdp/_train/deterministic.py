@@ -306,12 +306,12 @@ class Deterministic:
 
         def judge(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
             scattered = Scattered(batch, alone)
-            (diff, held), inputs, _ = self._program.operands(self._treedef.unflatten(state), scattered)
+            replicas, inputs, _ = self._program.operands(self._treedef.unflatten(state), scattered)
             values = put_together(Parts(sums, [[None]] * len(out.rules), [None] * len(out.rules), []), out)
             for i, x in zip(numbers, rows, strict=True):
                 (values[i],) = unpadded(Scattered((x,), alone.of(LEAF, [leaf_of[i]])))
             found: Forward = out.treedef.unflatten(values)
-            judged, cotangents, _ = passes.differentiated(found, found.outputs, diff, held, inputs)
+            judged, cotangents, _ = passes.differentiated(found, found.outputs, replicas, inputs, None)
             return judged, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
 
         judge.__name__ = judge.__qualname__ = f"criterion_of_{self._program.label}"

@@ -96,11 +96,24 @@ def divide(
     if nodes:
         graph, diff_state, rest = nnx.split(nodes, division.is_diff, ...)
         _refuse_shared(nodes, wanted, verb)
+        for w in wanted:
+            _refuse_mixed(w, taken[w.position], verb)
     plain = {w.position for w in wanted if not w.nodes}
     diff = {p: taken[p] for p in whole if p in plain}
     held = Held({p: taken[p] for p in whole if p not in plain}, graph, rest)
     inputs = tuple(taken[p] for p in division.cut)
     return Divided(division, ((diff, diff_state), held), inputs, keywords, nodes, taken)
+
+
+def _refuse_mixed(wanted: Wanted, argument: Tree, verb: str) -> None:
+    """Raises a `TypeError` for arrays next to an NNX object in one argument that is differentiated."""
+    for path, x in jax.tree_util.tree_leaves_with_path(argument) if wanted.nodes else ():
+        if is_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise TypeError(
+                f"jdp.{verb}: args[{wanted.position}]{jax.tree_util.keystr(path)} is {described(x)} next to an NNX "
+                f"object; an argument that is differentiated is made of NNX objects, or of arrays. Pass the arrays as "
+                f"an argument of their own, and name it in argnums."
+            )
 
 
 def _refuse_shared(nodes: list[Any], wanted: Sequence[Wanted], verb: str) -> None:

@@ -136,6 +136,8 @@ def parallel(
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
         scattered = _scattered_arguments(cut, kwargs, axes, how, by_default=in_axes is None)
+        if donated:
+            replicas = _donated_once(*replicas, scattered._arrays)
         out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
         if nodes:
             nnx.update(nodes, updates)
@@ -208,6 +210,21 @@ def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, .
     held = {p: x for p, x in placed.items() if p not in donate}
     graph, state = nnx.split(nodes) if nodes else (None, None)
     return donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects"))
+
+
+def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:
+    """Copies donated arrays that come in twice, because one that is freed must be no other argument."""
+    seen = set(map(id, [*arrays, *jax.tree.leaves((held.others, held.variables))]))
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+            return x
+        if id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, donated), held
 
 
 def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
@@ -22,7 +22,7 @@ from .._core.programs import Compiled, dispatch, kept
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated, placed_like
 from .._core.scatter import Cutting, split
-from .._core.scattered import Scattered, children
+from .._core.scattered import Scattered, children, is_scattered
 from .._core.unread import unread
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held
@@ -99,6 +99,9 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
+    judge = checked_criterion(criterion, VERB)
+    if judge is not None and not isinstance(judge, Hashable):
+        judge = kept(judge, (VERB, "criterion"), lambda stand_in: stand_in)  # known by identity, as loss_fn is
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -106,7 +109,7 @@ def value_and_grad(
         check_steps(VERB, accumulate_steps),
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
-        checked_criterion(criterion, VERB),
+        judge,
     )
     config: Config = dp._config
     calls = kept(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())
@@ -123,6 +126,7 @@ def value_and_grad(
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
+    call.__dict__["criterion"] = criterion  # `kept` does not keep it alive
     call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
     return call
 
@@ -257,6 +261,10 @@ def _divided(
     one = divide(args, kwargs, wanted, options.has_aux, axes, VERB)
     (plain, state), _ = one.replicas
     rows = one.division.rows
+    # A Python number that is differentiated is an array, because it is no constant of the program.
+    numbers = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
+    tree = functools.partial(jax.tree.map, numbers, is_leaf=is_scattered)
+    one = one._replace(inputs=tuple(tree(x) if i in rows.values() else x for i, x in enumerate(one.inputs)))
     check_differentiable(VERB, {**plain, **{p: one.inputs[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
     where = tuple(axes[p] for p in one.division.cut), config.dim

@@ -230,3 +230,77 @@ def test_a_dropped_one_gives_the_lock_back_after_a_failed_save(tmp_path, monkeyp
     assert [text.split(";")[0] for text in told] == (
         [] if waits else [f"jdp.Checkpointer: step 2 was not saved in {tmp_path}: gone"]
     )
+
+
+SIGTERM = """
+import os, signal, sys, time
+from jdp._checkpoint.checkpointer import Preemption
+first, second = Preemption(), Preemption()
+"""
+AFTER_A_SIGTERM = {
+    "acted on by the first": ("os.kill(os.getpid(), 15); first.act(); second.close(); first.close()", 0),
+    "acted on by the second": ("os.kill(os.getpid(), 15); second.act(); first.close(); second.close()", 0),
+    "not acted on": ("os.kill(os.getpid(), 15); first.close(); second.close()", -signal.SIGTERM),
+    "not acted on, closed in turn": ("os.kill(os.getpid(), 15); second.close(); first.close()", -signal.SIGTERM),
+}
+IN_A_CHILD = """
+reads, writes = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writes, b"x")  # Python drops signals that come before a child has begun
+    time.sleep(60)
+    os._exit(0)
+os.read(reads, 1)
+os.kill(child, signal.SIGTERM)
+end, found = time.monotonic() + 20, 0
+while not found and time.monotonic() < end:
+    time.sleep(0.05)
+    found, status = os.waitpid(child, os.WNOHANG)
+os.kill(child, signal.SIGKILL) if not found else None
+assert found and os.WTERMSIG(status) == signal.SIGTERM and not first.reached()
+"""
+
+
+@pytest.mark.parametrize("case", AFTER_A_SIGTERM)
+def test_a_sigterm_ends_the_process_unless_one_of_two_has_saved_because_of_it(case):
+    code, status = AFTER_A_SIGTERM[case]
+    assert ended(SIGTERM + code) == status
+
+
+def test_a_child_of_fork_ends_by_a_sigterm():
+    """As it would without a Checkpointer: `multiprocessing` ends its processes so, and waits for them."""
+    assert ended(SIGTERM + IN_A_CHILD) == 0
+
+
+def ended(code):
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environ, timeout=60).returncode
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_a_save_that_fails_as_the_block_ends_is_said(tmp_path, monkeypatch, kind):
+    """Python prints the notes of an error, but not those of a SystemExit."""
+    told = []
+    monkeypatch.setattr("jdp._checkpoint.checkpointer.tell_loss", told.append)
+
+    def fails(self):
+        raise RuntimeError("step 3 was not saved")
+
+    with pytest.raises(kind) as error:
+        with jdp.Checkpointer(tmp_path):
+            monkeypatch.setattr(jdp.Checkpointer, "wait", fails)
+            raise kind(0)
+    notes = getattr(error.value, "__notes__", [])
+    assert (told, notes) == ((["step 3 was not saved"], []) if kind is SystemExit else ([], ["step 3 was not saved"]))
+
+
+def test_the_loss_is_said_though_the_directory_cannot_be_read(tmp_path, monkeypatch):
+    def gone(self):
+        raise OSError(116, "Stale file handle")
+
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        writer = checkpointer._writer
+        with monkeypatch.context() as patch:
+            patch.setattr(type(writer._steps), "latest", gone)
+            text = writer.loss(OSError(5, "Input/output error"))
+    assert "was not saved" in text and "the directory cannot be read ([Errno 116] Stale file handle)" in text

@@ -1,10 +1,12 @@
 """One SPMD program over the chunks: as a loop over them, and as `jax.pmap`."""
 
+import contextlib
 import gc
 import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -841,3 +843,25 @@ def test_a_number_of_each_replica_is_not_one_for_all():
         expected = {id(each): x + np.repeat(x.reshape(8, 2).sum(1), 2), id(one): x + 5}
         for s, out in zip(inputs, found, strict=True):
             np.testing.assert_array_equal(out, expected[id(s)])
+
+
+def test_a_whole_leaf_of_a_cut_batch_runs_once_when_it_comes_alone():
+    dp = jdp.DataParallel(lambda w, x: w * x, devices=range(4))
+    with contextlib.closing(dp.prefetch([(np.ones(8, np.float32), np.float32(3))])) as batches:
+        ((_, whole),) = batches
+    out = jdp.gather(jdp.parallel_apply(lambda w, t: w * t, 2.0, whole))
+    np.testing.assert_array_equal(out, [6])
+
+
+def test_an_update_in_another_dtype_on_idle_replicas():
+    class Narrow(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            mean = self.variable("stats", "mean", jnp.zeros, (), jnp.float32)
+            mean.value = jnp.mean(x.astype(jnp.bfloat16))
+            return x
+
+    dp, variables = jdp.DataParallel(Narrow(), range(4)), {"stats": {"mean": np.float32(0)}}
+    for rows in (8, 5):
+        _, after = dp.apply(variables, np.ones(rows, np.float32), mutable=["stats"])
+        assert after["stats"]["mean"].dtype == jnp.bfloat16 and float(after["stats"]["mean"]) == 1

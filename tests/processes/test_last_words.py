@@ -10,6 +10,8 @@ import pytest
 
 from jdp._processes import last_words
 
+ROOT = str(pathlib.Path(__file__).parents[2])
+
 
 class Service:
     """JAX's coordination service, of one process."""
@@ -40,6 +42,18 @@ def test_who_fails_as_it_ends_has_left_all_the_same(monkeypatch):
         assert not listener.is_alive()
     finally:
         leaving.set()
+
+
+@pytest.mark.parametrize(
+    "streams",
+    ["sys.stdout = sys.stderr = None", "sys.stdout = sys.stderr = open('/dev/full', 'w'); sys.stdout.write('x' * 10)"],
+    ids=["closed", "a full disk"],
+)
+def test_a_process_ends_though_nothing_can_be_printed(streams):
+    """Else it would wait for ever, with a thread that has failed."""
+    code = f"import sys; from jdp._processes import last_words; {streams}; last_words.say('why'); last_words._end(76)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, timeout=60)
+    assert done.returncode == 76
 
 
 @pytest.mark.parametrize(

@@ -317,3 +317,37 @@ def test_inside_a_replica_the_step_runs_directly(devices):
     step = jdp.DataParallel(lambda w, x: x).parallel(lambda w, x: (w, jax.lax.psum(x, "data")))
     out = jax.pmap(partial(step, 1.0), axis_name="data")(np.arange(8.0))
     np.testing.assert_array_equal(out[1], np.full(8, 28.0))
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_a_state_that_a_step_returns_as_it_came_stays_on_idle_replicas(rows):
+    """5 rows over 4 devices are 2, 2 and 1: the last replica has none, and its copy of the state is the others'."""
+    dp = jdp.DataParallel(lambda w, x: x, devices=range(4))
+    step = dp.parallel(lambda w, x: (w, x * w))
+    w, y = step(np.float32(2), np.ones(rows, np.float32))
+    assert [float(shard.data) for shard in w.addressable_shards] == [2] * 4
+    np.testing.assert_array_equal(y, np.full(rows, 2, np.float32))
+    np.testing.assert_array_equal(step(w, np.ones(8, np.float32))[1], np.full(8, 2, np.float32))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_array_that_comes_in_twice_is_not_freed(n):
+    """In two places of what is donated, and as another argument, which is replicated or cut."""
+    dp = jdp.DataParallel(lambda w, x: x, devices=range(n))
+    train = dp.parallel(
+        lambda s, ema, x: (
+            {"w": s["w"] - 0.5 * ema, "target": s["target"] + s["w"]},
+            x * s["w"][0],
+        ),
+        in_axes=(None, None, 0),
+        out_axes=(None, 0),
+        donate_argnums=0,
+    )
+    w, x = np.arange(1, 5, dtype=np.float32), np.ones(8, np.float32)
+    state, _ = train({"w": w, "target": w}, w, x)
+    state = {**state, "target": state["w"]}
+    want = np.asarray(state["w"])
+    after, y = train(state, state["w"], x)
+    np.testing.assert_array_equal(after["w"], 0.5 * want)
+    np.testing.assert_array_equal(after["target"], 2 * want)
+    np.testing.assert_array_equal(y, np.full(8, want[0]))

@@ -1303,3 +1303,84 @@ def test_complex_parameters(way, steps, rows):
     found = jdp.DataParallel(spectral, range(4)).value_and_grad(loss_fn, accumulate_steps=steps, **options)(SPECTRAL, x)
     want = jax.value_and_grad(WAYS["scalar"][0])(SPECTRAL, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, want)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("n", [1, 4])
+def test_rows_that_come_by_keyword_alone_weigh_a_sum_of_terms(n, steps):
+    x = np.arange(1, 10, dtype=np.float32)
+
+    def loss(w, mean, total, *, x):
+        e = w * x
+        return mean(e.sum(), x.size) + total(e.sum()) + e.mean()
+
+    got = jdp.DataParallel(lambda w, x: w * x, range(n)).value_and_grad(
+        lambda w, *, x: loss(w, jdp.Mean, jdp.Sum, x=x), accumulate_steps=steps
+    )(2.0, x=x)
+    want = jax.value_and_grad(lambda w: loss(w, jnp.divide, lambda t: t, x=x))(2.0)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_one_number_for_each_uneven_replica_is_weighed_by_its_rows():
+    """10 rows are 3, 3, 3 and 1 of 4 replicas, whose means are the batch here."""
+    mean = jdp.parallel_apply(lambda w, x: x.mean(), 1.0, jdp.scatter((np.arange(10, dtype=np.float32),), range(4)))
+    dp = jdp.DataParallel(lambda w, h: w * h, range(4))
+    loss, grad = dp.value_and_grad(lambda w, h: w * h)(np.float32(2), mean)
+    np.testing.assert_allclose((loss, grad), (9, 4.5), rtol=1e-6)
+
+
+def test_an_nnx_object_and_an_array_in_one_differentiated_argument_are_refused(refused):
+    dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), range(2))
+    x = np.ones((4, 3), np.float32)
+    match = r"args\[0\]\[1\] is float32\[\] next to an NNX object; .*name it in argnums"
+    with refused(TypeError, "value_and_grad", match):
+        dp.grad(lambda pair, x: jnp.mean((pair[0](x) * pair[1]) ** 2))((dp.module, jnp.float32(3)), x)
+
+
+def test_a_criterion_that_cannot_be_hashed_is_known_by_identity():
+    class Shifted:
+        __hash__ = None
+
+        def __init__(self, by):
+            self.by = by
+
+        def __eq__(self, other):
+            return True
+
+        def __call__(self, o, x):
+            return jnp.mean(o) + self.by
+
+    dp, x = jdp.DataParallel(lambda w, x: w * x, range(4)), np.ones(8, np.float32)
+    for by in (1.0, 2.0):
+        assert float(dp.value_and_grad(lambda w, x: w * x, criterion=Shifted(by))(np.float32(2), x)[0]) == 2 + by
+
+
+@pytest.mark.parametrize("s", [2.0, -2.0])
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_gradient_of_a_python_number(n, s):
+    dp, x = jdp.DataParallel(lambda w, x: w * x, range(n)), np.arange(1, 9, dtype=np.float32)
+
+    def loss(w, x, s):
+        return (w * x * s["by"]).mean()
+
+    for criterion, run in ((None, loss), (lambda o, x, s: jnp.mean(o), lambda w, x, s: w * x * s["by"])):
+        got = dp.grad(run, argnums=(0, 2), criterion=criterion)(3.0, x, {"by": s})
+        want = jax.grad(loss, argnums=(0, 2))(3.0, x, {"by": s})
+        assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_a_count_may_be_the_total_of_another_mean():
+    """With a loss of several terms, too, where one array stands for both."""
+    x, valid = np.arange(10, dtype=np.float32), np.array([1, 0, 1, 1, 0, 1, 1, 1, 0, 1], np.float32)
+
+    def loss(w, x, valid, mean):
+        e, rows = w * x, valid.sum()
+        terms = mean(e.sum(), x.size) + 0.5 * mean((e * e).sum(), (x + 1).sum())
+        return terms, {"of": mean((e * valid).sum(), rows), "valid": mean(rows, x.shape[0])}
+
+    for n in (1, 4):
+        dp = jdp.DataParallel(lambda w, x: w * x, range(n))
+        got = dp.value_and_grad(lambda w, x, v: loss(w, x, v, jdp.Mean), has_aux=True)(2.0, x, valid)
+        want = jax.value_and_grad(lambda w: loss(w, x, valid, jnp.divide), has_aux=True)(2.0)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
