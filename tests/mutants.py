@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "state-of-no-rows",
         "jdp/_core/uneven.py",
-        "jnp.zeros(shape, x.dtype) if rule.old is None else jnp.asarray(operands[rule.old])",
+        "jnp.zeros(shape, x.dtype) if rule.old is None else _as_dtype(operands[rule.old], x.dtype)",
         "jnp.zeros(shape, x.dtype)",
         "a batch of no rows sets the state to zero",
         ("core/test_uneven.py::test_zero_rows_leave_the_state_as_it_was_to_the_last_bit",),
