@@ -345,7 +345,8 @@ def flatten_call(
     layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
     leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
     layout = _common_layout([x for x in layouts if x])
-    if not any(x and x.is_cut for x in layouts) and len(layout.used) == 1 and len(layout.sizes) > 1:
+    is_cut, is_one = any(x and x.is_cut for x in layouts), not layout.mesh.spans_processes
+    if is_one and not is_cut and len(layout.sizes) > 1:
         # Whole leaves of a batch whose other leaves are cut: with these alone, the model runs once.
         layout = Layout(layout.treedef, layout.leaves, (1,), layout.mesh, layout.dim, layout.per_device)
     return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_name, verb)
