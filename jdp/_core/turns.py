@@ -1,4 +1,4 @@
-"""Where a device has several replicas: they take turns, or where they meet in collectives they run side by side."""
+"""Several replicas on a device take turns; they run side by side if they meet, or if a loop asks for their index."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _meet(bodies: Bodies, axis_name: str) -> bool:
 
 
 def weighted(out: Outputs, index: Any) -> Outputs:
-    """Returns the replica's outputs, with its part of each mean over the device's rows in place of its own value."""
+    """Multiplies each output that is a mean by the replica's share of its device's rows."""
     rows = np.reshape(out.layout.rows, (-1, out.layout.per_device)).astype(float)
     weights = (rows / np.maximum(rows.sum(1, keepdims=True), 1)).reshape(-1)
 
@@ -86,7 +86,7 @@ class _Way(NamedTuple):
     stacks: bool = True  # whether the values of all are there at a time
 
     def of(self, x: Any) -> Any:
-        """Returns the one, of the values along the first axis."""
+        """Makes one value of those of all replicas, which lie along the first axis."""
         if self.taken is not None:
             return x[self.taken]
         if self.axis is None:

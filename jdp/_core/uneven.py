@@ -202,6 +202,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
 
 
 def _as_dtype(x: Any, dtype: Any) -> Any:
+    """Returns the array in this dtype; a key, whose dtype does not change, stays as it is."""
     return jnp.asarray(x) if x.dtype == dtype else jnp.asarray(x, dtype)
 
 
@@ -224,7 +225,7 @@ def _on_no_rows(
     signature: Signature,
     index: Any,
 ) -> list[Any]:
-    """Runs a batch without rows: outputs that are not made of rows are those of the primary, of no rows."""
+    """Runs a batch without rows: the primary computes the outputs that are not made of rows; all others are zeros."""
     _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:
@@ -276,7 +277,7 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x
 
 
-# What reduces by rows, and so takes unequal chunks, by the door that was called.
+# What an error advises instead of collectives on unequal chunks, by the door that was called.
 _BY_ROWS = {
     "value_and_grad": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs "
     "of all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",

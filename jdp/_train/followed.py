@@ -35,8 +35,9 @@ _FIRST = {
 class Followed:
     """Finds how each array in the tree `run(*operands)` depends on the rows of the operands.
 
-    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut. Without
-    `is_judged` nothing is refused, because the results are jdp's own. `way` is what an error advises instead.
+    `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut, and `total`
+    is the number of rows of the whole batch. Without `is_judged` nothing is refused, because the results are jdp's own.
+    `way` is what an error advises instead.
 
     The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
     If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
@@ -88,7 +89,7 @@ class Followed:
 
     @property
     def is_known(self) -> bool:
-        """Whether the function could be traced with other numbers of rows."""
+        """Whether some result has a shape, and the function could be traced with other numbers of rows."""
         return self.rows is not None and any(self.leaves) and (self._traced is not None or bool(self._sizes.seen))
 
     def axis(self, index: int) -> int | str | None:

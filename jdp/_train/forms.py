@@ -16,7 +16,7 @@ from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_num
 
 
 class SeveralTerms(Exception):
-    """A signal, not an error: a loss with several denominators, or a differentiated one, needs the total sums first."""
+    """A signal, not an error: a loss with several denominators, or one that is differentiated, needs all sums first."""
 
 
 class Form(NamedTuple):

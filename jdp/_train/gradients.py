@@ -252,7 +252,7 @@ def differentiate(
     shards: Shards | None = None,
     is_judged: bool = False,
 ) -> Added:
-    """Returns the terms, the gradients and the state of one microbatch; `is_judged`: of an accepted loss."""
+    """Returns the terms, the gradients and the state of one microbatch; `is_judged` if its loss was accepted."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     # The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas

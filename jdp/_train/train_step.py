@@ -81,9 +81,9 @@ def train_step(
         loss_fn: `loss_fn(variables, batch)`, with a third argument `key` if the state has one; NNX:
             `loss_fn(model, batch)`. Returns `loss`, `(loss, metrics)` or (not for NNX) `(loss, metrics,
             updates)`. The loss is a scalar (the mean over the rows of its chunk), a vector with one
-            entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum of such terms with factors. The same
-            holds for each metric; one whose shape follows the rows comes back gathered. A scalar that is no mean over
-            the rows is refused. `updates` are new collections, as `{"batch_stats": ...}`.
+            entry per row, `jdp.Mean(total, count)`, `jdp.Sum(total)`, or a sum of such terms with factors. A
+            metric may have the same forms, but one whose shape follows the rows comes back gathered. A
+            scalar that is no mean over the rows is refused. `updates` are new collections, as `{"batch_stats": ...}`.
         criterion: a loss of all rows, torch's `criterion(model(x), y)`. `loss_fn` is the forward pass then, and returns
             outputs (a tree of arrays that follow the rows), or `(outputs, updates)`. `criterion(outputs, batch)` is
             called once, with the outputs of all rows of all devices and processes, and returns the loss, a real 0-d

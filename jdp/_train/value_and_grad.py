@@ -261,10 +261,7 @@ def _divided(
     one = divide(args, kwargs, wanted, options.has_aux, axes, VERB)
     (plain, state), _ = one.replicas
     rows = one.division.rows
-    # A Python number that is differentiated is an array, because it is no constant of the program.
-    numbers = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
-    tree = functools.partial(jax.tree.map, numbers, is_leaf=is_scattered)
-    one = one._replace(inputs=tuple(tree(x) if i in rows.values() else x for i, x in enumerate(one.inputs)))
+    one = one._replace(inputs=tuple(_numbers(x) if i in rows.values() else x for i, x in enumerate(one.inputs)))
     check_differentiable(VERB, {**plain, **{p: one.inputs[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
     where = tuple(axes[p] for p in one.division.cut), config.dim
@@ -278,6 +275,12 @@ def _divided(
             f"gradients of rows have no microbatches to add. Pass accumulate_steps=1."
         )
     return one, inputs
+
+
+def _numbers(argument: Tree) -> Tree:
+    """Returns an argument that is differentiated, with its Python numbers as arrays: they are no constants then."""
+    array = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
+    return jax.tree.map(array, argument, is_leaf=is_scattered)
 
 
 def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
