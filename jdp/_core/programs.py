@@ -19,12 +19,13 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import get_abstract_mesh
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import same_program
 from .._processes.exchange import Exchange, exchange_of
 from .layout import Layout, Tree
-from .replica_mesh import ReplicaMesh
+from .replica_mesh import ReplicaMesh, cut_off
 from .scattered import Scattered, concrete
 
 K = TypeVar("K")
@@ -140,6 +141,11 @@ def is_plain() -> bool:
     return trace_state_clean() and not _settings.jax_disable_jit
 
 
+def is_usual() -> bool:
+    """Returns True if a call is part of no other program, in no context that changes it, and in no forked process."""
+    return not cut_off and trace_state_clean() and get_abstract_mesh().empty and _interceptor.get() is _NO_INTERCEPTOR
+
+
 _settings: Any = jax.config
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
@@ -240,11 +246,12 @@ def dispatch_step(
 ) -> tuple[S, dict[str, Any]]:
     """Dispatches a training step; its loss stands for the run, because its state is donated to the next step."""
     few, exchange = _care(mesh)
-    if exchange is not None:
-        exchange.come_to(program.__name__)
-    with exchange.dispatching() if exchange is not None else _ALONE:
+    if exchange is None:
         found = run_and_keep(program, args, keep)
-    if exchange is not None:
+    else:
+        exchange.come_to(program.__name__)
+        with exchange.dispatching():
+            found = run_and_keep(program, args, keep)
         exchange.dispatched(concrete(found[1]["loss"]))
     if few:
         _wait_for_earlier(program, found[1]["loss"])
@@ -263,27 +270,34 @@ def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Calla
     Python runs the handler of a signal between any two of its instructions, those inside of JAX as well. In here the
     first SIGINT waits until the result is kept. A second one does not wait.
     """
-    handler = getsignal(signal.SIGINT)
-    # Only the main thread gets signals, and a handler of C's is not Python's to call.
-    if threading.get_ident() != threading.main_thread().ident or not callable(handler):
+    handler = getsignal(_SIGINT)
+    # Only the main thread gets signals. A handler of C's is not Python's to call, and ours is at work already.
+    if handler is _hold_back or not callable(handler) or threading.get_ident() != _MAIN_THREAD:
         return keep(program(*args))
-    waiting: list[FrameType | None] = []
-
-    def hold_back(number: int, frame: FrameType | None) -> None:
-        waiting.append(frame)
-        if len(waiting) > 1:
-            deliver()
-
-    def deliver() -> None:
-        while waiting:
-            handler(signal.SIGINT, waiting.pop())
-
-    set_handler(signal.SIGINT, hold_back)
+    _held_back[:] = [handler]
+    set_handler(_SIGINT, _hold_back)
     try:
         return keep(program(*args))
     finally:
-        set_handler(signal.SIGINT, handler)
-        deliver()
+        set_handler(_SIGINT, handler)
+        if len(_held_back) > 1:
+            _deliver()
+
+
+_SIGINT = int(signal.SIGINT)  # an IntEnum takes longer
+_MAIN_THREAD = threading.main_thread().ident
+_held_back: list[Any] = []  # the handler of SIGINT, and the frames of the signals that it has not been called for
+
+
+def _hold_back(number: int, frame: FrameType | None) -> None:
+    _held_back.append(frame)
+    if len(_held_back) > 2:
+        _deliver()
+
+
+def _deliver() -> None:
+    while len(_held_back) > 1:
+        _held_back[0](_SIGINT, _held_back.pop())
 
 
 @functools.cache

@@ -203,12 +203,12 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-_cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
+cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
 
 
 def _after_fork() -> None:
     if _of_auto_axes.cache_info().currsize:  # its devices have started JAX
-        _cut_off[:] = [os.getppid()]
+        cut_off[:] = [os.getppid()]
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -224,9 +224,9 @@ def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result
 
     @functools.wraps(door)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if _cut_off:
+        if cut_off:
             raise RuntimeError(
-                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {_cut_off[0]}, where JAX had "
+                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {cut_off[0]}, where JAX had "
                 f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
                 f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
             )

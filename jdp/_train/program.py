@@ -35,6 +35,7 @@ from .forms import SeveralTerms
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
 from .state import (
+    Given,
     TrainState,
     cut_axis,
     cut_shardings,
@@ -42,6 +43,7 @@ from .state import (
     like_params,
     on_other_mesh,
     places_of,
+    refuse_deleted,
     update,
     whole,
 )
@@ -85,6 +87,7 @@ class Program:
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
         self.places: tuple[Any, ...] = ({}, {}, {})  # of what is cut inside of a replica, when the state was seen last
+        self.ran: Any = None  # the program of the last step, if it is all that such a step takes
         self.steps = 0  # calls so far
         self.check: Check | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
@@ -120,7 +123,7 @@ class Program:
                 places_of(others, mesh, "state"),
             )
             if found != self.places:
-                self.compiled.clear()
+                self.compiled = Recent()
             self.places = found
 
     def axis(self, x: Any, n: int) -> int | None:
@@ -194,6 +197,7 @@ class Program:
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         leaves, treedef = flat
+        self.ran = None
         if self.options.deterministic and len(layout.devices) > 1:
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
@@ -211,12 +215,29 @@ class Program:
             if program not in self._compiled and is_plain():
                 program.lower(*args).compile()  # takes long, too
                 self._compiled.add(program)
+            self.ran = None if self.options.check_replicas else program
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
                 raise
         # JAX has refused an argument by a name such as operands[3]. This program gives it the name in the state.
         return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
+
+    def again(
+        self, state: TrainState, program: Any, leaves: list[Any], arrays: Sequence[Any], given: Given, keep: Keep
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Dispatches a step like one that ran; returns None if the state's leaves are not those that were `given`."""
+        if not given.has(leaves):
+            return None
+        try:
+            return dispatch_step(program, self.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+        except Exception as error:
+            if "operands[" in str(error):  # JAX's name of an argument, before it ran; the usual way has a better one
+                return None
+            if "deleted" in str(error):
+                refuse_deleted(state, leaves)
+            _raise_nonfinite(error)
+            raise
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
         self.learn(state, batch)

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .._core.calls import KnownBatches
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.programs import capturing
+from .._core.programs import Recent, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
@@ -210,7 +210,7 @@ class TrainStep(Step[TrainState]):
         shapes = jax.eval_shape(self._first, variables, key)
         check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
-            self._program.compiled.clear()  # those of other shapes, which ZeRO cuts along other axes
+            self._program.compiled = Recent()  # not those of other shapes, which ZeRO cuts along other axes
         state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes = shapes
         if not traced:
@@ -218,7 +218,6 @@ class TrainStep(Step[TrainState]):
             self._places = self._program.places
         return state
 
-    @outside_of_mesh
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step, `state, metrics = step(state, batch)`; with `donate` the state that went in is gone then.
 
@@ -240,11 +239,24 @@ class TrainStep(Step[TrainState]):
         try:
             if more:
                 raise too_many(more, "step(state, (x, y))")
-            before, scattered, flat, nodes = self._ready(state, batch, donates=True)
-            return self._program(before, scattered, flat, functools.partial(self._keep, nodes))
+            found = None
+            if state is last and self._batches:
+                found = self._batches.step_again(self._program.compiled, state, batch)
+                found = found and self._program.again(state, *found, self._given, self._keep)
+            return found or self._take(state, batch)
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
+
+    @outside_of_mesh
+    def _take(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """Takes a step that differs from the last one, or is the first."""
+        before, scattered, flat, nodes = self._ready(state, batch, donates=True)
+        found = self._program(before, scattered, flat, functools.partial(self._keep, nodes=nodes))
+        program = self._program.ran
+        if program is not None and not isinstance(found[1]["loss"], Tracer):
+            self._batches.remember_step(self._program.compiled, flat[1], batch, program)
+        return found
 
     @outside_of_mesh
     def check(self, state: TrainState, batch: Tree) -> LossCheck:
@@ -403,7 +415,7 @@ class TrainStep(Step[TrainState]):
         return self._program.placed(state, owned)
 
     def _keep(
-        self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree
+        self, state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree, nodes: Sequence[Any] = ()
     ) -> tuple[TrainState, dict[str, Any]]:
         if nodes:
             nnx.update(nodes, own_values(updates))

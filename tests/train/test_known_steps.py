@@ -1,0 +1,127 @@
+"""A known step, whose program runs at once, is the same step: its numbers, its state, its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp._core.calls import KnownBatches
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
+Y = 2 * X.sum(1) + 1
+
+
+def model(v, x):
+    return x @ v["params"]["w"] + v["params"]["b"]
+
+
+def variables():
+    return {"params": {"w": jnp.ones(2), "b": jnp.zeros(())}}
+
+
+def step_on(devices, **options):
+    dp = jdp.DataParallel(model, devices=devices)
+    return dp.train_step(lambda v, batch: ((dp(v, batch["x"]) - batch["y"]) ** 2).mean(), optax.adam(0.1), **options)
+
+
+def by_hand(batches):
+    tx, params = optax.adam(0.1), variables()["params"]
+    opt_state, losses = tx.init(params), []
+    for batch in batches:
+        loss, grads = jax.value_and_grad(lambda p, b=batch: ((model({"params": p}, b["x"]) - b["y"]) ** 2).mean())(
+            params
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return params, losses
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Counts the steps that ran at once."""
+    found = []
+    step_again = KnownBatches.step_again
+
+    def counted(*args):
+        out = step_again(*args)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(KnownBatches, "step_again", counted)
+    return found
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_even_and_uneven_batches_in_turn(n, donate, again):
+    batches = [{"x": X[:rows] + i, "y": Y[:rows] - i} for i, rows in enumerate((4, 4, 3, 4, 3, 3, 5, 5, 4))]
+    step = step_on(range(n), donate=donate)
+    state, losses = step.init(variables()), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    params, expected = by_hand(batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, params)
+    assert sum(again) >= 5  # all but the first of each size
+
+
+def test_what_differs_takes_the_usual_way(again):
+    """Another dtype, a batch that is on the devices, a state that was changed in place, another state, shards."""
+    step = step_on([0, 1])
+    state = step.init(variables())
+    batch = {"x": X[:4], "y": Y[:4]}
+    for _ in range(3):
+        state, _ = step(state, batch)
+    assert again[-1]
+    for other in (jax.tree.map(jnp.asarray, batch), {"x": X[:4].astype(np.float16), "y": Y[:4]}):
+        kept = jax.tree.map(jnp.copy, state)
+        expected = step(kept, batch)[1]["loss"]
+        state, metrics = step(jax.tree.map(jnp.copy, state), other)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-2)
+    state, _ = step(state, batch)
+    state.params["b"] = jnp.full((), 3.0)
+    loss = float(((model({"params": jax.device_get(state.params)}, X[:4]) - Y[:4]) ** 2).mean())
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+
+
+def test_a_batch_that_holds_an_array_of_the_state():
+    step = step_on([0, 1])
+    state = step.init({"params": {"w": jnp.ones(2), "b": jnp.zeros(())}})
+    for i in range(3):
+        batch = {"x": jnp.stack([state.params["w"]] * 2), "y": state.params["w"]}
+        expected = float(((model({"params": jax.device_get(state.params)}, batch["x"]) - batch["y"]) ** 2).mean())
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-4, err_msg=str(i))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_state_that_was_freed_is_named(n):
+    step = step_on(range(n))
+    state = step.init(variables())
+    for _ in range(3):
+        state, _ = step(state, {"x": X[:4], "y": Y[:4]})
+    state.params["w"].delete()
+    with pytest.raises(RuntimeError, match=r"jdp\.train_step: state\.params\['w'\] was donated"):
+        step(state, {"x": X[:4], "y": Y[:4]})
+
+
+def test_inside_of_a_transformation_and_of_a_mesh(again):
+    step = step_on([0, 1], donate=False)
+    state = step.init(variables())
+    batch = {"x": X[:4], "y": Y[:4]}
+    for _ in range(3):
+        state, metrics = step(state, batch)
+    last = again[-1]
+    traced = jax.jit(lambda: step(state, batch)[1]["loss"])()
+    with jax.set_mesh(jax.make_mesh((2,), ("other",), devices=jax.devices()[:2])):
+        around = step(state, batch)[1]["loss"]
+    kept = step.last
+    with jax.disable_jit():
+        plain = step(state, batch)[1]["loss"]
+    assert last and kept is not state
+    np.testing.assert_allclose([traced, around], plain, rtol=1e-5)
