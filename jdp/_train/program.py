@@ -229,13 +229,12 @@ class Program:
         """Dispatches a step like one that ran; returns None if the state's leaves are not those that were `given`."""
         if not given.has(leaves):
             return None
+        refuse_deleted(state, leaves)  # JAX would pass freed arrays on, and may crash
         try:
             return dispatch_step(program, self.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
         except Exception as error:
             if "operands[" in str(error):  # JAX's name of an argument, before it ran; the usual way has a better one
                 return None
-            if "deleted" in str(error):
-                refuse_deleted(state, leaves)
             _raise_nonfinite(error)
             raise
 

@@ -1,5 +1,10 @@
 """A known step, whose program runs at once, is the same step: its numbers, its state, its errors."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,3 +130,29 @@ def test_inside_of_a_transformation_and_of_a_mesh(again):
         plain = step(state, batch)[1]["loss"]
     assert last and kept is not state
     np.testing.assert_allclose([traced, around], plain, rtol=1e-5)
+
+
+DONATED = """
+import jdp, numpy as np, optax, jax
+jdp.virtual_cpu_devices(2)
+dp = jdp.DataParallel(lambda v, x: x @ v["params"])
+first, other = (dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1)) for _ in range(2))
+state, x = first.init({"params": np.ones((3, 2), np.float32)}), np.ones((4, 3), np.float32)
+for _ in range(3):
+    state, _ = first(state, x)
+GIVE
+try:
+    first(state, x)
+except RuntimeError as error:
+    assert "jdp.train_step: state.step was donated to an earlier step" in str(error), error
+    print("named")
+"""
+
+
+@pytest.mark.parametrize("give", ["other(state, x)", "jax.jit(lambda s: s, donate_argnums=0)(state)"])
+def test_a_state_that_was_donated_elsewhere_is_named(give):
+    """In a process of its own, because JAX ends it where a program gets arrays that are freed."""
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(jdp.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", DONATED.replace("GIVE", give)]
+    done = subprocess.run(command, env=environ, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0 and "named" in done.stdout, done.stderr
