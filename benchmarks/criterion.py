@@ -343,15 +343,18 @@ def contrastive_cells(n: int, row: dict[str, Any]) -> tuple[list[str], list[str]
     return times, [str(n), *memory, aimed(part, f"{part:.2f}", "memory")]
 
 
-def asked(which: str, n: int, seconds: float) -> dict[str, Any]:
+def asked(which: str, n: int, seconds: float, here: bool) -> dict[str, Any]:
     """A row, of a process of its own: the number of virtual devices is fixed once JAX has started."""
-    command = [sys.executable, __file__, "--one", which, str(n), "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--one", which, str(n), "--seconds", str(seconds), *["--here"] * here]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
 
 
-def one(which: str, n: int, seconds: float) -> dict[str, Any]:
-    jdp.virtual_cpu_devices(n)
+def one(which: str, n: int, seconds: float, here: bool) -> dict[str, Any]:
+    if not here:
+        jdp.virtual_cpu_devices(n)
+    elif n > len(jax.devices()):
+        sys.exit(f"criterion.py: --here, and there are {len(jax.devices())} devices; pass --devices")
     if which in MODELS:
         return of_mean(which, n, seconds)
     return of_contrastive(n, seconds) if which == "contrastive" else of_first_step(n, seconds)
@@ -363,11 +366,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=tables, default=[*tables], help="models and tables")
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 8], help="for the models; the others have 8")
     parser.add_argument("--seconds", type=float, default=30.0, help="of timing for each row")
+    parser.add_argument("--here", action="store_true", help="on the devices that JAX finds; the table is printed alone")
     parser.add_argument("--write", action="store_true", help="write the tables to RESULTS.md beside this file")
     parser.add_argument("--one", nargs=2, metavar=("WHICH", "N"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return print(json.dumps(one(args.one[0], int(args.one[1]), args.seconds)))
+        found = one(args.one[0], int(args.one[1]), args.seconds, args.here)
+        return print(json.dumps(found | {"device": jax.devices()[0].device_kind}))
     parts = []
 
     def show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
@@ -376,17 +381,17 @@ def main() -> None:
 
     models = [name for name in MODELS if name in args.only]
     if models:
-        show(MEAN, [mean_cells(m, n, asked(m, n, args.seconds)) for m in models for n in args.devices])
+        show(MEAN, [mean_cells(m, n, asked(m, n, args.seconds, args.here)) for m in models for n in args.devices])
     if "contrastive" in args.only:
-        times, memory = contrastive_cells(8, asked("contrastive", 8, args.seconds))
+        times, memory = contrastive_cells(8, asked("contrastive", 8, args.seconds, args.here))
         show(CONTRASTIVE, [times])
         show(MEMORY, [memory])
     if "first" in args.only:
-        row = asked("first", 8, args.seconds)
+        row = asked("first", 8, args.seconds, args.here)
         took, part = [f"{row[x]:.0f} ms" for x in ("ms", "looks ms")], f"{row['part']:.3f}"
         ratios = [against(row, "unseen"), aimed(row["part"], part, "part")]
         show(FIRST, [["ViT", "8", *took, *ratios, str(row["rounds"])]])
-    if args.write:
+    if args.write and not args.here:
         _results.write(
             "criterion",
             "criterion= against a mean on the chunk, and against the same by hand",

@@ -2,7 +2,7 @@
 
 from ._core.programs import wait_for_all as _wait_for_all
 from ._processes.coordination import DesyncError as DesyncError
+from ._processes.hooks import before_leaving as _before_leaving
 from ._processes.initialize import initialize as initialize
-from ._processes.last_words import before_leaving as _before_leaving
 
 _before_leaving(_wait_for_all)  # `_processes` must not import `_core`

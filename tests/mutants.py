@@ -351,8 +351,8 @@ MUTANTS = (
     Mutant(
         "buffer-of-the-loader",
         "jdp/_wrapper/prefetch.py",
-        "            return _copy(x)\n",
-        "            return x\n",
+        "else _copy(x)  # which",
+        "else x  # which",
         "a batch that waits changes when the loader uses its buffer again",
         ("wrapper/test_prefetch.py::test_a_loader_may_use_its_buffer_again",),
     ),

@@ -70,7 +70,9 @@ NOT_PROMISED = {
 
 # And what stands beside it there, for the file would be too long.
 BESIDE = {
-    pathlib.Path("_jax/jaxprs.py"): {pathlib.Path(f"_jax/{name}.py") for name in ("pieces", "row_places", "row_terms")}
+    pathlib.Path("_jax/jaxprs.py"): {
+        pathlib.Path(f"_jax/{name}.py") for name in ("pieces", "row_places", "row_terms", "row_values")
+    }
 }
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from .._core.layout import Tree
+from .._processes.coordination import say
 from .._processes.exchange import by_value
 from .at_exit import tell_loss
 from .directory import Quiet, absolute
@@ -178,7 +179,7 @@ class Checkpointer:
                 self.close()
             if jax.process_index() == 0:
                 then = "ending" if self._ray is None else "going on until Ray ends the workers"
-                print(f"jdp: SIGTERM: saved step {step} in {self.directory}; {then}", flush=True)
+                say(f"jdp: SIGTERM: saved step {step} in {self.directory}; {then}", sys.stdout)
             if self._ray is None:  # to Ray, a loop that ends has failed or is finished
                 sys.exit(0)
         return saving
@@ -346,17 +347,31 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(next(_calls))
 
     def close(self) -> None:
-        """Puts the earlier handler back; a SIGTERM that has not been acted on is delivered to it now."""
-        if self._over or threading.current_thread() is not threading.main_thread():
+        """Puts the earlier handler back; a SIGTERM that has not been acted on is delivered to it now.
+
+        Only the main thread may set handlers. If another thread calls it, ours stays until the next SIGTERM, and hands
+        that on to the earlier one.
+        """
+        if self._over:
             return
         self._over = True
-        found = handler = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread():
+            if self._told and not self.acted:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        found = signal.getsignal(signal.SIGTERM)
+        handler = self._put_back(found)
+        if self._told and not self.acted and not callable(handler):  # the last that was open
+            signal.raise_signal(signal.SIGTERM)
+
+    def _put_back(self, found: Any) -> Any:
+        """Sets the first handler, from the one that was found on, that is not over; returns it."""
+        handler = found
         while isinstance(one := getattr(handler, "__self__", None), Preemption) and one._over:
             handler = one._before  # several may be open, and may close in any order
         if handler is not found:
             signal.signal(signal.SIGTERM, handler)
-        if self._told and not self.acted and not callable(handler):  # the last that was open
-            signal.raise_signal(signal.SIGTERM)
+        return handler
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a child of os.fork, which ends as it would without a Checkpointer
@@ -364,6 +379,10 @@ class Preemption:
             while isinstance(one := getattr(handler, "__self__", None), Preemption):
                 handler = one._before
             signal.signal(signal.SIGTERM, handler)
+            signal.raise_signal(signal.SIGTERM)
+            return
+        if self._over and signal.getsignal(signal.SIGTERM) == self._note:  # closed in another thread
+            self._put_back(self._note)
             signal.raise_signal(signal.SIGTERM)
             return
         self._told = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from .._processes.coordination import say
 from .directory import free_name, remove_unfinished, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all, together
@@ -122,7 +124,7 @@ class Steps:
             name = free_name(self._directory, f"{s}.set-aside")
             (self._directory / str(s)).rename(self._directory / name)
             why = "is damaged" if s in self._damaged else f"is newer than step {self.newest}, where this run goes on"
-            print(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", flush=True)
+            say(f"jdp: step {s} in {self._directory} {why}; it is now called {name}", sys.stdout)
 
 
 def listed(damaged: dict[int, str]) -> str:

@@ -18,7 +18,7 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_usual, is_watched, may_deadlock
+from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
 from .replica_mesh import ReplicaMesh, replicated
 from .replicate import all_lie
 from .scatter import filled
@@ -114,14 +114,10 @@ class Calls(Recent[Any, Known]):
 
 @dataclasses.dataclass(slots=True)
 class KnownBatch:
-    """A batch whose arrays were passed on unchanged, or padded on the host, and the step that ran on it."""
+    """A batch whose arrays were passed on unchanged, or padded on the host."""
 
     layout: Layout
     arrays: list[int] | None  # the indices of the arrays among the leaves of the batch; None if all are arrays
-    is_on_host: bool  # so that none of its arrays can be one of the state's
-    owner: Any = None  # the store that the step's program is in
-    treedef: Any = None  # of the state that the step took
-    program: Any = None  # of the leaves of that state, followed by the arrays
 
     def arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays of a batch with these leaves, as the program takes them."""
@@ -143,38 +139,14 @@ class KnownBatches(Recent[Any, KnownBatch]):
     def remember(self, batch: Tree, scattered: Scattered) -> None:
         """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
         layout = scattered._layout
-        if layout.mesh.spans_processes or layout.holds_statics and may_hide(layout):
+        if scattered is batch or layout.mesh.spans_processes or layout.holds_statics and may_hide(layout):
             return
         key, leaves = known_by((batch,), {})
         at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
         arrays = [leaves[i] for i in at]
         same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
         if key is not None and same and is_plain():
-            is_on_host = not any(isinstance(x, jax.Array) for x in arrays)
-            self[key] = KnownBatch(layout, None if len(at) == len(leaves) else at, is_on_host)
-
-    def step_again(self, owner: Any, state: Tree, batch: Tree) -> tuple[Any, list[Any], Sequence[Any]] | None:
-        """Returns the program of a step that ran on such a state and batch, the state's leaves, and the arrays.
-
-        Returns None if there is no such step, or if an array is both in the state and in the batch.
-        """
-        if not self or not is_usual():
-            return None
-        key, found = known_by((batch,), {})
-        known = self.used(key)
-        if known is None or known.owner is not owner:
-            return None
-        leaves, treedef = flatten(state)
-        arrays = known.arrays_of(found)
-        if treedef != known.treedef or not (known.is_on_host or set(map(id, arrays)).isdisjoint(map(id, leaves))):
-            return None
-        return known.program, leaves, arrays
-
-    def remember_step(self, owner: Any, treedef: Any, batch: Tree, program: Any) -> None:
-        """Keeps the program of a step that ran on such a state and batch."""
-        known = self.get(known_by((batch,), {})[0])
-        if known is not None:
-            known.owner, known.treedef, known.program = owner, treedef, program
+            self[key] = KnownBatch(layout, None if len(at) == len(leaves) else at)
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

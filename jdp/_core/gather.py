@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
-from .inputs import check_dim, is_array, is_sparse, name_of, normal_axis, way_out
-from .layout import Cut, Layout, Leaf, Shard, Tree, Whole
+from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
+from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, is_key
 from .programs import SIZES, dispatch
 from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh, replicated
 from .scatter import Cutting, split
@@ -270,10 +271,40 @@ def scatter_list(
             f"jdp.DataParallel: {root} have chunks {' and '.join(map(str, sorted(rows)))}; all arrays of a device have "
             f"the same rows. Return chunks that agree."
         )
-    whole = [gather_list(list(c), None, dim) if is_cut else c[0] for c, is_cut in zip(columns, cut, strict=True)]
+    leaves = [
+        (gather_list(list(column), None, dim), dim) if is_cut else _of_each(column, mesh.own.devices[0], n, dim, root)
+        for column, is_cut in zip(columns, cut, strict=True)
+    ]
+    whole, axes = zip(*leaves, strict=True) if leaves else ((), ())
     sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
     tree = jax.tree.unflatten(flat[0][1], whole)
-    return split(tree, how._replace(sizes=sizes))
+    return split(tree, how._replace(sizes=sizes, axes=jax.tree.unflatten(flat[0][1], axes)))
+
+
+def _of_each(column: Sequence[Any], home: Device, n: int, dim: int, root: str) -> tuple[Any, Any]:
+    """Returns the devices' values of a leaf without rows, as one where they are equal, and the axis they are cut on."""
+    if all(map(functools.partial(_are_equal, column[0]), column)):
+        return column[0], dim
+    if not all(map(is_array, column)):
+        raise ValueError(
+            f"jdp.DataParallel: {root} of the devices have {column[0]!r:.40} and other Python values in one place; "
+            f"those are part of the one program of all replicas. Return 0-d arrays (np.float32(x)), or equal ones."
+        )
+    traced = any(isinstance(x, Tracer) for x in column)
+    values = list(column) if traced else put_all(list(column), [home] * len(column))
+    return jnp.stack([*values, *values[-1:] * (n - len(values))]), STACKED
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    """Returns True if two values are known to be equal."""
+    if x is y:
+        return True
+    if isinstance(x, Tracer) or isinstance(y, Tracer):
+        return False
+    if is_array(x) and is_array(y):
+        x, y = (np.asarray(jax.random.key_data(z) if is_key(z) else z) for z in (x, y))
+        return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
+    return type(x) is type(y) and bool(x == y)
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:

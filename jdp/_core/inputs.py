@@ -98,6 +98,11 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
                 f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
                 f"Convert it to one of these, or leave it out."
             )
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(
+                f"jdp.{verb}: {name()} is a numpy.ma.MaskedArray; JAX has no such arrays, and the mask would be lost. "
+                f"Pass x.filled(value), and the mask (np.ma.getmaskarray(x)) next to it."
+            )
         # JAX refuses big-endian arrays.
         return True, leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
     _refuse(leaf, verb, name)

@@ -113,7 +113,7 @@ def refuse_other_axes(
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
     """Returns True if another axis than `dim` may be that of the rows; False, a guess, if `dim` has as many as rows."""
-    if not -len(shape) <= dim < len(shape) or shape[dim] == rows:
+    if not rows or not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
     return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
 

@@ -19,13 +19,12 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import get_abstract_mesh
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import same_program
 from .._processes.exchange import Exchange, exchange_of
 from .layout import Layout, Tree
-from .replica_mesh import ReplicaMesh, cut_off
+from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, concrete
 
 K = TypeVar("K")
@@ -141,11 +140,6 @@ def is_plain() -> bool:
     return trace_state_clean() and not _settings.jax_disable_jit
 
 
-def is_usual() -> bool:
-    """Returns True if a call is part of no other program, in no context that changes it, and in no forked process."""
-    return not cut_off and trace_state_clean() and get_abstract_mesh().empty and _interceptor.get() is _NO_INTERCEPTOR
-
-
 _settings: Any = jax.config
 # Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
@@ -179,8 +173,15 @@ def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store:
             return target(*args, **kwargs) if method is None else method(target, *args, **kwargs)
 
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
+        for other in [x for x in made if _is_of_what_is_gone(x[1])]:
+            del made[other]
         made[method, key] = make(stand_in)
     return made[method, key]
+
+
+def _is_of_what_is_gone(key: Any) -> bool:
+    """Returns True if a key refers weakly to an object, such as a wrapper's configuration, that has been freed."""
+    return isinstance(key, tuple) and any(isinstance(x, weakref.ref) and x() is None for x in key)
 
 
 def _hold(owner: Any, store: dict[int, Any]) -> None:

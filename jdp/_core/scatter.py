@@ -220,7 +220,7 @@ def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             key.append(x._layout)
             arrays += x._arrays
         elif isinstance(x, ARRAYS):
-            key.append((x.shape, x.dtype))
+            key.append((x.shape, x.dtype, type(x) is np.ma.MaskedArray))  # which is refused
             arrays.append(x)
         else:
             key.append(Static(x))

@@ -8,53 +8,17 @@ degree 0. What the trace cannot follow is accepted as well: a wrong alarm would 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
 from .jaxprs import _CALLS, _opened, _parameter, axes, inside, parts_of_scan
-
-Blame = Literal["sum", "ratio", "nonlinear", "pairs"]
-
-
-class Kind(enum.IntEnum):
-    """What a value is to the rows. The kind of a result is the largest of its operands, if no rule says otherwise."""
-
-    CONST = 0  # does not depend on the rows
-    SHARED = 1  # a mean over the rows that came through a collective: as CONST, but it depends on them
-    SUMMED = 2  # made of sums over the rows
-    ROWS = 3  # has entries of its own for each row
-    UNKNOWN = 4  # cannot be followed
-
-
-class Fault(NamedTuple):
-    """What makes a value no linear function of sums over the rows."""
-
-    kind: Blame
-    at: tuple[Any, ...]  # the equation to blame, then those around it
-    lasts: bool = False  # also in what it makes together with rows
-
-
-class RowValue(NamedTuple):
-    """What is known of a value."""
-
-    kind: Kind
-    degree: int | None = 0  # the power of b; None where it is another function of b
-    number: float | None = None  # the value itself, of a constant that is the same everywhere
-    fault: Fault | None = None
-    at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
-    guards: bool = False  # tells whether something is finite, and nothing else
-    root: RowValue | None = None  # whose square root it is
-    meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
-
-
-CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
+from .row_values import CONST, UNKNOWN, Fault, Kind, OtherTrace, RowValue
 
 
 @functools.cache
@@ -67,6 +31,7 @@ class RowCount:
     """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised."""
 
     prime: int = 0  # 0: a symbol
+    other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # that for another number, side by side
 
     @property
     def size(self) -> Any:
@@ -89,7 +54,43 @@ class RowCount:
 
     def axes(self, v: Any) -> list[int]:
         """Returns the axes of a variable whose size depends on the number of rows."""
+        if self.other is not None and (there := self.other.of(v)) is not None:
+            sizes = zip(getattr(v.aval, "shape", ()), getattr(there.aval, "shape", ()), strict=True)
+            return [i for i, (one, two) in enumerate(sizes) if one != two]
         return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if self.power(size) != 0]
+
+    def literal(self, v: Any) -> RowValue:
+        """Returns what is known of a constant that is written in a jaxpr."""
+        there = self.other.of(v) if self.other is not None else None
+        return self.constant(v.val) if there is None else self.of_two(v.val, there.val)
+
+    def of_two(self, x: Any, y: Any) -> RowValue:
+        """Returns what is known of a constant that is x in this trace, and y in the other."""
+        try:
+            one, two = abs(float(x)), abs(float(y))
+        except (TypeError, ValueError):
+            return CONST
+        if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
+            return RowValue(Kind.CONST, 0 if one == two else None, one)
+        power = self.power_of_two(one, two)
+        if power is None and self.power_of_two(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
+            return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
+        return RowValue(Kind.CONST, power, one)
+
+    def power_of_two(self, one: float, two: float) -> int | None:
+        """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""
+        power = math.log(one / two) / math.log(self.prime / self.other.prime) if self.other is not None else 0.0
+        return round(power) if abs(power - round(power)) < _NEAR else None
+
+    def parts(self, v: Any) -> list[int]:
+        """Returns the axes whose size follows the number of rows, and is no multiple of it: b - 1 in `e[1:]`."""
+        shape, found = v.aval.shape, self.axes(v)
+        if not self.prime:
+            return [i for i in found if self.power(shape[i]) is None and not _is_divided(shape[i])]
+        there = self.other.of(v) if self.other is not None else None
+        if there is None:
+            return []
+        return [i for i in found if self.power_of_two(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
 
     def constant(self, x: Any) -> RowValue:
         """Returns what is known of a constant of the trace, which may be made of the number of rows."""
@@ -115,6 +116,14 @@ class RowCount:
         return RowValue(Kind.CONST, power, number)
 
 
+def _is_divided(size: Any) -> bool:
+    """Returns True for a size that is a part of the number of rows, as where rows are taken in pairs."""
+    return any(part in str(size) for part in ("floordiv", "mod"))
+
+
+_NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
+
+
 def _names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -125,6 +134,7 @@ _LINEAR = _names_in(
     "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
     "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
 )
+_SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
 _EACH = _names_in("optimization_barrier device_put pvary pcast sort")  # of several operands each one for itself
 _PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
 # Linear in the operands at these places, and not in the others, which are indices.
@@ -144,6 +154,8 @@ _BOUNDED = _OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin
 _KEEP_DEGREE = _names_in(
     "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
 )
+_COMPARES = _names_in("eq ne lt le gt ge")
+_DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
 _POWERS = _names_in("integer_pow square")
 _NONLINEAR = (
     _BOUNDED
@@ -205,7 +217,7 @@ class Reader:
         known.update(zip(getattr(jaxpr, "constvars", ()), map(self.rows.constant, consts), strict=False))
 
         def value(v: Any) -> RowValue:
-            return self.rows.constant(v.val) if hasattr(v, "val") else known.get(v, CONST)
+            return self.rows.literal(v) if hasattr(v, "val") else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
@@ -226,11 +238,23 @@ class Reader:
             return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
         if name == "select_n":
             return [self.chosen(eqn, values[0], values[1:], outs[0])]
+        if name == "sort":
+            values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
         if name in _EACH:
             linear = name != "sort"  # which moves all by the first
             each = [([v] if linear else values, v.degree, out) for v, out in zip(values, outs, strict=True)]
             return [self.made(eqn, of, degree, out, linear) for of, degree, out in each]
         return [self.one(eqn, name, values, out) for out in outs]
+
+    def sorted(self, eqn: Any, i: int, value: RowValue) -> RowValue:
+        """Returns what is known of an operand that is sorted."""
+        if value.drawn:
+            return UNKNOWN  # a drawn order: in each row it picks as many entries as in any other
+        along_rows = _parameter(eqn, "dimension") in self.rows.axes(eqn.invars[i])
+        is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
+        if value.kind == Kind.ROWS and along_rows and is_key:
+            return value._replace(fault=_lasting([value]) or Fault("pairs", self.at(), True))
+        return value
 
     def variance(self, value: RowValue) -> RowValue:
         """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""
@@ -241,44 +265,64 @@ class Reader:
         """Returns an output of an equation without a jaxpr inside."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
+        if name in _DRAWS and self.rows.axes(out):
+            return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.summed(eqn, name, out)
+        if self.sums_part(eqn, name):
+            values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in _CUMULATIVE and values[0].kind == Kind.ROWS and _parameter(eqn, "axis") in self.rows.axes(out):
             if jnp.issubdtype(out.aval.dtype, jnp.floating):  # of integers it is a place, as among an expert's rows
                 values = [values[0]._replace(fault=_lasting(values) or Fault("pairs", self.at(), True))]
+        elif name in _CUMULATIVE and values[0].kind == Kind.CONST and _parameter(eqn, "axis") in self.rows.axes(out):
+            return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
         if name in _LINEAR:
             degree, degrees = _degree(values), {v.degree for v in values}
             if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
                 degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
                 values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-            return self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
+            made = self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
+            return made._replace(root=None, guards=False) if name in _SUMS else made
         if name in _PRODUCTS:
             return self.product(eqn, name, values, summed, out)
         if name in _INDEXED:
             first, *added = [values[i] for i in _INDEXED[name]]
+            if name == "scatter_add" and summed and values[1].kind == Kind.ROWS:
+                added = [v._replace(kind=max(v.kind, Kind.ROWS)) for v in added]  # rows choose where 1 is added
             linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in _INDEXED[name])
             degree = _degree([first, *(v._replace(degree=_add_degrees(v.degree, summed)) for v in added)])
             return self.made(eqn, values, degree, out, linear, summed)
-        degrees = {v.degree for v in values}
-        if name in _BOUNDED:
-            degree = 0
-        elif name in _KEEP_DEGREE:
-            degree = _degree(values, 1)
-        elif name in _POWERS and None not in degrees:
-            degree = values[0].degree * eqn.params.get("y", 2)
-        else:
-            degree = 0 if degrees <= {0} else None
+        degree = self.degree(eqn, name, values, out)
         if name in _POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
             return values[0].root  # jnp.linalg.norm(x) ** 2
+        if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
+            values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
         if name not in _NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
+    def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
+        """Returns the degree of what a nonlinear equation makes."""
+        degrees = {v.degree for v in values}
+        if name in _BOUNDED:
+            # If one side grows with the number of rows (a place, a sum) and the other does not, so does the answer.
+            # Rows may be compared with a number of them, as an expert's rows with its capacity.
+            of_rows = any(v.kind == Kind.ROWS for v in values)
+            sides = [v for v in values if v.number != 0 and not (of_rows and v.kind == Kind.CONST)]
+            return 0 if name not in _COMPARES or not self.rows.axes(out) or len({v.degree for v in sides}) < 2 else None
+        if name in _KEEP_DEGREE:
+            return _degree(values, 1)
+        if name in _POWERS and None not in degrees:
+            return values[0].degree * eqn.params.get("y", 2)
+        if name in ("sqrt", "rsqrt") and not (values[0].degree or 0) % 2 and None not in degrees:
+            return (values[0].degree or 0) // (-2 if name == "rsqrt" else 2)
+        return 0 if degrees <= {0} else None
+
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
         """Returns what an equation makes of the number of rows."""
         if name == "dim_as_value":
             size, at = _parameter(eqn, "dim"), self.at()
-            if any(part in str(size) for part in ("floordiv", "mod")):  # as where rows are taken in pairs
+            if _is_divided(size):
                 return UNKNOWN
             if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
                 return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
@@ -294,7 +338,8 @@ class Reader:
         degree = _add_degrees(a.degree, b.degree, summed)
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
-            # Rows by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
+            # Rows that are divided by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a
+            # ratio.
             meets = a.kind == Kind.ROWS and b.degree == 0
             if b.kind == Kind.SUMMED and not meets and _lasting(values) is None:
                 before = [v.fault for v in values if v.fault is not None and v.fault.kind == "ratio"]
@@ -316,10 +361,17 @@ class Reader:
         kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:
             return UNKNOWN
+        name = eqn.primitive.name
+        joins = name == "concatenate" and len(eqn.invars) > 1 and _parameter(eqn, "dimension") in rows
+        joins = joins or name == "tile" and any(_parameter(eqn, "reps")[i] > 1 for i in rows)
+        if name == "reshape":
+            joined = self.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
+        else:
+            joined = joins or name not in _PICKS and any(v.joined for v in values)
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         if len(values) == 1 and linear and not (summed or pairs or whole):
-            return values[0]
+            return values[0]._replace(joined=joined)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         if kind <= Kind.SHARED:
             fault = next((v.fault for v in values if v.fault is not None), None)
@@ -334,12 +386,14 @@ class Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
         fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
-            name = eqn.primitive.name
             # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
             if name == "reshape" or self.rows.prime and name in _PICKS:
                 return UNKNOWN
             fault = fault or (None if summed else Fault("nonlinear", self.at()))
-        return RowValue(Kind.SUMMED if whole else kind, degree, None, fault, at)
+        drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
+        if whole:
+            return RowValue(Kind.SUMMED, degree, None, fault, at)
+        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined)
 
     def summed(self, eqn: Any, name: str, out: Any) -> int:
         """Returns over how many axes of the rows an equation sums."""
@@ -352,11 +406,25 @@ class Reader:
             return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
         return 0
 
+    def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
+        """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""
+        places = [[i for i, size in enumerate(shape) if self.rows.power(size) != 0] for shape in (before, after)]
+        if [len(found) for found in places] != [1, 1]:
+            return False
+        (i,), (j,) = places
+        return math.prod(before[:i]) != math.prod(after[:j])
+
+    def sums_part(self, eqn: Any, name: str) -> bool:
+        """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
+        parts = self.rows.parts(eqn.invars[0]) if name == "reduce_sum" else []
+        return bool(parts) and not {*_parameter(eqn, "axes")}.isdisjoint(parts)
+
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases."""
-        if which.guards:
-            which = CONST  # a number in place of what is not finite
-        return self.made(eqn, [*cases, which], _degree(cases), out, True)
+        if which.guards:  # a number in place of what is not finite
+            which = which._replace(fault=None) if which.kind == Kind.ROWS else CONST
+        degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else _degree(cases)
+        return self.made(eqn, [*cases, which], degree, out, True)
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         branches = [self.read(branch, values[1:]) for branch in _parameter(eqn, "branches")]
@@ -408,6 +476,6 @@ def _collected(value: RowValue) -> RowValue:
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
     """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
-    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if name in _COMPARES:
         return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
     return name == "is_finite" or name in _OF_BOOLS and all(v.guards for v in values)

@@ -17,7 +17,8 @@ import jax
 from jax.core import Tracer
 
 from .jaxprs import _opened, reached, source_line
-from .row_terms import UNKNOWN, Blame, Fault, Kind, Reader, RowCount, RowValue
+from .row_terms import Reader, RowCount
+from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowValue
 
 PRIMES = (23, 31)
 
@@ -66,6 +67,14 @@ class Traced:
     inputs: tuple[bool, ...]
     rows: RowCount
 
+    def beside(self, other: Traced) -> Traced:
+        """Returns this trace, read side by side with that for another number of rows, which tells its literals."""
+        try:
+            found = OtherTrace(self.jaxpr, other.jaxpr, other.rows.prime)
+        except ValueError:  # the function does something else for that number
+            return self
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, other=found))
+
     @property
     def holds_tracers(self) -> bool:
         """Whether the function has values in it of a program that is traced around it."""
@@ -91,6 +100,14 @@ class Traced:
         """Returns True where output i depends on the values of the inputs with rows."""
         return self._values[i].kind > Kind.CONST
 
+    def is_joined(self, i: int) -> bool:
+        """Returns True where output i has the rows of several arrays one after the other, along the axis of the rows.
+
+        The replicas' outputs are joined along that axis, so those of all rows would come in another order.
+        """
+        shape = self.avals[i].shape
+        return self._values[i].joined and any(self.rows.power(n) == 1 and n != self.rows.size for n in shape)
+
     def is_followed(self, i: int) -> bool:
         """Returns True where something is known of output i."""
         return self._values[i].kind != Kind.UNKNOWN
@@ -114,6 +131,8 @@ class Traced:
             fault = value.fault
             if kind == "rows":
                 fault = fault if fault is not None and fault.lasts else None
+                if fault is None and value.degree != 0:
+                    fault = Fault("count", value.at)
             elif fault is None and value.degree != (kind != "mean"):
                 fault = Fault("sum", value.at)
             if fault is None or is_accepted or value.number == 0 or (is_meant and not i):

@@ -48,10 +48,11 @@ def _signals(events: Events) -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored: started by nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: events.put(number)) for number in numbers}
+    child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no process leaves a status
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in [*before.items(), (signal.SIGCHLD, child)]:
             signal.signal(number, handler)
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -227,7 +228,8 @@ def _check_nodes(job: Job) -> None:
             "Pass --coordinator HOST:PORT, with the host of node rank 0 and a port that is free there."
         )
     host, _, port = (coordinator or "localhost:1").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_host = host and (":" not in host or host.startswith("[") and host.endswith("]"))
+    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--coordinator is {coordinator!r}; it is a host and a port. Pass it as 10.0.0.1:29500.")
 
 
@@ -269,7 +271,7 @@ def environments(
         shared["JDP_COMPILATION_CACHE"] = job.compilation_cache
     if job.cpu_devices is not None:
         _set_cpu_devices(shared, job.cpu_devices)
-    share = 0 if "JAX_LOCAL_DEVICE_IDS" in base else gpus // job.processes
+    share = 0 if base.get("JAX_LOCAL_DEVICE_IDS") else gpus // job.processes
     every = []
     for local, place in enumerate(places):
         rank = (job.node or 0) * len(places) + local
@@ -312,7 +314,7 @@ def gpus_to_divide(job: Job, env: Mapping[str, str]) -> int:
     """Returns the number of GPUs to divide evenly among the processes of this node; 0 if there are none to divide."""
     platforms = env.get("JAX_PLATFORMS", "")
     gpu_wanted = not platforms or any(name in platforms for name in ("cuda", "gpu"))
-    if job.processes == 1 or job.cpu_devices is not None or "JAX_LOCAL_DEVICE_IDS" in env or not gpu_wanted:
+    if job.processes == 1 or job.cpu_devices is not None or env.get("JAX_LOCAL_DEVICE_IDS") or not gpu_wanted:
         return 0
     gpus = _count_gpus(env)
     if gpus % job.processes:
@@ -328,7 +330,8 @@ def _count_gpus(env: Mapping[str, str]) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))  # CUDA stops at these
+        # CUDA stops at the first that is no device: "", "-1", "NoDevFiles".
+        return next((i for i, name in enumerate(names) if not re.match(r"\d+$|GPU-|MIG-", name)), len(names))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, env=dict(env))
     except (OSError, subprocess.TimeoutExpired):

@@ -20,6 +20,7 @@ _SHORT_TAIL = 20  # shown of them when there is no traceback
 _LONGEST = 1 << 20  # bytes; what is longer is cut, so that no process fills the launcher's memory
 _MUCH = 1 << 20  # bytes that may be left to write
 _MOMENT = 1.0  # seconds
+_ROUNDS = 16  # a pipe holds a MiB at most, and each reads a 16th of it
 _ERASE = b"\x1b[K"  # the terminal's: to the end of the line
 # A line ends with \n or \r\n, a step of a progress bar with \r: what comes after tells which one it is.
 _END = re.compile(rb"\r?\n|\r(?=[^\n])")
@@ -168,8 +169,10 @@ class Reader(threading.Thread):
             selector = stack.enter_context(selectors.DefaultSelector())
             for pipe, rank, fd in self._pipes:
                 selector.register(stack.enter_context(pipe), selectors.EVENT_READ, (rank, fd))
-            while selector.get_map() and (self._until is None or time.monotonic() < self._until):
+            late = 0  # rounds when the time is up, because what is in the pipes then is still printed
+            while selector.get_map() and late < _ROUNDS:
                 ready = selector.select(timeout=0.5)
+                late += self._until is not None and time.monotonic() >= self._until
                 for key, _ in ready:
                     if not self._read(key.fd, *key.data):
                         selector.unregister(key.fileobj)

@@ -131,6 +131,15 @@ class Config:
                 f"make the wrapper over jax.devices()."
             )
 
+    def refuse_state_axes(self, verb: str) -> None:
+        """Raises a `ValueError` where the wrapper has `state_axes`, at doors that see more than one batch."""
+        if self.state_axes:
+            raise ValueError(
+                f"jdp.{verb}: the wrapper has state_axes={self.state_axes}; such state belongs to the rows of one "
+                f"batch, and {verb} keeps none of that kind. Pass it in the batch, and return it among the metrics (of "
+                f"dp.value_and_grad with has_aux=True), where arrays with an entry per row are gathered."
+            )
+
     def refuse_other_mesh(self) -> None:
         self.refuse_described()
         around = jax.sharding.get_abstract_mesh()
@@ -370,7 +379,7 @@ def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
         return axes
     fits = isinstance(batch, tuple | list) and len(batch) == len(axes)
     if own is None and not fits:
-        return axes[0]
+        return axes[0] if axes else config.dim
     return type(batch)(axes) if type(batch) in (tuple, list) else axes
 
 

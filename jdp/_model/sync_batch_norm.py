@@ -20,6 +20,12 @@ def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
         module = context.module
         if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
             return next_fun(*args, **kwargs)
+        if kwargs.get("mask") is not None:
+            raise ValueError(
+                f"jdp.DataParallel: BatchNorm {'.'.join(module.path)} has a mask, and is synchronised over the "
+                f"replicas; Flax takes the mean of the replicas' means, which is not that of all rows. Leave "
+                f"sync_batch_norm out, or the mask."
+            )
         before = module.axis_name
         # Linen freezes its modules; this one lives for the call alone, and is put back.
         object.__setattr__(module, "axis_name", SyncedAxis(axis_name))

@@ -10,6 +10,7 @@ In reading order:
     initialize.py         `jdp.distributed.initialize`: how a process joins the job
     compilation_cache.py  keeps what JAX compiles, so that a restarted process reads it
     last_words.py         a process that fails says so, and the others end instead of waiting for it
+    hooks.py              how the end of a process comes to be one of these: an exception, `sys.exit`, the last line
 
 It imports `_jax`, and of `_launch` the protocol. `_core` and the packages above it may import it.
 """

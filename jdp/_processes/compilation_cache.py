@@ -8,11 +8,11 @@ import hashlib
 import os
 import platform
 import secrets
-import sys
 
 import jax
 
 from .._jax.private import keep_programs
+from .coordination import say
 
 LIMIT = 4 << 30  # bytes that a folder holds; then those go that were used longest ago
 _SUFFIX = ".jdp-program"
@@ -64,7 +64,7 @@ def _opened(path: str) -> int:
 def _say(path: str, error: OSError) -> None:
     """Prints, once on each machine, that the folder cannot be used."""
     if os.environ.get("JDP_LOCAL_PROCESS_ID", "0") == "0":
-        print(f"jdp: compiled programs cannot be kept in {path}: {error}; this run goes on without", file=sys.stderr)
+        say(f"jdp: compiled programs cannot be kept in {path}: {error}; this run goes on without")
 
 
 class Programs:

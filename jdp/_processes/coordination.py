@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import sys
+from typing import Any, TextIO
 
 import jax
 
@@ -103,3 +105,16 @@ def left_key(process: int) -> str:
 def ended() -> set[int]:
     """Returns the processes that have ended their programs in good order."""
     return {int(key.removeprefix(_LEFT)) for key, _ in under(_LEFT)}
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints the text, on stderr by default, which may be closed, or on a full disk: no process must fail at that."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr if stream is None else stream, flush=True)
+
+
+def flush() -> None:
+    """Writes what was printed, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import jax
 
 from .._jax.private import absent_are_named, found_by_cluster, gloo_goes_by
 from .compilation_cache import use_compilation_cache
-from .coordination import coordinator, own_process, process_count
-from .last_words import install
+from .coordination import coordinator, own_process, process_count, say
+from .hooks import install
 from .launchers import Alone, incomplete, launched, number, ray_worker, several
 from .watch import limits
 
@@ -115,8 +116,9 @@ def initialize(
         if job is None:
             Alone.meant = True
             return
-    limits.step = math.inf if timeout is None else float(timeout)
-    limits.start = float(start_timeout)
+    if not (limits.are_set and (timeout, start_timeout) == _DEFAULTS):  # a library may call it as well, with none
+        limits.step, limits.start = math.inf if timeout is None else float(timeout), float(start_timeout)
+        limits.are_set = True
     if job is not None:
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
@@ -126,7 +128,7 @@ def initialize(
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()
     if job is not None and own_process() == 0 and not quiet:
-        print(_found(job["coordinator_address"]), file=sys.stderr, flush=True)
+        say(_found(job["coordinator_address"]))
 
 
 def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shutdown_timeout: int) -> None:
@@ -173,6 +175,11 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
         return None
     if count == 1 or None in (address, count, here):
         raise ValueError(incomplete(address, count, here))
+    if not re.fullmatch(r"(\[[^]]+\]|[^:]+):\d+", str(address)):
+        raise ValueError(
+            f"jdp.distributed.initialize: coordinator_address is {address!r}; it is a host and a port. Pass it as "
+            f"10.0.0.1:29500, or as [fd00::5]:29500."
+        )
     return {"coordinator_address": address, "num_processes": count, "process_id": here} | more | options
 
 
@@ -187,6 +194,7 @@ def _refuse_other_job(count: int | None, here: int | None) -> None:
         )
 
 
+_DEFAULTS = (20, 60)  # of `timeout` and `start_timeout`
 _LATER = 3  # seconds between the coordination service giving up and the processes that wait for its answer
 
 

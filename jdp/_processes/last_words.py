@@ -2,125 +2,74 @@
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import contextlib
-import functools
 import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
-
-import jax
+from typing import Any
 
 from .._launch.protocol import FOR_ANOTHER, WAITED
-from .coordination import AbsentError, DesyncError, client, forget_in_child, left_key, now, own_process, process_count
-from .exchange import Exchange
+from .coordination import DesyncError, client, flush, now, own_process, process_count, say
 from .watch import watch
 
 _FAILED = "jdp/failed"
 _CONNECTIONS = ("Gloo", "NCCL")  # an error with one of these names says that a connection is broken
 _ending = threading.Event()  # set when this process is about to end, and has said why
 _GRACE = 1.0  # seconds that a process has to fail by itself, and say more, before it ends because of another
+FOR_A_SAVE = 60.0  # seconds that a process which has failed waits for what it has begun to write
+AFTER_CTRL_C = 20.0  # the same after Ctrl-C: `jdp launch` kills after 30
 
 
-@functools.cache  # once
-def install() -> None:
-    """Hooks into the end of this process, of whatever kind."""
-    before, own = sys.excepthook, os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != own:  # a child of os.fork, whose end does not concern the job
-            before(kind, error, trace)
-            _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
-            return
-        _let_the_listener_speak(str(error))
-        # JAX waits for the others at exit, and they may be waiting for this process.
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        if interrupted:
-            say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
-        else:
-            before(kind, error, trace)
-        _tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
-        _end(130 if interrupted else WAITED if issubclass(kind, AbsentError) else 1)
-
-    sys.excepthook = hook
-    _note_exits()
-    if threading.current_thread() is not threading.main_thread():
-        _end_with(threading.current_thread(), hook)
-    leaving = threading.Event()
-    listener = threading.Thread(target=_listen, args=(leaving,), name="jdp-listens", daemon=True)
-    listener.start()
-    threading.Thread(target=_time, args=(leaving,), name="jdp-watches", daemon=True).start()
-    jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
-    os.register_at_fork(after_in_child=forget_in_child)
-    atexit.register(_leave, own, leaving, listener)
+def text_of(error: BaseException) -> str:
+    """Returns an error's text; none if that cannot be made."""
+    try:
+        return str(error)
+    except Exception:  # of an error of the user's own
+        return ""
 
 
-def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
-    """Makes the process end when this thread fails. Python alone would go on, and end with code 0.
+def is_of_another(error: BaseException) -> bool:
+    """Returns True if the end of another process may have caused an error."""
+    return isinstance(error, DesyncError) or any(name in text_of(error) for name in _CONNECTIONS)
 
-    Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) reports it itself.
+
+def show(before: Callable[..., Any], *error: Any) -> None:
+    """Prints an error by the hook that was there before; by Python's own, if that hook fails."""
+    try:
+        before(*error)
+    except Exception:
+        with contextlib.suppress(Exception):
+            sys.__excepthook__(*error)
+
+
+_finishes = threading.Lock()  # taken by the thread that ends the process
+_before_failing: list[Callable[[float], None]] = []
+
+
+def before_failing(wait: Callable[[float], None]) -> None:
+    """Registers `wait(seconds)`, called when this process has failed, before the others know and end as well."""
+    _before_failing.append(wait)
+
+
+def finish(seconds: float = 0.0) -> None:
+    """Waits so many seconds for saves that are running, and says which are lost; only the first call does.
+
+    Until then this process is marked as one that compiles, so that the others, which the saves need, do not end.
     """
-    before, own = threading.excepthook, os.getpid()
-
-    def in_thread(failed: threading.ExceptHookArgs) -> None:
-        error = failed.exc_value
-        if failed.thread is not loop or error is None or os.getpid() != own:
-            before(failed)
-        elif not isinstance(error, SystemExit):
-            hook(failed.exc_type, error, failed.exc_traceback)
-        elif error.code:
-            if not isinstance(error.code, int):
-                say(str(error.code))
-            code = error.code if isinstance(error.code, int) else 1
-            _tell(f"SystemExit: {code}")
-            _end(code)
-
-    threading.excepthook = in_thread
+    if not _finishes.acquire(blocking=False):
+        return
+    if _before_failing and seconds:
+        watch.compiling(True)
+    for wait in _before_failing:
+        with contextlib.suppress(Exception):
+            wait(seconds)
 
 
-_before_leaving: list[Callable[[], None]] = []
-
-
-def before_leaving(wait: Callable[[], None]) -> None:
-    """Registers `wait`, called at the end of the program before this process writes that it has left."""
-    _before_leaving.append(wait)
-
-
-class _Exit:
-    """The last call of `sys.exit`: its code, the number of calls over the processes before it, and its process."""
-
-    code, calls, process = 0, -1, 0
-
-
-def _note_exits() -> None:
-    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there.
-
-    The code of `exit` and `quit`, which `site` adds, is noted as well. `raise SystemExit(3)` calls no function that
-    could note it.
-    """
-
-    def noted(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        @functools.wraps(exit_)
-        def call(status: Any = None, /) -> NoReturn:
-            if threading.current_thread() is threading.main_thread():
-                _Exit.code = status if isinstance(status, int) else int(status is not None)
-                _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
-            exit_(status)
-
-        return call
-
-    for where, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
-        if hasattr(where, name):
-            setattr(where, name, noted(getattr(where, name)))
-
-
-def _tell(what: str) -> None:
+def tell(what: str) -> None:
     """Writes a failure, unless there is one already: the first counts."""
     try:
         client().key_value_set(_FAILED, json.dumps([own_process(), what[:2000]]))
@@ -128,7 +77,7 @@ def _tell(what: str) -> None:
         pass
 
 
-def _let_the_listener_speak(error: str) -> None:
+def let_the_listener_speak(error: str) -> None:
     """Waits up to three seconds with an error that the end of another process may have caused.
 
     In that time the listener may learn which process that was. It then says so and ends this process, so that the name
@@ -139,20 +88,8 @@ def _let_the_listener_speak(error: str) -> None:
         time.sleep(_GRACE / 10)
 
 
-def say(text: str) -> None:
-    """Prints the text on stderr, which may be closed, or on a full disk: a process that ends must not fail at that."""
-    with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
-
-
-def flush() -> None:
-    """Writes what was printed, as far as that is possible."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def _end(code: int) -> None:
+def end(code: int) -> None:
+    """Ends this process at once, because JAX would wait for the others."""
     _ending.set()
     try:
         flush()
@@ -162,35 +99,28 @@ def _end(code: int) -> None:
         os._exit(code)
 
 
-def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> None:
-    """Ends the program in good order: a process that waits for this one in a later call can stop waiting."""
-    if os.getpid() != own:
-        if _Exit.process == os.getpid():
-            flush()
-            os._exit(_Exit.code)  # JAX needs its threads to end, and a child of os.fork has none of them
-        return
-    if _Exit.code and _Exit.calls == Exchange.calls:  # otherwise it was caught, and the program went on
-        _tell(f"SystemExit: {_Exit.code}")
-        _end(_Exit.code)
-    try:
-        for wait in _before_leaving:
-            wait()
-    finally:  # a program that has failed on a device raises here; Python prints the error, and the others go on
-        leaving.set()
-        listener.join()  # a thread inside of JAX's client would abort the interpreter at its end
-        with contextlib.suppress(Exception):
-            watch.end()
-        with contextlib.suppress(Exception):
-            client().key_value_set(left_key(own_process()), "")
-
-
-def _time(leaving: threading.Event) -> None:
+def look_at_the_time(leaving: threading.Event) -> None:
     """Ends this process if it waits too long and the coordination service does not answer."""
     while not leaving.wait(0.5):
-        why = watch.is_cut_off()
+        why = None
+        with contextlib.suppress(Exception):  # this thread must live as long as the program
+            why = watch.is_cut_off()
         if why is not None:
             say(why)
-            _end(WAITED)
+            end(WAITED)
+
+
+def _show_what_is_handled() -> None:
+    """Prints the error that the main thread is about to end with, in a `finally` that takes long, say.
+
+    An error of a connection is not the process's own: the end of another process has caused it.
+    """
+    error: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = error[1] if isinstance(error, tuple) else error  # Python 3.11 has what sys.exc_info has
+    if isinstance(error, Exception) and not is_of_another(error):
+        with contextlib.suppress(Exception):
+            text = "".join(traceback.format_exception(error)).rstrip()
+            say(f"jdp: process {own_process()} was at work on this error:\n{text}")
 
 
 def _short(what: str) -> str:
@@ -203,28 +133,34 @@ def _pause() -> float:
     return max(0.5, process_count() / 500)
 
 
-def _listen(leaving: threading.Event) -> None:
+def listen(leaving: threading.Event) -> None:
     """Looks for a failure of another process, and ends this one as well; also if it waits too long for the others."""
-    with contextlib.suppress(DesyncError):
+    with contextlib.suppress(Exception):
         watch.look()  # the others know at once where this process is: it may die before it looks again
     while not leaving.wait(_pause()):
         if client() is None:
             return  # jax.distributed.shutdown, which the program has called
         try:
             word, why = now(_FAILED), watch.look()
-        except DesyncError:
-            continue  # the coordination service is gone, and JAX ends this process; or it is out of reach
+        except Exception:  # the coordination service is gone, and JAX ends this process; or it is out of reach
+            continue
         if word is not None:
             break
         if why is not None:
+            _ending.set()
+            _show_what_is_handled()
+            finish()
             say(why)
-            _tell(why)
-            _end(WAITED)
+            tell(why)
+            end(WAITED)
     else:
         return
     process, what = json.loads(word)
     if process == own_process():
         return
     time.sleep(_GRACE)
+    _ending.set()
+    _show_what_is_handled()
+    finish()
     say(f"jdp: process {process} has failed ({_short(what)}); process {own_process()} ends")
-    _end(FOR_ANOTHER)
+    end(FOR_ANOTHER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -139,10 +140,12 @@ def incomplete(address: str | None, count: int | None, here: int | None) -> str:
 def launched() -> Said:
     """Returns what the launcher of this process says; nothing if it is unknown, or if JAX should detect it."""
     launcher = next((launcher for launcher in LAUNCHERS if launcher.speaks()), SLURM)
+    if launcher.local_rank and number(launcher.local_rank) is None and number(SLURM.size) is not None:
+        launcher = SLURM  # `srun --mpi=pmi2` sets MPI's size and rank as well, but not the local rank
     options: dict[str, Any] = {}
     if _has_own_devices(launcher):
         options["cluster_detection_method"] = "deactivate"  # else JAX would count them by the local rank
-    elif "JAX_LOCAL_DEVICE_IDS" not in os.environ and launcher is not SLURM:
+    elif not os.environ.get("JAX_LOCAL_DEVICE_IDS") and launcher is not SLURM:
         if launcher.local_rank and os.environ.get(launcher.local_size) != "1":
             options["local_device_ids"] = number(launcher.local_rank)
     if launcher is SLURM:
@@ -159,7 +162,19 @@ def _has_own_devices(launcher: Launcher) -> bool:
     visible, rank = os.environ.get("CUDA_VISIBLE_DEVICES"), number(launcher.local_rank)
     if visible is None or rank is None:
         return False
-    return len(visible.split(",")) < (number(launcher.local_size) or rank + 1)
+    local_size = _tasks_of_slurm() if launcher is SLURM else number(launcher.local_size)
+    return len(visible.split(",")) < (local_size or rank + 1)
+
+
+def _tasks_of_slurm() -> int | None:
+    """Returns the number of tasks of this step on this node, of a text such as "4(x2),3" for all nodes."""
+    counts: list[int] = []
+    for text in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", text)) is None:
+            return number("SLURM_NTASKS_PER_NODE")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = number("SLURM_NODEID") or 0
+    return counts[node] if node < len(counts) else None
 
 
 def _launcher_pid(name: str) -> int:

@@ -38,7 +38,6 @@ import contextlib
 import json
 import os
 import platform
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jax.private import callbacks
-from .coordination import ended, own_process, process_count, put, under
+from .coordination import ended, own_process, process_count, put, say, under
 
 
 class Limits:
@@ -57,6 +56,7 @@ class Limits:
 
     def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
         self.step, self.start, self.compile = step, start, compile
+        self.are_set = False  # by `initialize`
 
 
 limits = Limits()
@@ -99,7 +99,10 @@ class Pending(NamedTuple):
 
     def is_done(self) -> bool:
         x = self.output()
-        return x is None or x.is_deleted() or x.is_ready()
+        try:
+            return x is None or x.is_deleted() or x.is_ready()
+        except RuntimeError:  # the main thread has donated it since it was asked
+            return True
 
 
 class Watch:
@@ -119,7 +122,7 @@ class Watch:
         self._callbacks: dict[FrameType, float] = {}  # that run, and when each was seen first
         self._waits: tuple[str, float, float] | None = None  # for a call's others: since when, and until when
         self._places: dict[int, tuple[Place, float]] = {}  # and since when it has been silent
-        self._beat, self._told, self._learnt = 0, 0.0, 0.0
+        self._beat, self._told, self._learnt, self._looked = 0, 0.0, 0.0, 0.0
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
@@ -216,7 +219,11 @@ class Watch:
 
     def look(self) -> str | None:
         """Writes where this process is, and looks for the others; returns in words why it should stop waiting."""
-        now = time.monotonic()
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if before and now - before > _SILENCE + 2 * self._pause():  # it stood still, and so may have the others
+            self._begin_again(now)
+            return None
         pending, waits = self._still_running(), self._waits
         self._see_callbacks(pending)
         if now >= self._told + _BEAT:
@@ -244,6 +251,14 @@ class Watch:
             f"jdp.{pending.what}: process {own_process()} has waited {time.monotonic() - pending.since:.0f} s for it, "
             f"and {why}"
         )
+
+    def _begin_again(self, now: float) -> None:
+        """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
+        self._places = {p: (place, now) for p, (place, _) in self._places.items()}
+        self._since = now
+        self._pending = self._pending and self._pending._replace(since=now)
+        self._newest = self._newest and self._newest._replace(since=now)
+        self._dispatch = self._dispatch and self._dispatch._replace(since=now)
 
     def _why_in_vain(self, pending: Pending, left: set[int]) -> str | None:
         """Returns in words why this process should not wait for a program any longer; None if it should."""
@@ -324,7 +339,7 @@ class Watch:
         """Says what it sees, once; it may pass."""
         before, self._warned = self._warned, of
         if why and before != of:
-            print(f"jdp: {why}; process {own_process()} waits", file=sys.stderr)
+            say(f"jdp: {why}; process {own_process()} waits")
 
     def _dead(self) -> list[int]:
         """Returns the processes of this machine that were gone in two looks and have not written why."""

@@ -22,6 +22,7 @@ _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
+    "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
@@ -114,19 +115,31 @@ class Followed:
         if self._traced is not None and all(map(self._traced.is_followed, at)):
             return say(self._traced)
         said: list[Said] = []
+        before: row_traces.Traced | None = None
         for prime in row_traces.PRIMES:
             traced = self._counted(prime)
             if traced is None or len(traced.avals) != len(self.leaves):
                 return []  # the function does not take that number
-            each = say(traced)
-            said = [x and y for x, y in zip(said or each, each, strict=True)]
+            for one in (traced, before and traced.beside(before)):
+                each = say(one) if one is not None else said
+                said = [x and y for x, y in zip(said or each, each, strict=True)]
             if not any(said):
                 break  # most losses are right, and a second trace takes time
+            before = traced
         return said
 
     def grows(self, index: int) -> bool:
         """Returns True for a leaf that depends on the number of rows, but not on their values."""
         return any(self._agreed([index], lambda traced: [traced.grows(index)]))
+
+    def refuse_joined(self, index: int, name: str) -> None:
+        """Raises a `TypeError` for an array with the rows of several ones: those of all replicas mix."""
+        if any(self._agreed([index], lambda traced: [traced.is_joined(index)])):
+            raise TypeError(
+                f"{name} has the rows of several arrays, one after the other; the outputs of the replicas are joined "
+                f"along the axis of the rows, so that those of all rows would come in another order. Return a tuple of "
+                f"the arrays, and concatenate them where all rows are."
+            )
 
     def _offences(self, kind: TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
         """Returns, for each leaf, why it is not of this kind, or None."""

@@ -186,8 +186,10 @@ def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms,
         x = jnp.asarray(x)
         axis = followed.axis(i)
         if isinstance(axis, int) and x.shape[axis] % size == 0:
+            if x.shape[axis] > size:
+                followed.refuse_joined(i, name)
             found.append((Form("rows", x.dtype, axis), [x]))
-        elif followed.rows is None or axis is None and not x.ndim and not followed.depends(i):
+        elif followed.rows is None or axis is None and not x.ndim and not (followed.depends(i) or followed.grows(i)):
             found.append((Form("first", x.dtype, 0), [jnp.broadcast_to(x, (size, *x.shape))]))
         else:
             why = "it depends on them" if not x.ndim else "no axis of it has entries for each row"
@@ -291,6 +293,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
         )
     if axis is not None:
         followed.refuse_pairs(at, name)
+        followed.refuse_joined(at, name)
         return Form("rows", x.dtype, axis), [x]
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)

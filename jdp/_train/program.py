@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import weakref
@@ -35,7 +36,6 @@ from .forms import SeveralTerms
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import Nonfinite, all_finite, flags, report
 from .state import (
-    Given,
     TrainState,
     cut_axis,
     cut_shardings,
@@ -43,7 +43,6 @@ from .state import (
     like_params,
     on_other_mesh,
     places_of,
-    refuse_deleted,
     update,
     whole,
 )
@@ -54,6 +53,14 @@ Leaves = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
 Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
 """Stores the results of a step: the state, its leaves, the metrics, and the updates of NNX objects in the batch."""
+
+
+may_trace: contextvars.ContextVar[bool] = contextvars.ContextVar("jdp_may_trace", default=False)
+"""True while a step takes the usual way, which may trace. In a known step a trace means that something is new."""
+
+
+class Retraced(Exception):
+    """A signal, not an error: JAX would trace the program again, because something about the call is new."""
 
 
 class Program:
@@ -84,10 +91,12 @@ class Program:
         alone, name = loss_of(False), f"find_nonfinite_{label}"
         self.flags = Compiled(_flags(alone, steps, name))
         self.compiled: Recent[Any, Any] = Recent()
+        self.known: Recent[Any, Any] = (
+            Recent()
+        )  # the program, and the treedefs of state and batch, by the shape of the first array
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
         self.places: tuple[Any, ...] = ({}, {}, {})  # of what is cut inside of a replica, when the state was seen last
-        self.ran: Any = None  # the program of the last step, if it is all that such a step takes
         self.steps = 0  # calls so far
         self.check: Check | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
@@ -123,8 +132,13 @@ class Program:
                 places_of(others, mesh, "state"),
             )
             if found != self.places:
-                self.compiled = Recent()
+                self.forget()
             self.places = found
+
+    def forget(self) -> None:
+        """Drops the programs, because they are those of other shapes or places."""
+        self.compiled.clear()
+        self.known.clear()
 
     def axis(self, x: Any, n: int) -> int | None:
         """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""
@@ -186,7 +200,7 @@ class Program:
             hides = batch._layout.holds_statics and not self.options.deterministic
             state, metrics = unread(run, batch, self._reads) if hides else run(batch)
         except Exception as error:
-            _raise_nonfinite(error)
+            raise_nonfinite(error)
             raise
         stepped(self, state, metrics)
         if self.options.check_replicas:
@@ -197,7 +211,6 @@ class Program:
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         leaves, treedef = flat
-        self.ran = None
         if self.options.deterministic and len(layout.devices) > 1:
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
@@ -210,33 +223,20 @@ class Program:
             run = getattr(program, "__wrapped__", program)
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
+        token = may_trace.set(True)
         try:
             program = self.of(state, layout, treedef)
             if program not in self._compiled and is_plain():
                 program.lower(*args).compile()  # takes long, too
                 self._compiled.add(program)
-            self.ran = None if self.options.check_replicas else program
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
                 raise
+        finally:
+            may_trace.reset(token)
         # JAX has refused an argument by a name such as operands[3]. This program gives it the name in the state.
         return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
-
-    def again(
-        self, state: TrainState, program: Any, leaves: list[Any], arrays: Sequence[Any], given: Given, keep: Keep
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """Dispatches a step like one that ran; returns None if the state's leaves are not those that were `given`."""
-        if not given.has(leaves):
-            return None
-        refuse_deleted(state, leaves)  # JAX would pass freed arrays on, and may crash
-        try:
-            return dispatch_step(program, self.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
-        except Exception as error:
-            if "operands[" in str(error):  # JAX's name of an argument, before it ran; the usual way has a better one
-                return None
-            _raise_nonfinite(error)
-            raise
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
         self.learn(state, batch)
@@ -378,14 +378,14 @@ class Program:
         return found._replace(out=finished(found.out), state=left(state.state, found.state))
 
 
-def _raise_nonfinite(error: Exception) -> None:
+def raise_nonfinite(error: Exception) -> None:
     """Raises a `FloatingPointError` for the errors that JAX raises for a NaN in a step with `jax_debug_nans`."""
     settings: Any = jax.config
     if not (settings.jax_debug_nans or settings.jax_debug_infs):
         return
     # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
     is_jax = type(error).__name__ == "InternalFloatingPointError"
-    if is_jax or isinstance(error, FloatingPointError | RecursionError) or "deleted" in str(error):
+    if is_jax or isinstance(error, FloatingPointError | RecursionError | Retraced) or "deleted" in str(error):
         raise FloatingPointError(
             "jdp.train_step: something is not finite after the step, and jax_debug_nans or jax_debug_infs is set; the "
             "state that went in is gone if the step donates it. Call step.find_nonfinite(state, batch) with a state "
@@ -487,6 +487,8 @@ def jit_of_leaves(program: Any, state: TrainState, treedef: Any, layout: Layout,
     count = treedef.num_leaves
 
     def train_step(*operands: Any) -> tuple[Any, ...]:
+        if not may_trace.get():
+            raise Retraced
         state, *more = program.step(treedef.unflatten(operands[:count]), Scattered(operands[count:], layout))
         parts = (state.step, state.params), state.opt_state, (state.state, state.key)
         return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)

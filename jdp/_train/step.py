@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .._core.calls import KnownBatches
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.programs import Recent, capturing
+from .._core.programs import capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
@@ -25,6 +25,7 @@ from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .check import LossCheck, checked
 from .gradients import Loss
+from .known_step import remember_step, step_again
 from .loss import VERB, check_signature, variables_loss
 from .nonfinite import Nonfinite
 from .program import Leaves, Program
@@ -210,7 +211,7 @@ class TrainStep(Step[TrainState]):
         shapes = jax.eval_shape(self._first, variables, key)
         check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
-            self._program.compiled = Recent()  # not those of other shapes, which ZeRO cuts along other axes
+            self._program.forget()  # ZeRO cuts other shapes along other axes
         state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
         self._shapes = shapes
         if not traced:
@@ -240,22 +241,20 @@ class TrainStep(Step[TrainState]):
             if more:
                 raise too_many(more, "step(state, (x, y))")
             found = None
-            if state is last and self._batches:
-                found = self._batches.step_again(self._program.compiled, state, batch)
-                found = found and self._program.again(state, *found, self._given, self._keep)
-            return found or self._take(state, batch)
+            if state is last and self._program.known:
+                found = step_again(self._program, state, batch, self._given, self._keep)
+            return found or self._train_step(state, batch)
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._given.last is not last))
             raise
 
     @outside_of_mesh
-    def _take(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+    def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """Takes a step that differs from the last one, or is the first."""
         before, scattered, flat, nodes = self._ready(state, batch, donates=True)
         found = self._program(before, scattered, flat, functools.partial(self._keep, nodes=nodes))
-        program = self._program.ran
-        if program is not None and not isinstance(found[1]["loss"], Tracer):
-            self._batches.remember_step(self._program.compiled, flat[1], batch, program)
+        if not nodes:
+            remember_step(self._program, flat[1], batch, scattered, found[1]["loss"])
         return found
 
     @outside_of_mesh

@@ -160,13 +160,7 @@ def train_step(
     if not callable(loss_fn):
         way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
-    state_axes = dp._config.state_axes
-    if state_axes:
-        raise ValueError(
-            f"jdp.{VERB}: the wrapper has state_axes={state_axes}; such state belongs to one batch, that of a training "
-            f"run to none. Pass it in the batch, and return it among the metrics, where arrays with an entry per row "
-            f"are gathered."
-        )
+    dp._config.refuse_state_axes(VERB)
     axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes, checked_criterion(criterion, VERB))

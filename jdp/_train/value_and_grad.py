@@ -142,6 +142,7 @@ def _first(
 ) -> tuple[Gradients, tuple[Tree, ...]]:
     """Runs a call with all its steps; returns what it found, and the gradients of the arguments."""
     config.refuse_other_mesh()
+    config.refuse_state_axes(VERB)
     one, inputs = _divided(config, options, in_axes, args, kwargs)
     (plain, state), held = one.replicas
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))

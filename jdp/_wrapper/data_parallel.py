@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from .._core.calls import Ran
-from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
+from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, resolve_output
 from .._core.fingerprint import check_replicas
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
@@ -289,7 +289,9 @@ class DataParallel(nnx.Module, Generic[M]):
         }
         if cut:
             variables = {**variables, **cut}
-        whole, nodes = _nnx.take_nodes(variables) if of_objects else (variables, [])
+        # Parameters of a function may hold NNX objects. Such a call is never a known one.
+        takes = config.kind == "function"
+        whole, nodes = _nnx.take_nodes(variables, root="params") if takes else (variables, [])
         (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
         nodes += given
         if nodes:  # a model, an nnx.Rngs: replicated, and updated
@@ -380,6 +382,8 @@ class DataParallel(nnx.Module, Generic[M]):
             >>> dp.gather(outputs, dp.output_device).tolist()
             [0.0, 2.0, 4.0]
         """
+        if output_device not in (None, "sharded"):
+            output_device = resolve_output("DataParallel", output_device)
         if isinstance(outputs, Scattered):
             return join(outputs, output_device)
         if holds_scattered(outputs):  # a batch, each array of which has its own axis

@@ -78,6 +78,7 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
     """
     config: Config = dp._config
     variables, batches = _arguments(dp, metrics_fn, arguments)
+    config.refuse_state_axes(VERB)
     variables, nodes = take_nodes(variables, verb=VERB, root="variables")
     variables = put_nodes(broadcast(variables, config.mesh, VERB, "variables"), nodes)
     total = _Total()

@@ -107,7 +107,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
         leaves, treedef = flat(batch, "prefetch", "batch", stop_at_objects)
         return treedef.unflatten(map(convert, leaves))
 
-    source = map(host, batches)
+    source = map(host, (batch for batch in batches))  # a loader that ends may begin again when it is asked once more
     if not config.mesh.spans_processes:
         return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
 
@@ -159,7 +159,7 @@ def _to_numpy(batches: Any) -> Callable[[Any], Any]:
 
     def convert(x: Any) -> Any:
         if isinstance(x, np.ndarray):
-            return _copy(x)
+            return x if isinstance(x, np.ma.MaskedArray) else _copy(x)  # which scatter refuses by name
         if not is_tensor(x):
             return x
         array = numpy_of(x, "prefetch")

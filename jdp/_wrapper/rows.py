@@ -43,6 +43,8 @@ class Columns:
 
     def __init__(self, config: Config, data: Tree) -> None:
         leaves, treedef = flat(data, VERB, "data")
+        if any(map(is_scattered, leaves)):
+            raise TypeError(f"jdp.{VERB}: data holds a jdp.Scattered; it is cut already. Pass the arrays.")
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
         how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
@@ -53,6 +55,7 @@ class Columns:
                 f"least. Pass arrays with rows, or a list of rows."
             )
         self.count: int = _checked_count(data, sum(self._layout.sizes))
+        _refuse_strings(data, self.count)
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
         """Returns what a batch of these rows is read in."""
@@ -67,6 +70,21 @@ class Columns:
         """Returns the batch of its parts."""
         (batch,) = parts
         return batch
+
+
+def _refuse_strings(data: Tree, count: int) -> None:
+    """Raises a `TypeError` for a list with a string for each row: each batch would have all of them, in their order."""
+
+    def is_column(x: Any) -> bool:
+        return type(x) is list and len(x) == count and all(isinstance(y, str | bytes) for y in x)
+
+    for path, x in jax.tree_util.tree_leaves_with_path(data, is_leaf=is_column):
+        if is_column(x):
+            raise TypeError(
+                f"jdp.{VERB}: data{jax.tree_util.keystr(path)} is a list of {count} strings, one for each row; each "
+                f"batch would have all of them. Pass np.arange({count}) in its place, which comes with the rows, and "
+                f"index the list with it."
+            )
 
 
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
@@ -158,7 +176,10 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
 
 def _is_array_of_numbers(x: Any) -> bool:
     """Returns True if a part of a row is a list of numbers, as in Hugging Face's datasets: that is an array."""
-    return isinstance(x, list) and all(isinstance(y, bool | int | float) or _is_array_of_numbers(y) for y in x)
+    return isinstance(x, list) and all(isinstance(y, _NUMBERS) or _is_array_of_numbers(y) for y in x)
+
+
+_NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:

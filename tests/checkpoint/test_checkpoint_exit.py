@@ -233,14 +233,26 @@ def test_a_dropped_one_gives_the_lock_back_after_a_failed_save(tmp_path, monkeyp
 
 
 SIGTERM = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from jdp._checkpoint.checkpointer import Preemption
 first, second = Preemption(), Preemption()
+
+def elsewhere(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
 """
 AFTER_A_SIGTERM = {
     "acted on by the first": ("os.kill(os.getpid(), 15); first.act(); second.close(); first.close()", 0),
     "acted on by the second": ("os.kill(os.getpid(), 15); second.act(); first.close(); second.close()", 0),
     "not acted on": ("os.kill(os.getpid(), 15); first.close(); second.close()", -signal.SIGTERM),
+    "closed in another thread": ("elsewhere(first.close); elsewhere(second.close); os.kill(os.getpid(), 15)", -15),
+    "closed in another thread, one": ("elsewhere(second.close); os.kill(os.getpid(), 15); first.act()", 0),
+    "told, and closed in another thread": (
+        "os.kill(os.getpid(), 15); elsewhere(first.close); elsewhere(second.close); time.sleep(1)",
+        -signal.SIGTERM,
+    ),
     "not acted on, closed in turn": ("os.kill(os.getpid(), 15); second.close(); first.close()", -signal.SIGTERM),
 }
 IN_A_CHILD = """
@@ -304,3 +316,19 @@ def test_the_loss_is_said_though_the_directory_cannot_be_read(tmp_path, monkeypa
             patch.setattr(type(writer._steps), "latest", gone)
             text = writer.loss(OSError(5, "Input/output error"))
     assert "was not saved" in text and "the directory cannot be read ([Errno 116] Stale file handle)" in text
+
+
+def test_a_sigterm_ends_in_good_order_though_nobody_reads_the_output(tmp_path):
+    """As in `python train.py | tee log`, where the signal goes to both."""
+    code = f"""
+import os, signal, jdp, numpy as np
+c = jdp.Checkpointer({str(tmp_path)!r})
+reads, writes = os.pipe()
+os.dup2(writes, 1)
+os.close(writes), os.close(reads)
+os.kill(os.getpid(), signal.SIGTERM)
+c.save(7, {{"w": np.ones(2)}})
+os._exit(9)
+"""
+    assert ended(code) in (0, 120)  # 120: Python could not write what it had kept of stdout
+    assert (tmp_path / "7").exists()

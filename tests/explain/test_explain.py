@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp._core.programs import Flat
@@ -375,3 +377,26 @@ def test_nnx_on_devices_that_are_not_there(described):
         dp(np.ones((8, 16), np.float32))
     with pytest.raises(RuntimeError, match="only described"):
         step({"x": np.ones((8, 16), np.float32), "y": np.ones((8, 8), np.float32)})
+
+
+def test_an_array_is_named_by_its_place_among_all_arguments():
+    """Also where a string or a number stands before it, which is no array."""
+    dp = jdp.DataParallel(lambda w, mode, tab, x: x @ w, devices=range(2), in_axes=(None, None, 0))
+    w, x, table = np.ones((8, 2), np.float32), np.ones((16, 8), np.float32), np.ones((16, 2), np.float32)
+    assert jdp.explain(dp.apply, w, "mode", table, x).unscattered == ("argument 1: float32[16, 2]",)
+    dp = jdp.DataParallel(lambda w, b: b["x"] @ w, devices=range(2), in_axes=({"mode": None, "tab": None, "x": 0},))
+    report = jdp.explain(dp.apply, w, {"mode": "mode", "tab": table, "x": x})
+    assert report.unscattered == ("argument 0.tab: float32[16, 2]",)
+
+
+@pytest.mark.parametrize("give", ["numpy", "placed", "prefetched"])
+def test_the_batch_of_an_nnx_model_is_no_parameter(give):
+    x = np.ones((16, 4), np.float32)
+    dp = jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), devices=range(4))
+    step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    place = {"numpy": lambda: x, "prefetched": lambda: next(iter(dp.prefetch([x])))}
+    place["placed"] = lambda: jax.device_put(x, NamedSharding(mesh, P("data")))
+    for fn in (step, dp):
+        report, plain = jdp.explain(fn, place[give]()), jdp.explain(fn, x)
+        assert (report.rows, report.collectives) == (plain.rows, plain.collectives) and report.rows == (4, 4, 4, 4)

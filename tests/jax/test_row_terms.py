@@ -63,6 +63,7 @@ def traced(fn, prime=0):
 def counted(fn, kind="mean", at=(0,)):
     """What two traces with Python's numbers of rows agree in."""
     found = [traced(fn, prime) for prime in PRIMES]
+    found += [found[1].beside(found[0])] if all(found) else []
     each = [x.offences(kind, at) if x else [None] for x in found]  # None: a function for 8 rows alone
     return [found[0].kind if all(found) else None for found in zip(*each, strict=True)]
 
@@ -272,7 +273,47 @@ def total_of_list(e, x):
 
 
 # Means over the rows, of which no line needs to be known.
+def masked_autoencoder(t, key):
+    rest = jnp.argsort(jnp.argsort(jax.random.uniform(key, t.shape[:2]), 1), 1)
+    mask = jnp.where(rest < 2, 0.0, 1.0)
+    return ((t**2).mean(-1) * mask).sum() / mask.sum()
+
+
+def drawn_places(t, keys):
+    mask = jax.vmap(lambda key: jax.random.permutation(key, jnp.arange(6) < 2))(keys)
+    return ((t**2).mean(-1) * mask).sum() / mask.sum()
+
+
+def capacity(x, y):
+    chosen = jax.nn.one_hot(y, 3, dtype=int)
+    fits = (jnp.cumsum(chosen, 0) * chosen).sum(1) <= 2 * x.shape[0]
+    return ((x**2).mean(1) * fits).mean()
+
+
+def expert_choice(x, w):
+    gates, rows = lax.top_k(jax.nn.softmax(x @ w).T, 2)
+    picked = gates[..., None] * jnp.tanh(x[rows])
+    return (jnp.zeros_like(x).at[rows.reshape(-1)].add(picked.reshape(-1, 5)) ** 2).mean()
+
+
+def pgd(w, x):
+    """The worst of the rows near by: each gradient is normed, so that it does not matter that it is of a mean."""
+
+    def loss(x):
+        return jnp.tanh(((x @ w) ** 2).sum(1)).mean()
+
+    grads = jax.grad(loss)(x)
+    return loss(x + 0.1 * grads / (jnp.linalg.norm(grads, axis=1, keepdims=True) + 1e-12))
+
+
 ACCEPTED = {
+    "pgd": pgd,
+    "masked autoencoder": masked_autoencoder,
+    "drawn places": drawn_places,
+    "capacity": capacity,
+    "mean of absolute values": lambda x: jnp.tanh(x / jnp.abs(x).mean(0)).mean(),
+    "guarded rows": lambda e: jnp.where(jnp.isfinite(e), e, 0.0).mean(),
+    "more than one": lambda e: jnp.where(jnp.asarray(e.shape[0]) > 1, e.mean(), 0.0),
     "unused": lambda e, x, w: e.mean() + 0 * (x @ w).max() + 0.0 * jnp.tanh(jnp.ones((5, 5)) + x.mean()).mean(),
     "mse": lambda x, z: ((x - z) ** 2).mean(),
     "sum by rows": lambda e: jnp.sum(e) / e.shape[0],
@@ -430,6 +471,16 @@ def in_a_jit(e):
     )(e)
 
 
+def drawn(e, key):
+    m = jax.random.bernoulli(key, 0.3, e.shape) + 0.0
+    return (e * m).sum() / m.sum()  # <-
+
+
+def unlabelled(e, o):
+    m = jnp.where(jnp.isnan(o[:, 0]), 0.0, 1.0)
+    return (e * m).sum() / m.sum()  # <-
+
+
 def f1(o, y):
     hit, said, true = [(v + 0.0).sum() for v in ((o.argmax(1) == 1) & (y == 1), o.argmax(1) == 1, y == 1)]
     precision, recall = hit / said, hit / true  # <-
@@ -485,6 +536,11 @@ REFUSED = {
         lambda e: e[:-1].mean(),
         lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w).max())(x).sum(),
         lambda e: (e / (e.shape[0] - 1)).sum(),
+        lambda e: e[1:].sum() / e.shape[0],
+        lambda e: jnp.abs(jnp.diff(e)).sum() / e.shape[0],
+        lambda e: jnp.pad(e, (0, 1), constant_values=100.0).sum() / e.shape[0],
+        lambda e: jnp.where(jnp.arange(e.shape[0]) < 4, e, 0.0).mean(),
+        lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
         unfinished_maml,
         by_chance,
     ],
@@ -501,6 +557,8 @@ REFUSED = {
         lambda o, y, s: (ce(o, y) * (1 + s * y)).sum() / (1 + s * y).sum(),
         lambda e, o: (jax.nn.softmax(o[:, 0]) * e).sum(),
         lambda e: 1 / e.mean(),
+        drawn,
+        unlabelled,
         f1,
         dice,
     ],
@@ -521,7 +579,6 @@ REFUSED = {
         lambda e: e.prod(),
         lambda m: m.all().astype(float),
         lambda x: x[0].mean(),
-        lambda x: jnp.sort(x, 0)[-1].mean(),
         lambda e: jnp.where(e.mean() > 1, e.mean(), 0.0),
         lambda e: lax.cond(e.mean() > 1, lambda: 1.0, lambda: 0.0),
         lambda o: 3 * (jax.nn.softmax(o).mean(0) * jax.nn.one_hot(o.argmax(1), 3).mean(0)).sum(),
@@ -531,6 +588,7 @@ REFUSED = {
         lambda e: e.mean() + jnp.sqrt(e.mean()),
         lambda e, w: jax.vmap(lambda c: jnp.sqrt((e * c).mean()))(w[:, 0]).mean(),
         lambda e: jnp.log(jnp.maximum(jnp.exp(e).sum(), 1)) + e.mean(),
+        lambda o: jnp.sqrt((o**2).mean(0)).sum() ** 2,
         lambda x: (x / jnp.linalg.norm(x)).sum(),
         lambda x: jnp.sort(x.mean(0))[-1],
         lambda m, table: lax.dynamic_slice(table, (m.sum(), 0), (1, 4), allow_negative_indices=False).sum(),
@@ -541,6 +599,8 @@ REFUSED = {
     ],
     "pairs": [
         lambda x: (x @ x.T).mean(),
+        lambda x: jnp.sort(x, 0)[-1].mean(),
+        lambda x, z: ((jnp.sort(x, 0) - jnp.sort(z, 0)) ** 2).mean(),
         lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(),
         lambda x: jnp.maximum(0, x[:, None, 0] - x[None, :, 0] + 0.1).max(1).mean(),
         lambda x: (jax.nn.softmax(x @ x.T / 2) @ x).mean(),
@@ -591,6 +651,17 @@ COUNTS = {
     "root of len": (lambda e: e.sum() / len(e) ** 0.5, "sum"),
     "root": (lambda e: jnp.sqrt(e.sum() / len(e)), "nonlinear"),
     "ratio": (lambda e, m: (e * m).sum() / m.sum() * (len(e) / len(e)), "ratio"),
+    "mixup by a drawn order": (lambda x, key: (x - x[jax.random.permutation(key, len(x))]).mean(), None),
+    "expert choice": (expert_choice, None),
+    "percent": (lambda e: 100.0 / len(e) * e.sum(), None),
+    "weighed": (lambda e: (0.3 / len(e)) * e.sum(), None),
+    "quarter": (lambda e: e.sum() / (len(e) / 4), None),
+    "never 0": (lambda e: e.sum() / (len(e) + 1e-5), None),
+    "an axis of twice the prime": (lambda e: jnp.broadcast_to(e[:, None], (len(e), 92)).mean(1).mean(), None),
+    "an axis before it": (lambda e: jnp.broadcast_to(e[:, None], (len(e), 620)).mean(1).mean(), None),
+    "many pixels": (lambda e: jnp.broadcast_to(e[:, None], (len(e), 752_003)).mean() * (len(e) / len(e)), None),
+    "weighed sum of squares": (lambda e: e.mean() + 0.3 * len(e) * e.sum(), "sum"),
+    "hardest": (lambda e: lax.top_k(e, len(e) // 2)[0].mean(), "nonlinear"),
     "two views": (lambda x: (x[: len(x) // 2] @ x[len(x) // 2 :].T).mean(), "pairs"),
     "simclr": (lambda x: ce(x @ x.T, jnp.arange(len(x))).mean(), "pairs"),
 }
@@ -600,6 +671,11 @@ COUNTS = {
 def test_a_function_that_asks_for_its_number_of_rows(name):
     fn, kind = COUNTS[name]
     assert counted(fn) == [kind]
+
+
+def padded(e):
+    m = jnp.arange(e.shape[0]) < 5
+    return (e * m).sum(), m.sum()
 
 
 OTHERS = {
@@ -623,6 +699,10 @@ OTHERS = {
     "a number": ("count", lambda e: (e.sum(), 8), [None, "sum"]),
     "mean by rows": ("count", lambda e: (e.mean(), e.shape[0]), ["sum", None]),
     "pairs by rows": ("count", lambda x: (jnp.exp(x @ x.T).sum(), x.shape[0]), ["pairs", None]),
+    "padded": ("count", padded, ["sum", "sum"]),
+    "by their number": ("rows", lambda e: e / e.shape[0], ["count"]),
+    "a part for each": ("rows", lambda e: jnp.ones(e.shape[0]) / e.shape[0], ["count"]),
+    "their numbers": ("rows", lambda e: jnp.arange(e.shape[0]) + 0.0, ["count"]),
     "row by row": ("rows", lambda e, x: jnp.sqrt(e) * x.max(1), [None]),
     "batch norm": ("rows", lambda e: (e - e.mean()) / jnp.sqrt(e.var() + 1e-5), [None]),
     "among all": ("rows", lambda x: jax.nn.logsumexp(x @ x.T, 1), ["pairs"]),
@@ -711,7 +791,7 @@ def test_what_depends_on_the_rows():
         return x, x.mean(), (w**2).sum(), jnp.float32(x.shape[0]), noise.mean(), jnp.zeros_like(x).sum(), w[x.argmax()]
 
     found = traced(fn)
-    assert [found.depends(i) for i in range(7)] == [True, True, False, False, False, False, True]
+    assert [found.depends(i) for i in range(7)] == [True, True, False, False, True, False, True]
 
 
 ON_DEVICES = {

@@ -221,6 +221,8 @@ def test_gpus_are_divided_evenly(place, monkeypatch):
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,6,7") == 4
     assert gpus(CUDA_VISIBLE_DEVICES="4,5,-1,7") == 2  # CUDA stops at the -1
     assert gpus(CUDA_VISIBLE_DEVICES="") == 0
+    assert gpus(CUDA_VISIBLE_DEVICES="NoDevFiles") == 0  # of Slurm, where a job has no GPU
+    assert gpus(CUDA_VISIBLE_DEVICES="GPU-7a,MIG-b, 3,4", JAX_LOCAL_DEVICE_IDS="") == 4
     assert gpus(CUDA_VISIBLE_DEVICES="0,1,2", JAX_PLATFORMS="cpu") == 0
     assert gpus(CUDA_VISIBLE_DEVICES="0,1,2", JAX_LOCAL_DEVICE_IDS="0") == 0
     assert gpus(CUDA_VISIBLE_DEVICES="0,1,2", processes=1) == 0
@@ -845,6 +847,29 @@ def test_what_is_read_late_is_whole():
     assert launcher.poll() is None
     code, out, _ = ended(launcher)
     assert code == 0 and [line.split()[1] for line in out.splitlines()] == [*map(str, range(3000))]
+
+
+@pytest.mark.full
+def test_the_error_of_a_rank_is_shown_though_the_output_is_read_late():
+    script = """
+        import os, sys, time
+        if os.environ["JDP_PROCESS_ID"] == "0":
+            for i in range(10_000): sys.stdout.write("x" * 999 + "\\n")
+        else:
+            time.sleep(2)
+            raise ValueError("the own error")
+    """
+    launcher = start("-n", "2", script=script)
+    time.sleep(12)
+    code, _, err = ended(launcher)
+    assert code == 1 and "ValueError: the own error" in err and "It wrote nothing" not in err
+
+
+def test_a_launcher_whose_parent_ignored_sigchld_knows_how_its_processes_end():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which it inherits
+    launcher = start("-n", "1", script="raise SystemExit(7)")
+    signal.signal(signal.SIGCHLD, before)
+    assert ended(launcher)[0] == 7
 
 
 def test_a_launcher_that_only_waits_for_a_reader_can_be_ended():

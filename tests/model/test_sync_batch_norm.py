@@ -238,3 +238,24 @@ def test_a_jitted_block_is_not_taken_for_its_synchronised_self(order, rows):
     for sync in order:
         loss, _ = dp.value_and_grad(loss_fn, sync_batch_norm=sync)(variables["params"], INPUTS[:rows], TARGETS[:rows])
         np.testing.assert_allclose(loss, want[sync], rtol=1e-5)
+
+
+def test_a_mask_is_refused():
+    """Flax takes the mean of the replicas' masked means: 7.5 here for 10, and nan where a chunk is masked whole."""
+
+    class Masked(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask):
+            return nn.BatchNorm(use_running_average=False)(x, mask=mask)
+
+    x, mask = np.array([[0], [2], [10], [20]], np.float32), np.array([[1], [0], [1], [1]], bool)
+    dp = jdp.DataParallel(Masked(), devices=range(2))
+    variables = dp.init(jax.random.key(0), x, mask)
+
+    def loss_fn(v, batch):
+        y, _ = dp(v, *batch, mutable=["batch_stats"])
+        return (y**2).mean()
+
+    step = dp.train_step(loss_fn, optax.sgd(0.1), sync_batch_norm=True)
+    with pytest.raises(ValueError, match=r"BatchNorm BatchNorm_0 has a mask, and is synchronised"):
+        step(step.init(variables), (x, mask))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jdp._processes import last_words
+from jdp._processes import hooks, last_words
 
 ROOT = str(pathlib.Path(__file__).parents[2])
 
@@ -27,17 +27,17 @@ def test_who_fails_as_it_ends_has_left_all_the_same(monkeypatch):
     """Else the others would wait for it until their time is over."""
     service, leaving = Service(), threading.Event()
     listener = threading.Thread(target=leaving.wait)
-    monkeypatch.setattr(last_words, "client", lambda: service)
-    monkeypatch.setattr(last_words, "own_process", lambda: 3)
+    monkeypatch.setattr(hooks, "client", lambda: service)
+    monkeypatch.setattr(hooks, "own_process", lambda: 3)
     listener.start()
 
     def fails():
         raise RuntimeError("a program has failed on the device")
 
-    monkeypatch.setattr(last_words, "_before_leaving", [fails])
+    monkeypatch.setattr(hooks, "_before_leaving", [fails])
     try:
         with pytest.raises(RuntimeError, match="a program has failed on the device"):
-            last_words._leave(os.getpid(), leaving, listener)
+            hooks._leave(os.getpid(), leaving, listener)
         assert service.values == {"jdp/left/3": ""}
         assert not listener.is_alive()
     finally:
@@ -51,7 +51,7 @@ def test_who_fails_as_it_ends_has_left_all_the_same(monkeypatch):
 )
 def test_a_process_ends_though_nothing_can_be_printed(streams):
     """Else it would wait for ever, with a thread that has failed."""
-    code = f"import sys; from jdp._processes import last_words; {streams}; last_words.say('why'); last_words._end(76)"
+    code = f"import sys; from jdp._processes import last_words; {streams}; last_words.say('why'); last_words.end(76)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, timeout=60)
     assert done.returncode == 76
 
@@ -70,7 +70,7 @@ def test_an_error_that_another_process_may_have_caused_waits_for_its_name(monkey
     now = [began]
     monkeypatch.setattr(last_words.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(last_words.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
-    last_words._let_the_listener_speak(error)
+    last_words.let_the_listener_speak(error)
     assert seconds <= now[0] - began < seconds + 0.2
 
 
@@ -111,3 +111,120 @@ def test_the_end_of_a_child_is_not_that_of_its_process(tmp_path):
     assert sorted(said) == [f"[{rank}] codes [0, 3, 1] sum 16.0" for rank in range(2)], done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ValueError: the child's own") == 2 and "has failed" not in done.stderr
+
+
+JOB = """
+import json, os, sys, threading, time
+import jax, numpy as np
+import jdp
+from jdp._processes import coordination, hooks, last_words, watch
+
+values = {}
+
+class Service:
+    def key_value_set(self, key, value, overwrite=False): values[key] = value
+    def key_value_dir_get(self, folder): return [(k, v) for k, v in values.items() if k.startswith(folder)]
+    def key_value_try_get(self, key):
+        if key not in values: raise jax.errors.JaxRuntimeError("NOT_FOUND")
+        return values[key]
+
+service = Service()
+for module in (coordination, hooks, last_words): module.client = lambda: service
+for module in (hooks, last_words, watch): module.own_process, module.process_count = lambda: 1, lambda: 2
+hooks.install()
+"""
+
+
+def in_a_job(code, *args):
+    """Runs it as process 1 of 2, whose coordination service is a dict; what is left of a process of that name."""
+    environ = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", JOB + code, *map(str, args)]
+    return subprocess.run(command, env=environ, timeout=100, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("error", ["ValueError('the own error')", "KeyboardInterrupt"])
+def test_a_process_that_fails_finishes_its_save_first(tmp_path, error):
+    done = in_a_job(
+        f"""
+c = jdp.Checkpointer(sys.argv[1])
+c.save(100, {{"w": np.random.default_rng(0).integers(0, 255, 40_000_000).astype(np.uint8)}})
+raise {error}
+""",
+        tmp_path,
+    )
+    assert done.returncode == (130 if "Keyboard" in error else 1), done.stderr
+    assert [x.name for x in tmp_path.iterdir() if x.name[0].isdigit()] == ["100"], done.stderr
+    assert "the own error" in done.stderr or "process 1 was interrupted" in done.stderr
+
+
+def test_a_process_that_waited_in_vain_says_which_save_is_lost(tmp_path):
+    done = in_a_job(
+        """
+import threading
+c = jdp.Checkpointer(sys.argv[1])
+c.save(100, {"w": np.ones(3)})
+c._writer._thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)  # the others do not answer
+c._writer._thread.start()
+raise coordination.AbsentError("process 0 did not come to it")
+""",
+        tmp_path,
+    )
+    assert done.returncode == 76
+    assert "step 100 was not saved in" in done.stderr and "the job ended before it was complete" in done.stderr
+
+
+def test_an_error_whose_text_fails_ends_the_process_all_the_same():
+    done = in_a_job(
+        """
+class Bad(Exception):
+    def __str__(self): return self.args[7]
+
+end = hooks.end
+hooks.end = lambda code: (print(values), end(code))
+raise Bad("x")
+"""
+    )
+    assert done.returncode == 1 and "jdp/failed" in done.stdout and "Bad" in done.stdout + done.stderr
+
+
+def test_the_error_that_a_process_was_ending_with_is_shown():
+    """Its `finally` took longer than the others waited: they have failed because of it, and it ends for their sake."""
+    done = in_a_job(
+        """
+words = "jdp.step: process 0 has waited 21 s for it, and process 1 did not come to it"
+threading.Timer(0.5, lambda: values.update({"jdp/failed": json.dumps([0, words])})).start()
+try:
+    raise ValueError("the own error")
+finally:
+    time.sleep(30)
+"""
+    )
+    assert done.returncode == 75
+    *_, error, last = done.stderr.splitlines()
+    assert error == "ValueError: the own error" and last.startswith("jdp: process 0 has failed")
+
+
+class Full:
+    """A stream on a disk that is full."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_the_listener_outlives_what_cannot_be_printed(monkeypatch):
+    looks, leaving = [], threading.Event()
+
+    def look():
+        looks.append(1)
+        if len(looks) == 4:
+            leaving.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(last_words, "client", Service)
+    monkeypatch.setattr(last_words, "now", lambda key: None)
+    monkeypatch.setattr(last_words, "_pause", lambda: 0.01)
+    monkeypatch.setattr(last_words.watch, "look", look)
+    last_words.listen(leaving)
+    assert len(looks) == 4
+    monkeypatch.setattr(sys, "stderr", Full())
+    last_words.watch._warn("process 7 is silent", [7])

@@ -1090,12 +1090,19 @@ def test_what_jax_is_told(nothing_said, environ, arguments, expected):
     assert asked.value.args == expected
 
 
+TASKS = {"SLURM_STEP_TASKS_PER_NODE": "2,4(x2)", "SLURM_NODEID": "2"}  # of this step on each node
+
+
 @pytest.mark.parametrize(
     "environ, method",
     [
         (SLURM, None),
         (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, None),
         (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0"}, "deactivate"),  # by --gpus-per-task
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, None),
+        (SLURM | {"SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0,1"} | TASKS, "deactivate"),
+        (SLURM | {"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "0,1"} | TASKS, "deactivate"),
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0", "PMI_SIZE": "4", "PMI_RANK": "1"}, "deactivate"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "9.0;tcp://h:3"}, "deactivate"),
         (SLURM | {"PMI_SIZE": "2", "PMI_RANK": "1"}, None),  # srun --mpi=pmi2: Slurm counts the GPUs
     ],
@@ -1117,6 +1124,12 @@ def test_initialize_is_nothing_for_one_process(nothing_said):
     jdp.distributed.initialize("127.0.0.1:1", 1, 0)
     assert (sys.excepthook, os.environ.get("XLA_FLAGS")) == before
     assert jax.process_count() == 1
+
+
+@pytest.mark.parametrize("address", ["host", "host:", "fd00::5", "host:port", ":29500"])
+def test_where_to_meet_is_a_host_and_a_port(nothing_said, address):
+    with pytest.raises(ValueError, match=r"jdp\.distributed\.initialize: coordinator_address is '.*'; it is a host"):
+        jdp.distributed.initialize(address, 2, 0)
 
 
 def test_initialize_after_jax_has_started_is_an_error():

@@ -376,3 +376,16 @@ def test_the_state_of_a_process():
         assert module._state(process.pid) == "Z"
         process.wait()
         assert module._state(process.pid) == ""
+
+
+@pytest.mark.parametrize("gap", [8, 30, 300])
+def test_a_pause_of_the_whole_job_blames_nobody(job, gap):
+    """As by `docker pause`: the clock goes on, and the first process to look again finds old notes of the others."""
+    outputs = job.come()
+    assert not job.go_on(10)
+    job.now += gap
+    assert not job.go_on(19)
+    for output in outputs:
+        output.ready = True
+    job.come((0, 1))
+    assert "process 2 did not come to it" in job.go_on(30)[0]

@@ -1020,3 +1020,89 @@ def test_what_is_no_sum_of_terms_is_refused(what):
             wrapper(n).value_and_grad(loss)(PARAMS, *batch(6))
         with pytest.raises(TypeError, match="criterion="):
             wrapper(n).value_and_grad(metric, has_aux=True)(PARAMS, *batch(6))
+
+
+def of_two(w, x, z):
+    return x @ w, z @ w
+
+
+ROWS_OF_TWO = {
+    "joined": (
+        lambda w, x, z: jnp.concatenate(of_two(w, x, z)),
+        lambda o: ((o[:8] - o[8:]) ** 2).mean(),
+        r"outputs has the rows of several arrays, one after the other; .* Return a tuple of the arrays",
+    ),
+    "tiled": (
+        lambda w, x, z: jnp.tile(x @ w, (2, 1)),
+        lambda o: ((o[:8] - o[8:]) ** 2).mean(),
+        r"outputs has the rows of several arrays",
+    ),
+    "stacked before the rows": (
+        lambda w, x, z: jnp.stack(of_two(w, x, z)).reshape(-1, 1),
+        lambda o: ((o[:8] - o[8:]) ** 2).mean(),
+        r"outputs has the rows of several arrays",
+    ),
+    "joined, and more": (
+        lambda w, x, z: {"o": 2 * jax.nn.relu(jnp.concatenate(of_two(w, x, z))) + 1},
+        lambda o: o["o"].mean(),
+        r"outputs\['o'\] has the rows of several arrays",
+    ),
+    "their number": (
+        lambda w, x, z: (x @ w, jnp.float32(x.shape[0])),
+        lambda o: (o[0] ** 2).sum() / o[1],
+        r"outputs\[1\] is float32\[\] for",
+    ),
+    "a drawn count": (
+        lambda w, x, z: (x @ w, jnp.where(jnp.isnan(x[:, 0]), 0.0, 1.0).sum()),
+        lambda o: (o[0] ** 2).sum() / o[1],
+        r"outputs\[1\] is float32\[\] for",
+    ),
+    "tuple": (of_two, lambda o: ((o[0] - o[1]) ** 2).mean(), None),
+    "parted again": (
+        lambda w, x, z: tuple(jnp.split(jnp.concatenate([x, z]) @ w, 2)),
+        lambda o: ((o[0] - o[1]) ** 2).mean(),
+        None,
+    ),
+    "side by side": (
+        lambda w, x, z: jnp.concatenate(of_two(w, x, z), 1),
+        lambda o: ((o[:, 0] - o[:, 1]) ** 2).mean(),
+        None,
+    ),
+    "pairs of rows": (
+        lambda w, x, z: jnp.stack(of_two(w, x, z), 1).reshape(-1, 1),
+        lambda o: ((o[::2] - o[1::2]) ** 2).mean(),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_TWO)
+def test_outputs_of_two_batches(name):
+    """The replicas' outputs are joined along the rows: what has the rows of x, then those of z, would be mixed."""
+    forward, judge, text = ROWS_OF_TWO[name]
+    rng = np.random.default_rng(0)
+    w, x, z = (rng.normal(size=s).astype(np.float32) for s in ((3, 1), (8, 3), (8, 3)))
+    found = jdp.DataParallel(forward, devices=range(4)).value_and_grad(forward, criterion=lambda o, *_: judge(o))
+    if text is not None:
+        with pytest.raises(TypeError, match=text):
+            found(w, x, z)
+        return
+    one = jax.value_and_grad(lambda w: judge(forward(w, x, z)))(w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found(w, x, z), one)
+
+
+NO_ENTRIES_OF_THEIR_OWN = {
+    "by their number": lambda w, x: ((x @ w) ** 2).sum(1) / x.shape[0],
+    "places": lambda w, x: ((x @ w) ** 2).sum(1) * jnp.arange(x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", NO_ENTRIES_OF_THEIR_OWN)
+def test_a_vector_that_is_made_of_the_number_of_rows(name):
+    loss_fn = NO_ENTRIES_OF_THEIR_OWN[name]
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(4))
+    w, x = np.ones((3, 2), np.float32), np.ones((8, 3), np.float32)
+    with pytest.raises(TypeError, match="has an entry for each row, and is made of the number of rows"):
+        dp.value_and_grad(loss_fn)(w, x)
+    with pytest.raises(TypeError, match="has an entry for each row, and is made of the number of rows"):
+        dp.evaluate(lambda w, x: {"rows": loss_fn(w, x)}, w, [x])

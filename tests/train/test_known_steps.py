@@ -1,5 +1,6 @@
 """A known step, whose program runs at once, is the same step: its numbers, its state, its errors."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import jdp
-from jdp._core.calls import KnownBatches
+from jdp._train import step as step_module
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
 Y = 2 * X.sum(1) + 1
@@ -48,14 +49,14 @@ def by_hand(batches):
 def again(monkeypatch):
     """Counts the steps that ran at once."""
     found = []
-    step_again = KnownBatches.step_again
+    step_again = step_module.step_again
 
     def counted(*args):
         out = step_again(*args)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(KnownBatches, "step_again", counted)
+    monkeypatch.setattr(step_module, "step_again", counted)
     return found
 
 
@@ -71,7 +72,7 @@ def test_even_and_uneven_batches_in_turn(n, donate, again):
     params, expected = by_hand(batches)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, params)
-    assert sum(again) >= 5  # all but the first of each size
+    assert sum(again) == (6 if n == 1 else 3)  # all but the first of each size; what has to be padded takes longer
 
 
 def test_what_differs_takes_the_usual_way(again):
@@ -130,6 +131,96 @@ def test_inside_of_a_transformation_and_of_a_mesh(again):
         plain = step(state, batch)[1]["loss"]
     assert last and kept is not state
     np.testing.assert_allclose([traced, around], plain, rtol=1e-5)
+
+
+def ran(n, change, **options):
+    """A step that is known, then one that differs: its loss, and that of a step that has not run before."""
+    batch = {"x": X[:4], "y": Y[:4]}
+    step, fresh = step_on(range(n), **options), step_on(range(n), **options)
+    state = step.init(variables())
+    for _ in range(3):
+        state, _ = step(state, batch)
+    copy = jax.tree.map(lambda x: np.array(x), state)
+    with change.get("around", contextlib.nullcontext()):
+        batch = change.get("batch", lambda b: b)(batch)
+        expected = fresh(copy, batch)[1]["loss"]
+        _, metrics = step(change.get("state", lambda s: s)(state), batch)
+    return metrics["loss"], expected
+
+
+CHANGES = {
+    "another key": {"batch": lambda b: {**b, "z": b["y"]}},
+    "float64": {"batch": lambda b: jax.tree.map(np.float64, b)},
+    "ints": {"batch": lambda b: {"x": np.int32(b["x"] * 10), "y": b["y"]}},
+    "on a device": {"batch": lambda b: {"x": jnp.asarray(b["x"]), "y": b["y"]}},
+    "big endian": {"batch": lambda b: {"x": b["x"].astype(">f4"), "y": b["y"]}},
+    "more rows": {"batch": lambda b: {"x": np.concatenate([b["x"]] * 2), "y": np.concatenate([b["y"]] * 2)}},
+    "precision": {"around": jax.default_matmul_precision("highest")},
+    "debug_nans": {"around": jax.debug_nans(True)},
+    "x64": {"around": jax.enable_x64(True)},
+    "no cache": {"batch": lambda b: (jax.clear_caches(), b)[1]},
+    "one array less on the host": {"state": lambda s: s.replace(params={**s.params, "b": np.array(s.params["b"])})},
+    "other containers": {"state": lambda s: s.replace(params=dict(reversed([*s.params.items()])))},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_known_step_after_a_change(name):
+    found, expected = ran(2, CHANGES[name])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "text"),
+    [
+        ({"x": np.ma.array(X[:4], mask=X[:4] > 0), "y": Y[:4]}, TypeError, r"batch\['x'\] is a numpy\.ma\.MaskedArray"),
+        ({"x": X[:4], "y": Y[:3]}, ValueError, "rows"),
+        ({"x": X[:4].tolist(), "y": Y[:4]}, TypeError, "Python numbers"),
+        ({1: X[:4], "y": Y[:4]}, ValueError, "keys of several types"),
+    ],
+)
+def test_a_known_step_refuses_what_any_step_refuses(batch, error, text):
+    step = step_on([0, 1])
+    state = step.init(variables())
+    for _ in range(3):
+        state, _ = step(state, {"x": X[:4], "y": Y[:4]})
+    with pytest.raises(error, match=text):
+        step(state, batch)
+    state, metrics = step(state, {"x": X[:4], "y": Y[:4]})  # the state is as it was
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_mesh_around_all_steps(again):
+    """The program is that of no mesh: each known step would be traced, in vain."""
+    step = step_on([0, 1])
+    state = step.init(variables())
+    with jax.set_mesh(jax.make_mesh((2,), ("other",), devices=jax.devices()[:2])):
+        for _ in range(4):
+            state, metrics = step(state, {"x": X[:4], "y": Y[:4]})
+    assert again == [False] * 3
+    for _ in range(2):  # the first is traced once more, without a mesh
+        state, metrics = step(state, {"x": X[:4], "y": Y[:4]})
+    assert again[-1]
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_known_step_that_is_not_finite(donate):
+    step = step_on([0, 1], donate=donate)
+    state = step.init(variables())
+    for _ in range(3):
+        state, _ = step(state, {"x": X[:4], "y": Y[:4]})
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"jdp\.train_step: something is not finite"):
+        step(state, {"x": X[:4] * np.nan, "y": Y[:4]})
+
+
+def test_a_known_step_of_parameters_of_other_shapes():
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], devices=range(2))
+    step = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1), shard_optimizer=True)
+    for features in (2, 4, 2):
+        state = step.init({"params": np.ones((features, 2), np.float32)})
+        for i in range(3):
+            state, metrics = step(state, np.ones((4, features), np.float32))
+            assert np.isfinite(metrics["loss"]), i
 
 
 DONATED = """

@@ -512,3 +512,28 @@ def test_the_program_of_the_page_goes_on_where_it_was_stopped(tmp_path, monkeypa
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [f"epoch {k}" for k in range(2, 6)]
     assert int(names["state"].step) == 80
     exec(compile(BAR, "batches.md", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        ({"x": X, "name": [f"{i}.png" for i in range(11)]}, TypeError, "data['name'] is a list of 11 strings"),
+        ({"x": jdp.scatter(X, range(4)), "y": Y}, TypeError, "data holds a jdp.Scattered; it is cut already"),
+        (np.ma.array(X, mask=X > 0), TypeError, "is a numpy.ma.MaskedArray"),
+        ([np.ma.array(x, mask=x > 0) for x in X], TypeError, "data[0] is a numpy.ma.MaskedArray"),
+    ],
+)
+def test_data_of_which_something_would_be_lost(data, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        next(iter(DP.batches(data, 4)))
+
+
+def test_a_list_of_numbers_of_numpy_in_a_row_is_an_array():
+    data = [{"x": list(np.arange(3) + i), "y": list(np.arange(2.0))} for i in range(4)]
+    (batch,) = DP.batches(data, 4)
+    assert {name: jdp.gather(x).shape for name, x in batch.items()} == {"x": (4, 3), "y": (4, 2)}
+
+
+def test_a_wrapper_without_axes_of_arguments():
+    dp = jdp.DataParallel(lambda w, *x: w, devices=range(2), in_axes=())
+    assert [jdp.gather(x).shape for x in dp.prefetch([X])] == [X.shape]

@@ -1298,3 +1298,97 @@ def test_one_graph_is_not_cut_like_rows(monkeypatch):
     x = np.ones((8, 2), np.float32)
     beside = jdp.DataParallel(lambda w, x, graph: x + model(w, graph).sum(0), range(4), in_axes=(0, None))
     close(beside(np.float32(2), x, one), x + model(2, one).sum(0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_an_output_of_a_batch_without_rows_that_has_other_axes(n):
+    dp = jdp.DataParallel(lambda w, x: x.T @ x * w, devices=range(n), out_axes=0)
+    assert dp(np.float32(1), np.zeros((0, 3), np.float32)).shape[-1] == 3
+
+
+def test_the_gather_of_the_wrapper_takes_each_form_of_a_device():
+    dp = jdp.DataParallel(lambda w, x: x * w, devices=range(2))
+    outputs = dp.parallel_apply(dp.replicate(2.0, dp.devices), *dp.scatter((np.arange(4.0),), {}, dp.devices))
+    for device in ("cpu:1", 1, -1, "cpu", jax.devices()[1], None, "sharded"):
+        assert dp.gather(outputs, device).tolist() == [0, 2, 4, 6]
+    assert dp.gather(outputs, 1).devices() == {jax.devices()[1]}
+
+
+def test_programs_go_with_their_wrapper_though_the_function_lives_on():
+    from jdp._core.programs import _kept
+
+    def loss_fn(w, x):
+        return (w * x).mean()
+
+    def metrics_fn(w, x):
+        return {"mean": (w * x).mean()}
+
+    counts = []
+    for _ in range(3):
+        dp = jdp.DataParallel(lambda w, x: w * x, devices=range(2))
+        dp.value_and_grad(loss_fn)(1.0, np.ones(4, np.float32))
+        dp.evaluate(metrics_fn, 1.0, [np.ones(4, np.float32)])
+        del dp
+        gc.collect()
+        counts.append((len(_kept[id(loss_fn)][1]), len(_kept[id(metrics_fn)][1])))
+    assert counts[0] == counts[2]
+
+
+@pytest.mark.parametrize("hold", [lambda m: {"m": m}, lambda m: (m, 1.0), lambda m: m], ids=["dict", "tuple", "itself"])
+def test_nnx_objects_among_the_parameters_of_a_function_keep_their_state(hold):
+    def find(params):
+        return params["m"] if isinstance(params, dict) else params[0] if isinstance(params, tuple) else params
+
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(lambda params, x: find(params)(x), devices=range(2))
+    for i in range(2):
+        dp(hold(norm), np.full((4, 3), 5, np.float32))
+        np.testing.assert_allclose(norm.mean[...], 5 * (1 - 0.99 ** (i + 1)), rtol=1e-4)
+    drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(lambda params, x: find(params)(x), devices=range(2))
+    first, second = (np.asarray(dp(hold(drop), np.ones((4, 64), np.float32))) for _ in range(2))
+    assert (first[:2] != first[2:]).any() and (first != second).any()
+
+
+OWN: list[Any] = []  # the values of the devices
+
+
+class OfLists(jdp.DataParallel):
+    """Its scatter returns lists, as torch's does, with values of each device's own."""
+
+    def scatter(self, inputs, kwargs, devices):
+        x, *_ = inputs
+        return [(x[2 * i : 2 * i + 2], value) for i, value in enumerate(OWN)], [{}] * len(OWN)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_chunks_of_a_subclass_keep_their_own_values(count):
+    dp, x = OfLists(lambda w, x, s: w * x * s, devices=range(4)), np.ones(2 * count, np.float32)
+    OWN[:] = [np.float32(i + 1) for i in range(count)]
+    assert dp(np.float32(1), x).tolist() == [i // 2 + 1 for i in range(2 * count)]
+    OWN[:] = [jax.device_put(np.float32(i + 1), jax.devices()[i]) for i in range(count)]
+    assert dp(np.float32(1), x).tolist() == [i // 2 + 1 for i in range(2 * count)]
+    OWN[:] = [np.float32(3)] * count
+    assert dp(np.float32(1), x).tolist() == [3] * 2 * count
+    draw = OfLists(lambda w, x, key: x + jax.random.uniform(key), devices=range(4))
+    OWN[:] = [jax.random.key(i) for i in range(count)]
+    found = np.asarray(draw(np.float32(1), x))
+    assert len({*found.tolist()}) == count
+
+
+@pytest.mark.parametrize("values", [(1, 2), ("a", "b"), (1, True), (None, 1)])
+def test_python_values_of_a_subclass_are_the_same_for_all(values):
+    dp = OfLists(lambda w, x, s: w * x, devices=range(2))
+    OWN[:] = values
+    with pytest.raises(ValueError, match="other Python values in one place|differ in their trees"):
+        dp(np.float32(1), np.ones(4, np.float32))
+
+
+def test_chunks_of_a_subclass_keep_their_own_values_under_jit():
+    dp, x = OfLists(lambda w, x, s: w * x * s, devices=range(2)), np.ones(4, np.float32)
+
+    def run(first, second):
+        OWN[:] = [first, second]
+        return dp(np.float32(1), x)
+
+    assert jax.jit(run)(np.float32(2), np.float32(3)).tolist() == [2, 2, 3, 3]

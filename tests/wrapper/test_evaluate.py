@@ -307,3 +307,45 @@ def test_lengths(refused):
     assert unknown and len([*unknown]) == 2
     with pytest.raises(TypeError, match="len"):
         len(unknown)
+
+
+def test_a_loader_that_begins_again_after_its_end():
+    class Loader:  # as NVIDIA DALI's with auto_reset
+        def __init__(self):
+            self.count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.count == 3:
+                self.count = 0
+                raise StopIteration
+            self.count += 1
+            return np.full(2, self.count, np.float32)
+
+    dp = jdp.DataParallel(lambda w, x: w * x, devices=range(2))
+    loader = Loader()
+    for _ in range(2):
+        found = [float(jdp.gather(x)[0]) for x in itertools.islice(dp.prefetch(loader), 10)]
+        assert found == [1, 2, 3]
+    assert float(dp.evaluate(lambda w, x: {"mean": dp(w, x).mean()}, np.float32(1), loader)["mean"]) == 2
+
+
+class Carried(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        carry = self.variable("carry", "c", jnp.zeros, x.shape)
+        carry.value = carry.value + x
+        return carry.value
+
+
+def test_state_with_a_batch_axis_is_refused_where_there_are_several_batches():
+    dp = jdp.DataParallel(Carried(), devices=range(2), state_axes={"carry": 0})
+    x = np.arange(4, dtype=np.float32)
+    variables = {"carry": {"c": x}, "params": {"w": np.float32(1)}}
+    with pytest.raises(ValueError, match=r"jdp\.evaluate: the wrapper has state_axes=\{'carry': 0\}"):
+        dp.evaluate(lambda v, x: {"s": jdp.Sum(dp(v, x)[0].sum())}, variables, [x])
+    for door in (dp.value_and_grad, dp.grad):
+        with pytest.raises(ValueError, match=r"jdp\.value_and_grad: the wrapper has state_axes=\{'carry': 0\}"):
+            door(lambda v, x: (dp(v, x)[0]).mean())(variables, x)

@@ -572,3 +572,8 @@ def test_prefetch_leaves_the_callers_iterator_open():
     for _ in dp.prefetch(generator, size=0):
         break
     np.testing.assert_array_equal(next(generator), NUMBERS + 1)
+
+
+def test_a_masked_array_is_refused():
+    with pytest.raises(TypeError, match=r"jdp\.prefetch: batch is a numpy\.ma\.MaskedArray.*x\.filled\(value\)"):
+        next(jdp.DataParallel(lambda w, x: w * x, devices=range(2)).prefetch([np.ma.array([1.0, 2.0], mask=[0, 1])]))

@@ -73,11 +73,14 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     from flax import nnx
 
     # jdp takes an NNX module as one object, although JAX sees a tree.
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    def is_one(x: Any) -> bool:
+        return isinstance(x, nnx.Pytree)
+
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
     # A tracer does not know its array's sharding, so parameters that are cut (in the first argument) are marked here.
-    first = 0 if not args or isinstance(args[0], TrainState) else len(jax.tree.leaves(args[0]))
+    first = len(jax.tree.leaves(args[0], is_leaf=is_one)) if args and _takes_parameters(fn, args[0]) else 0
     cut = {i: (_mesh_of(x), axis) for i, x in arrays.items() if i < first and (axis := own_axis(x)) is not None}
 
     inside: dict[int, Any] = {}  # the shardings of parameters that are cut inside of a replica, by id of their tracers
@@ -102,6 +105,15 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     except Captured as found:
         return found.args[0]
     return None
+
+
+def _takes_parameters(fn: Callable[..., Any], first: Any) -> bool:
+    """Returns True if the first argument of a call holds parameters: of an NNX wrapper or step it is the batch."""
+    owner = getattr(fn, "__self__", fn)
+    config = getattr(getattr(owner, "_dp", owner), "_config", None)
+    if isinstance(first, TrainState) or config is not None and config.kind == "nnx":
+        return False
+    return not any(map(is_scattered, jax.tree.leaves(first, is_leaf=is_scattered)))
 
 
 def own_axis(x: Any) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ..._core.devices import memory_bytes
-from ..._core.layout import Whole
+from ..._core.layout import Static, Whole
 from ..._core.outline import bytes_on_each
 from ..._core.outputs import path_name
 from ..._core.scattered import is_scattered
@@ -208,8 +208,10 @@ def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
     found = []
     for scattered in call.batch:
         layout = scattered._layout
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.fill(scattered._arrays))]
-        for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=False):
+        numbered = jax.tree_util.tree_leaves_with_path(layout.treedef.unflatten(range(layout.treedef.num_leaves)))
+        named = zip(numbered, layout.leaves, strict=True)
+        names = [path_name(path) for (path, _), leaf in named if not isinstance(leaf, Static)]
+        for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=True):
             if isinstance(leaf, Whole) and rows in x.shape[:1]:
                 found.append(f"argument {name or '0'}: {x.dtype}{list(x.shape)}")
     for x in constants(jaxpr):

@@ -1,0 +1,153 @@
+"""Hooks into the end of a process of a job: by the last line, an exception, `sys.exit`, Ctrl-C."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+from .._launch.protocol import WAITED
+from .coordination import AbsentError, client, flush, forget_in_child, left_key, own_process, say
+from .exchange import Exchange
+from .last_words import (
+    AFTER_CTRL_C,
+    FOR_A_SAVE,
+    end,
+    finish,
+    is_of_another,
+    let_the_listener_speak,
+    listen,
+    look_at_the_time,
+    show,
+    tell,
+    text_of,
+)
+from .watch import watch
+
+
+@functools.cache  # once
+def install() -> None:
+    """Hooks into the end of this process, of whatever kind."""
+    before, own = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != own:  # a child of os.fork, whose end does not concern the job
+            before(kind, error, trace)
+            _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
+            return
+        # JAX waits for the others at exit, and they may be waiting for this process: it ends here, whatever happens.
+        interrupted, text = issubclass(kind, KeyboardInterrupt), text_of(error)
+        try:
+            let_the_listener_speak(text)
+            if interrupted:
+                say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
+            else:
+                show(before, kind, error, trace)
+            flush()
+            finish(0.0 if is_of_another(error) else AFTER_CTRL_C if interrupted else FOR_A_SAVE)
+        finally:
+            tell(f"{kind.__name__}: {text}" if text else kind.__name__)
+            end(130 if interrupted else WAITED if issubclass(kind, AbsentError) else 1)
+
+    sys.excepthook = hook
+    _note_exits()
+    if threading.current_thread() is not threading.main_thread():
+        _end_with(threading.current_thread(), hook)
+    leaving = threading.Event()
+    listener = threading.Thread(target=listen, args=(leaving,), name="jdp-listens", daemon=True)
+    listener.start()
+    threading.Thread(target=look_at_the_time, args=(leaving,), name="jdp-watches", daemon=True).start()
+    jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
+    os.register_at_fork(after_in_child=forget_in_child)
+    atexit.register(_leave, own, leaving, listener)
+
+
+def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
+    """Makes the process end when this thread fails. Python alone would go on, and end with code 0.
+
+    Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) reports it itself.
+    """
+    before, own = threading.excepthook, os.getpid()
+
+    def in_thread(failed: threading.ExceptHookArgs) -> None:
+        error = failed.exc_value
+        if failed.thread is not loop or error is None or os.getpid() != own:
+            before(failed)
+        elif not isinstance(error, SystemExit):
+            hook(failed.exc_type, error, failed.exc_traceback)
+        elif error.code:
+            if not isinstance(error.code, int):
+                say(str(error.code))
+            code = error.code if isinstance(error.code, int) else 1
+            finish(FOR_A_SAVE)
+            tell(f"SystemExit: {code}")
+            end(code)
+
+    threading.excepthook = in_thread
+
+
+_before_leaving: list[Callable[[], None]] = []
+
+
+def before_leaving(wait: Callable[[], None]) -> None:
+    """Registers `wait`, called at the end of the program before this process writes that it has left."""
+    _before_leaving.append(wait)
+
+
+class _Exit:
+    """The last call of `sys.exit`: its code, the number of calls over the processes before it, and its process."""
+
+    code, calls, process = 0, -1, 0
+
+
+def _note_exits() -> None:
+    """Notes the code of `sys.exit`: Python shows it neither to an excepthook nor at exit, and JAX would wait there.
+
+    The code of `exit` and `quit`, which `site` adds, is noted as well. `raise SystemExit(3)` calls no function that
+    could note it.
+    """
+
+    def noted(exit_: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @functools.wraps(exit_)
+        def call(status: Any = None, /) -> NoReturn:
+            if threading.current_thread() is threading.main_thread():
+                _Exit.code = status if isinstance(status, int) else int(status is not None)
+                _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
+            exit_(status)
+
+        return call
+
+    for where, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        if hasattr(where, name):
+            setattr(where, name, noted(getattr(where, name)))
+
+
+def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> None:
+    """Ends the program in good order: a process that waits for this one in a later call can stop waiting."""
+    if os.getpid() != own:
+        if _Exit.process == os.getpid():
+            flush()
+            os._exit(_Exit.code)  # JAX needs its threads to end, and a child of os.fork has none of them
+        return
+    if _Exit.code and _Exit.calls == Exchange.calls:  # otherwise it was caught, and the program went on
+        tell(f"SystemExit: {_Exit.code}")
+        end(_Exit.code)
+    try:
+        for wait in _before_leaving:
+            wait()
+    finally:  # a program that has failed on a device raises here; Python prints the error, and the others go on
+        leaving.set()
+        listener.join()  # a thread inside of JAX's client would abort the interpreter at its end
+        with contextlib.suppress(Exception):
+            watch.end()
+        with contextlib.suppress(Exception):
+            client().key_value_set(left_key(own_process()), "")
