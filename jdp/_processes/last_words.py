@@ -120,7 +120,7 @@ def _show_what_is_handled() -> None:
     if isinstance(error, Exception) and not is_of_another(error):
         with contextlib.suppress(Exception):
             text = "".join(traceback.format_exception(error)).rstrip()
-            say(f"jdp: process {own_process()} was at work on this error:\n{text}")
+            say(f"jdp: process {own_process()} was at work on this error:" + "\n" + text)
 
 
 def _short(what: str) -> str:
