@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "moments-inside-of-a-replica",
-        "jdp/_train/state.py",
+        "jdp/_train/places.py",
         "if found is not None and shape == jnp.shape(x):",
         "if found is not None and shape == ():",
         "the moments of a parameter that is cut inside of a replica are whole on each of its devices",
@@ -293,7 +293,7 @@ MUTANTS = (
     ),
     Mutant(
         "skipped-step-counts",
-        "jdp/_train/program.py",
+        "jdp/_train/computation.py",
         "new_state, count = choose(new_state, state.state), choose(count, state.step)",
         "new_state = choose(new_state, state.state)",
         "a step that is skipped is counted, so that the next has another key",
@@ -334,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "axis-of-keywords",
-        "jdp/_wrapper/data_parallel.py",
+        "jdp/_wrapper/forward.py",
         "axes = (tuple(in_axes), config.dim)",
         "axes = (tuple(in_axes), 0)",
         "with in_axes, keyword arguments are cut along the first axis, whatever dim is",
@@ -342,9 +342,9 @@ MUTANTS = (
     ),
     Mutant(
         "state-to-the-output-device",
-        "jdp/_wrapper/data_parallel.py",
-        "return self.gather(out, device), join(state, home)",
-        "return self.gather(out, device), join(state, device)",
+        "jdp/_wrapper/forward.py",
+        "return dp.gather(out, device), join(state, home)",
+        "return dp.gather(out, device), join(state, device)",
         "state goes where outputs go, and no more where the parameters live",
         ("model/test_state.py::test_state_ignores_the_output_device",),
     ),

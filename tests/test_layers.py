@@ -71,7 +71,8 @@ NOT_PROMISED = {
 # And what stands beside it there, for the file would be too long.
 BESIDE = {
     pathlib.Path("_jax/jaxprs.py"): {
-        pathlib.Path(f"_jax/{name}.py") for name in ("pieces", "row_places", "row_terms", "row_values")
+        pathlib.Path(f"_jax/{name}.py")
+        for name in ("pieces", "rewrites", "row_places", "row_terms", "row_values", "segments")
     }
 }
 
@@ -124,6 +125,52 @@ def test_a_name_of_the_kernel_stands_in_one_module():
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and path.name != "__init__.py":
                 found[node.name].add(str(path))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def circle(graph):
+    """The modules of a circle of imports, in order; none if there is no circle. `graph`: what each imports."""
+    done = set()
+
+    def visit(module, path):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if found := visit(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
+
+
+def test_modules_of_the_kernel_import_each_other_in_no_circle():
+    """Imports for types alone count, too: who reads one of two such modules has to read the other."""
+    modules = {".".join(path.with_suffix("").parts): path for path in IN_KERNEL if path.name != "__init__.py"}
+    graph = {
+        module: {name for _, inside, x in imports(path) if inside for name in (x, x.rpartition(".")[0])} & {*modules}
+        for module, path in modules.items()
+    }
+    assert graph["_core.scatter"] >= {"_core.layout", "_core.inputs"}
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize(
+    "graph, expected",
+    [({"a": "b", "b": "c", "c": ""}, ""), ({"a": "b", "b": "cd", "c": "", "d": "b"}, "bd"), ({"a": "a"}, "a")],
+)
+def test_a_circle_is_seen(graph, expected):
+    assert circle(graph) == [*expected]
+
+
+MOST_LINES = 450
+
+
+@pytest.mark.parametrize("path", IN_KERNEL, ids=str)
+def test_a_module_of_the_kernel_is_short(path):
+    lines = len((ROOT / path).read_text().splitlines())
+    assert lines <= MOST_LINES
 
 
 def foreign(path, source=None):

@@ -16,19 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from .._jax.jaxprs import (
-    OutOfReach,
-    Segmented,
-    axes,
-    env_of,
-    evaluate_eqn,
-    inlined,
-    is_sum_over,
-    read,
-    recomputed,
-    segmented,
-    with_index,
-)
+from .._jax.jaxprs import axes, env_of, evaluate_eqn, is_sum_over, read
+from .._jax.rewrites import OutOfReach, inlined, with_index
+from .._jax.segments import Segmented, recomputed, segmented
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
 from .parallel_apply import CallOf, body_of

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.jaxprs import OutOfReach, over_more, with_index
+from .._jax.rewrites import OutOfReach, over_more, with_index
 from .layout import Cut, Layout, Stack, is_key
 from .outputs import Marked, Outputs
 from .scattered import Signature

@@ -19,22 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import (
-    Env,
-    Segmented,
-    axes,
-    bind,
-    env_of,
-    equations,
-    evaluate_eqn,
-    first,
-    inlined,
-    ordered,
-    read,
-    segmented,
-    source_line,
-)
+from .._jax.jaxprs import Env, axes, bind, env_of, equations, evaluate_eqn, first, ordered, read, source_line
+from .._jax.rewrites import inlined
 from .._jax.row_places import keeps_places
+from .._jax.segments import Segmented, segmented
 from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
 from .replica_mesh import HALVES, ReplicaMesh

@@ -10,7 +10,8 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .jaxprs import bind, first, rewrite
+from .jaxprs import bind, first
+from .rewrites import rewrite
 
 
 def canonical(jaxpr: Any) -> Any:

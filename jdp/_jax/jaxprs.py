@@ -1,12 +1,12 @@
-"""Jaxprs: walks and rewrites them, runs them in parts, and tells which values differ between replicas.
+"""Jaxprs: walks their equations, runs them one by one, and tells which values differ between replicas.
 
 What is assumed here of equations and their parameters JAX does not promise. Where an assumption fails, what needs it
-raises an error, or is left out; `tests/jax/test_private.py` has a test for each.
+raises an error, or is left out; `tests/jax/test_private.py` has a test for each. The same holds for the modules that
+stand on this one: `rewrites.py`, `segments.py`, `pieces.py` and those of the rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
@@ -27,7 +27,7 @@ def inside(eqn: Any) -> Iterator[Any]:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a jaxpr, closed or open, nested ones too."""
-    for eqn in _opened(jaxpr).eqns:
+    for eqn in opened(jaxpr).eqns:
         yield eqn
         for inner in inside(eqn):
             yield from equations(inner)
@@ -38,7 +38,8 @@ def first(jaxpr: Any, primitive: str) -> Any:
     return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
 
 
-def _opened(jaxpr: Any) -> Any:
+def opened(jaxpr: Any) -> Any:
+    """Returns the open jaxpr of a closed one, and an open one as it is."""
     # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -46,7 +47,7 @@ def _opened(jaxpr: Any) -> Any:
 def constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that a traced function has closed over, nested ones too."""
     yield from getattr(jaxpr, "consts", ())
-    for eqn in _opened(jaxpr).eqns:
+    for eqn in opened(jaxpr).eqns:
         yield from (v.val for v in eqn.invars if is_literal(v))
         for inner in inside(eqn):
             yield from constants(inner)
@@ -57,11 +58,46 @@ def is_literal(v: Any) -> bool:
     return hasattr(v, "val")
 
 
+def _changed(eqn: Any, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {name!r}, which tells jdp "
+        f"what differs between replicas. Install a version that has it (0.10 to 0.12)."
+    )
+
+
+def parameter(eqn: Any, name: str) -> Any:
+    """Returns a parameter of an equation; raises a `NotImplementedError` where this version of JAX has none such."""
+    if name not in eqn.params:
+        raise _changed(eqn, name)
+    return eqn.params[name]
+
+
+def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the operands of a scan as `(consts, carry, xs)`."""
+    if "ft_in" in eqn.params:  # JAX 0.12
+        consts, carry, xs = eqn.params["ft_in"].update(list(inputs)).unpack()
+        return list(consts), list(carry), list(xs)
+    first = parameter(eqn, "num_consts")
+    last = first + parameter(eqn, "num_carry")
+    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
+
+
+# Calls whose body may be put in their place.
+CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+# What these give is the same on every replica.
+REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+
+
+COLLECTIVES = {*REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
+
+
 def axes(eqn: Any) -> tuple[Any, ...]:
     """Returns the axes that an equation communicates over, or asks its place on; none for all that is no collective."""
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     if names is None:
-        if eqn.primitive.name in _COLLECTIVES:  # else one that is not seen would run where it must not
+        if eqn.primitive.name in COLLECTIVES:  # else one that is not seen would run where it must not
             raise _changed(eqn, "axes")
         return ()
     return tuple(names) if isinstance(names, tuple | list) else (names,)
@@ -74,7 +110,7 @@ def is_sum_over(eqn: Any, axis_name: str) -> bool:
 
 def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
     """Returns True where each sum over the axis is divided by its `n` members at once, as `lax.pmean` does."""
-    jaxpr = _opened(jaxpr)
+    jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("psum") and axis_name in axes(eqn):
             users = [other for other in jaxpr.eqns if any(v is out for v in other.invars for out in eqn.outvars)]
@@ -91,22 +127,9 @@ def communicates(jaxpr: Any) -> bool:
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
 
 
-def _changed(eqn: Any, parameter: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"jdp: {eqn.primitive.name} of JAX {jax.__version__} has no parameter {parameter!r}, which tells jdp "
-        f"what differs between replicas. Install a version that has it (0.10 to 0.12)."
-    )
-
-
-def _parameter(eqn: Any, name: str) -> Any:
-    if name not in eqn.params:
-        raise _changed(eqn, name)
-    return eqn.params[name]
-
-
 def ordered(jaxpr: Any) -> Any:
     """Returns the first equation that prints or calls in order, which JAX does on one device only; else None."""
-    jaxpr = _opened(jaxpr)
+    jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
         if any(map(_is_ordered, eqn.effects)):
             return next((found for inner in inside(eqn) if (found := ordered(inner)) is not None), eqn)
@@ -139,226 +162,18 @@ Env = dict[Any, Any]
 
 def env_of(jaxpr: Any, operands: Sequence[Any]) -> Env:
     """Returns the values of what a jaxpr has closed over, and of what comes in."""
-    inner, consts = _opened(jaxpr), getattr(jaxpr, "consts", ())
+    inner, consts = opened(jaxpr), getattr(jaxpr, "consts", ())
     return dict(zip([*getattr(inner, "constvars", ()), *inner.invars], [*consts, *operands], strict=True))
 
 
 def read(env: Env, v: Any) -> Any:
+    """Returns the value of an operand."""
     return v.val if is_literal(v) else env[v]
 
 
 def evaluate_eqn(eqn: Any, env: Env) -> None:
     """Adds what an equation makes to the values."""
     env.update(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
-
-
-# Calls whose body may be put in their place.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-
-
-def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
-    """Returns the closed jaxpr with the wanted equations at its top; raises `refuse(loop or branch)` around one.
-
-    With `unroll` a scan around one becomes its iterations, one after the other.
-    """
-
-    def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-        env = env_of(jaxpr, operands)
-        for eqn in _opened(jaxpr).eqns:
-            bodies = [*inside(eqn)]
-            if not any(wanted(e) for body in bodies for e in equations(body)):
-                evaluate_eqn(eqn, env)
-            elif eqn.primitive.name in _CALLS:
-                body = inline(bodies[0], [read(env, v) for v in eqn.invars])
-                env.update(zip(eqn.outvars, body, strict=True))
-            elif unroll and eqn.primitive.name == "scan" and _parameter(eqn, "length"):
-                env.update(zip(eqn.outvars, iterations(eqn, [read(env, v) for v in eqn.invars]), strict=True))
-            else:
-                raise refuse(eqn)
-        return [read(env, v) for v in _opened(jaxpr).outvars]
-
-    def iterations(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        consts, carry, xs = parts_of_scan(eqn, operands)
-        numbers, ys = range(_parameter(eqn, "length")), {}
-        for i in reversed(numbers) if _parameter(eqn, "reverse") else numbers:
-            out = inline(_parameter(eqn, "jaxpr"), [*consts, *carry, *(x[i] for x in xs)])
-            carry, ys[i] = out[: len(carry)], out[len(carry) :]
-        return [*carry, *(jnp.stack(y) for y in zip(*(ys[i] for i in numbers), strict=True))]
-
-    return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
-
-
-class OutOfReach(Exception):
-    """What is looked for stands in a loop or in a branch."""
-
-
-def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """Returns the closed jaxpr with `index` as its place on the axis; raises `OutOfReach` if a loop or branch asks."""
-
-    def asks(eqn: Any) -> bool:
-        return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
-
-    if not any(map(asks, equations(jaxpr))):
-        return jaxpr
-    flat = inlined(jaxpr, asks, lambda eqn: OutOfReach(eqn.primitive.name))
-
-    def run(*operands: Any) -> list[Any]:
-        env = env_of(flat, operands)
-        for eqn in flat.jaxpr.eqns:
-            if asks(eqn):
-                env[eqn.outvars[0]] = index
-            else:
-                evaluate_eqn(eqn, env)
-        return [read(env, v) for v in flat.jaxpr.outvars]
-
-    return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])
-
-
-@dataclasses.dataclass(frozen=True)
-class Segmented:
-    """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
-
-    jaxpr: Any
-    segments: list[list[Any]]
-    cuts: list[Any]
-
-    @functools.cached_property
-    def reads(self) -> list[list[Any]]:
-        """The variables that each segment needs and does not make: for itself, and for the cut or the outputs after."""
-        found = []
-        after = [*(eqn.invars for eqn in self.cuts), self.jaxpr.jaxpr.outvars]
-        for eqns, last in zip(self.segments, after, strict=True):
-            own = {v for eqn in eqns for v in eqn.outvars}
-            needed = dict.fromkeys(v for v in [*(v for eqn in eqns for v in eqn.invars), *last] if not is_literal(v))
-            found.append([v for v in needed if v not in own])
-        return found
-
-    @functools.cached_property
-    def later(self) -> list[set[Any]]:
-        """The variables that segments after each one need of those before them."""
-        found = [set[Any]()]
-        for reads in self.reads[:0:-1]:
-            found.append(found[-1].union(reads))
-        return found[::-1]
-
-    def keeps(self, j: int) -> list[Any]:
-        """Returns the variables that segment j makes and a later segment needs."""
-        return [v for eqn in self.segments[j] for v in eqn.outvars if v in self.later[j]]
-
-
-def segmented(jaxpr: Any, at: Callable[[Any], bool]) -> Segmented:
-    segments: list[list[Any]] = [[]]
-    cuts = []
-    for eqn in jaxpr.jaxpr.eqns:
-        if at(eqn):
-            cuts.append(eqn)
-            segments.append([])
-        else:
-            segments[-1].append(eqn)
-    return Segmented(jaxpr, segments, cuts)
-
-
-_CHEAP = {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reshape", "squeeze", "sub"}
-
-
-def recomputed(code: Segmented) -> Segmented:
-    """Returns the same, but segments compute cheap values again instead of keeping them: x, not 2 * x and x."""
-    made_by = {v: eqn for eqns in code.segments for eqn in eqns for v in eqn.outvars}
-
-    def is_cheap(eqn: Any) -> bool:
-        if eqn.primitive.name not in _CHEAP:
-            return False
-        out = eqn.outvars[0].aval
-        large = [v.aval for v in eqn.invars if not is_literal(v) and 8 * v.aval.size > out.size]
-        return len(large) < 2 and all(x.size * x.dtype.itemsize <= out.size * out.dtype.itemsize for x in large)
-
-    def again(j: int) -> list[Any]:
-        own = {v for eqn in code.segments[j] for v in eqn.outvars}
-        found: dict[Any, Any] = {}
-
-        def add(v: Any) -> None:
-            eqn = None if is_literal(v) or v in own or v in found else made_by.get(v)
-            if eqn is not None and is_cheap(eqn):
-                for u in eqn.invars:
-                    add(u)
-                found[v] = eqn
-
-        for v in code.reads[j]:
-            add(v)
-        return [*found.values()]
-
-    return dataclasses.replace(code, segments=[[*again(j), *eqns] for j, eqns in enumerate(code.segments)])
-
-
-Rule = Callable[[Any], Callable[..., Any] | None]
-"""For an equation the function to put in its place, or None where it stays."""
-
-
-def rewrite(jaxpr: Any, rule: Rule) -> Any:
-    """Returns the jaxpr, closed or open, with the rule's functions in place of equations; itself if there are none."""
-    inner = _opened(jaxpr)
-    if inner is not jaxpr:
-        new = rewrite(inner, rule)
-        return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
-    eqns = [_rewritten(eqn, rule) for eqn in jaxpr.eqns]
-    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
-
-
-def _rewritten(eqn: Any, rule: Rule) -> Any:
-    function = rule(eqn)
-    if function is not None:
-        # One equation that calls the new function, made by JAX itself, in place of the old one.
-        (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
-        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-    params = {name: _rewritten_parameter(value, rule) for name, value in eqn.params.items()}
-    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
-
-
-def _rewritten_parameter(x: Any, rule: Rule) -> Any:
-    """Returns an equation's parameter with the jaxprs in it rewritten."""
-    if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
-        new = type(x)(_rewritten_parameter(y, rule) for y in x)
-        return x if all(a is b for a, b in zip(new, x, strict=True)) else new
-    return rewrite(x, rule) if hasattr(x, "eqns") else x
-
-
-_OF_ALL = {"psum", "pmax", "pmin"}
-
-
-def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callable[[str], Exception]) -> Any:
-    """Returns the closed jaxpr for devices that each stand for several members of the axis, along the axis `inner`.
-
-    Raises `refuse(its name)` for a collective that does not go over both.
-    """
-
-    def rule(eqn: Any) -> Callable[..., Any] | None:
-        if axis_name not in axes(eqn):
-            return None
-        name = eqn.primitive.name
-        if name == "axis_index":
-            return lambda: jax.lax.axis_index(axis_name) * size + jax.lax.axis_index(inner)
-        if name not in _OF_ALL or eqn.params.get("axis_index_groups") is not None:
-            raise refuse(name if name not in _OF_ALL else f"{name} within groups")
-        wider = eqn.replace(params={**eqn.params, "axes": (*axes(eqn), inner)})
-        return lambda *values: bind(wider, values)
-
-    return rewrite(jaxpr, rule)
-
-
-# What these give is the same on every replica.
-_REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-_COLLECTIVES = {*_REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
-# What these give has the parts of all their operands, as a sum that goes round a ring of replicas does; but not of
-# the indices, which stand there.
-_COLLECTORS = {
-    "add": slice(0, 0),
-    "add_any": slice(0, 0),
-    "concatenate": slice(0, 0),
-    "scatter-add": slice(1, 2),
-    "scatter": slice(1, 2),
-    "dynamic_update_slice": slice(2, 99),
-}
 
 
 class Value(NamedTuple):
@@ -378,7 +193,7 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[An
 
     JAX's own types (`check_vma=True`) would tell, but real models do not pass that check.
     """
-    jaxpr = _opened(jaxpr)
+    jaxpr = opened(jaxpr)
     known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(v: Any) -> Value:
@@ -390,40 +205,16 @@ def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[An
     return [read(v) for v in (jaxpr.outvars if of is None else of)]
 
 
-def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
-    """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
-
-    A maximum with other variables is one such sum, and so is a choice between the input and something else, of which
-    it is what decides. None where the output is no such sum, as an average with a momentum is none.
-    """
-    jaxpr = _opened(jaxpr)
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def uncast(v: Any) -> Any:
-        while not is_literal(v) and v in made and made[v].primitive.name in _CASTS:
-            v = made[v].invars[0]
-        return v
-
-    before, eqn = jaxpr.invars[old], made.get(uncast(jaxpr.outvars[new]))
-    if eqn is None or not any(uncast(v) is before for v in eqn.invars):
-        return None
-    first, *others = eqn.invars
-    if eqn.primitive.name == "select_n":  # which of them is the choice
-        return [first]
-    if eqn.primitive.name in _ADDS_TO_FIRST:
-        is_descent = eqn.primitive.name == "sub" and jnp.issubdtype(first.aval.dtype, jnp.inexact)
-        return others if uncast(first) is before and not is_descent else None
-    return [v for v in eqn.invars if uncast(v) is not before] if eqn.primitive.name in _ADDS else None
-
-
-_CASTS = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
-_ADDS = {"add", "add_any", "max", "min", "or", "and", "xor"}
-_ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min", "dynamic_update_slice"}
-
-
-def is_exchanged(value: Value) -> bool:
-    """Returns True if a collective has brought something of other replicas into it."""
-    return value.reduced is not None and value.reduced.primitive.name != "axis_index"
+# What these give has the parts of all their operands, as a sum that goes round a ring of replicas does; but not of
+# the indices, which stand there.
+_COLLECTORS = {
+    "add": slice(0, 0),
+    "add_any": slice(0, 0),
+    "concatenate": slice(0, 0),
+    "scatter-add": slice(1, 2),
+    "scatter": slice(1, 2),
+    "dynamic_update_slice": slice(2, 99),
+}
 
 
 def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
@@ -436,9 +227,9 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     if name == "while":
         return _while(eqn, inputs, axis_name)
     if name == "cond":
-        branches = [varying(branch, inputs[1:], axis_name) for branch in _parameter(eqn, "branches")]
+        branches = [varying(branch, inputs[1:], axis_name) for branch in parameter(eqn, "branches")]
         return [_joined_values([inputs[0], *outputs]) for outputs in zip(*branches, strict=True)]
-    inner = [_opened(p) for p in params.values() if hasattr(p, "eqns")]
+    inner = [opened(p) for p in params.values() if hasattr(p, "eqns")]
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
     joined = _joined_values(inputs)
@@ -456,7 +247,7 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
 
 def _collective(eqn: Any, value: Value) -> Value:
     if eqn.params.get("axis_index_groups") is None:
-        return Value(eqn.primitive.name not in _REDUCERS, eqn, value.sources)
+        return Value(eqn.primitive.name not in REDUCERS, eqn, value.sources)
     if not value.varying or value.reduced is not None:
         return Value(True, eqn, value.sources)
     # One round within groups leaves the rows of the others out; a second, across them, brings them in.
@@ -485,18 +276,8 @@ def _joined_values(values: Sequence[Value]) -> Value:
     return Value(bool(apart), found[-1].reduced if found else None, sources)
 
 
-def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the operands of a scan as `(consts, carry, xs)`."""
-    if "ft_in" in eqn.params:  # JAX 0.12
-        consts, carry, xs = eqn.params["ft_in"].update(list(inputs)).unpack()
-        return list(consts), list(carry), list(xs)
-    first = _parameter(eqn, "num_consts")
-    last = first + _parameter(eqn, "num_carry")
-    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
-
-
 def _scan_rule(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
-    body, length = _parameter(eqn, "jaxpr"), _parameter(eqn, "length")
+    body, length = parameter(eqn, "jaxpr"), parameter(eqn, "length")
     consts, carry, xs = parts_of_scan(eqn, inputs)
     while True:  # each round more is known to differ, or to depend on something, or it is the last
         outputs = varying(body, [*consts, *carry, *xs], axis_name)
@@ -507,9 +288,9 @@ def _scan_rule(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
 
 
 def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
-    condition, step = _parameter(eqn, "cond_jaxpr"), _parameter(eqn, "body_jaxpr")
-    first = _parameter(eqn, "cond_nconsts")
-    last = first + _parameter(eqn, "body_nconsts")
+    condition, step = parameter(eqn, "cond_jaxpr"), parameter(eqn, "body_jaxpr")
+    first = parameter(eqn, "cond_nconsts")
+    last = first + parameter(eqn, "body_nconsts")
     cond, body, carry = inputs[:first], inputs[first:last], inputs[last:]
     while True:
         (goes_on,) = varying(condition, [*cond, *carry], axis_name)
@@ -527,17 +308,57 @@ def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
     return known[0] == known[1]
 
 
+def is_exchanged(value: Value) -> bool:
+    """Returns True if a collective has brought something of other replicas into it."""
+    return value.reduced is not None and value.reduced.primitive.name != "axis_index"
+
+
+def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
+    """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
+
+    A maximum with other variables is one such sum, and so is a choice between the input and something else, of which
+    it is what decides. None where the output is no such sum, as an average with a momentum is none.
+    """
+    jaxpr = opened(jaxpr)
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def uncast(v: Any) -> Any:
+        while not is_literal(v) and v in made and made[v].primitive.name in _CASTS:
+            v = made[v].invars[0]
+        return v
+
+    before, eqn = jaxpr.invars[old], made.get(uncast(jaxpr.outvars[new]))
+    if eqn is None or not any(uncast(v) is before for v in eqn.invars):
+        return None
+    first, *others = eqn.invars
+    if eqn.primitive.name == "select_n":  # which of them is the choice
+        return [first]
+    if eqn.primitive.name in _ADDS_TO_FIRST:
+        is_descent = eqn.primitive.name == "sub" and jnp.issubdtype(first.aval.dtype, jnp.inexact)
+        return others if uncast(first) is before and not is_descent else None
+    return [v for v in eqn.invars if uncast(v) is not before] if eqn.primitive.name in _ADDS else None
+
+
+_CASTS = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
+
+
+_ADDS = {"add", "add_any", "max", "min", "or", "and", "xor"}
+
+
+_ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min", "dynamic_update_slice"}
+
+
 def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] = lambda _: True) -> list[bool]:
     """Returns for each output whether it depends on one of the inputs that are marked, by values that go `through`.
 
     What an equation with a loop or a branch in it gives is taken to depend on all that goes in.
     """
-    jaxpr = _opened(jaxpr)
+    jaxpr = opened(jaxpr)
     known = {v: mark and through(v.aval) for v, mark in zip(jaxpr.invars, inputs, strict=True)}
     for eqn in jaxpr.eqns:
         mine = [not is_literal(v) and known.get(v, False) for v in eqn.invars]
         bodies = [*inside(eqn)] if eqn.primitive.name not in ("scan", "while", "cond") else []
-        sizes = [(len(_opened(body).invars), len(_opened(body).outvars)) for body in bodies]
+        sizes = [(len(opened(body).invars), len(opened(body).outvars)) for body in bodies]
         if sizes == [(len(mine), len(eqn.outvars))]:
             found = reached(bodies[0], mine, through)
         else:

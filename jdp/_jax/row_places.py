@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .jaxprs import _CALLS, _opened, axes, bind, inside, is_literal, read
+from .jaxprs import CALLS, axes, bind, inside, is_literal, opened, read
 
 
 class Mixed(Exception):
@@ -75,7 +75,7 @@ class _Pair:
         return i
 
     def jaxprs(self, one: Any, other: Any) -> None:
-        a, b = _opened(one), _opened(other)
+        a, b = opened(one), opened(other)
         same = dict(zip(a.invars, b.invars, strict=True))
         same.update(zip(getattr(a, "constvars", ()), getattr(b, "constvars", ()), strict=True))
         consts = zip(getattr(one, "consts", ()), getattr(other, "consts", ()), strict=True)
@@ -99,7 +99,7 @@ class _Pair:
         name = e.primitive.name.replace("-", "_")
         ins = [self.axis(v, w) for v, w in zip(e.invars, f.invars, strict=True)]
         outs = [self.axis(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
-        if name in _CALLS or name in _LOOPS:
+        if name in CALLS or name in _LOOPS:
             if name == "custom_vjp_call" and any(axis is not None for axis in ins):
                 raise Mixed  # its derivative may do anything with the rows
             if any(e.params.get(key) != f.params.get(key) for key in _LOOPS.get(name, ())):

@@ -1,8 +1,31 @@
 """Tells from a jaxpr what its values are made of: of sums over the rows, of functions of such sums, of pairs of rows.
 
-Each value gets a kind (`Kind`) and a degree, the power of the number of rows `b` that it grows with: a sum over the
-rows has degree 1, the number of rows too, their quotient 0. A mean over the rows is linear in sums over them and has
-degree 0. What the trace cannot follow is accepted as well: a wrong alarm would stop a loss that is right.
+A mean over the rows is a sum over them of something that each row gives alone, divided by a multiple of their number
+`b`. `Reader` goes once through the equations and knows of each value, in place of numbers, a `RowValue`:
+
+* its kind: CONST does not depend on the rows, ROWS has entries for each row, SUMMED is made of sums over the rows,
+  SHARED came through a collective as a mean, UNKNOWN cannot be followed;
+* its degree, the power of `b` that it grows with: 1 of a sum over the rows and of `b` itself, 0 of their quotient;
+* its fault: the equation that made it no linear function of sums over the rows, if there is one. What is made of rows
+  and of such a value is made for each row again, as in a BatchNorm, so the fault is forgotten there unless it `lasts`.
+
+A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is one method of `Reader`:
+
+    linear             a sum of sums over the rows is one; summands that grow differently make no mean
+    product            a constant times a sum is a sum; a sum times another is none; degrees are added
+    quotient           what is divided by a sum over the rows is a ratio, and no sum
+    indexed            linear in what is picked or added to, and not in the indices
+    nonlinear          a root, a logarithm, a maximum of a sum is no sum; of rows it is rows
+    sorted, cumulated  each entry is made of other rows: pairs
+    chosen, cond       one of the cases
+    scan, loop         the same body until nothing new is known of what it carries
+    number_of_rows     a constant that grows as `b` does
+    variance           of jnp.var over the rows it is no mean, unless it meets rows
+    made, of_all_rows  all rules end here: the largest kind, and the fault that is left
+
+What the trace cannot follow is accepted, because a wrong alarm would stop a loss that is right. So a primitive that no
+table of `row_primitives.py` names is safe: of constants it makes constants, of rows entries for each row, and of all
+else UNKNOWN, as is everything that is made of an UNKNOWN.
 """
 
 from __future__ import annotations
@@ -17,8 +40,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from .jaxprs import _CALLS, _opened, _parameter, axes, inside, parts_of_scan
-from .row_values import CONST, UNKNOWN, Fault, Kind, OtherTrace, RowValue
+from . import row_primitives as primitives
+from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
+from .row_values import CONST, UNKNOWN, Fault, Kind, OtherTrace, RowValue, collected, constant, prime_power, repeated
 
 
 @functools.cache
@@ -40,11 +64,9 @@ class RowCount:
 
     def power(self, size: Any) -> int | None:
         """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
-        power = 0
         if self.prime:
-            while size and size % self.prime == 0:
-                size, power = size // self.prime, power + 1
-            return power
+            return prime_power(size, self.prime)
+        power = 0
         while not isinstance(size, int):
             part = size // _symbol()
             if part * _symbol() != size:
@@ -61,59 +83,18 @@ class RowCount:
 
     def literal(self, v: Any) -> RowValue:
         """Returns what is known of a constant that is written in a jaxpr."""
-        there = self.other.of(v) if self.other is not None else None
-        return self.constant(v.val) if there is None else self.of_two(v.val, there.val)
-
-    def of_two(self, x: Any, y: Any) -> RowValue:
-        """Returns what is known of a constant that is x in this trace, and y in the other."""
-        try:
-            one, two = abs(float(x)), abs(float(y))
-        except (TypeError, ValueError):
-            return CONST
-        if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
-            return RowValue(Kind.CONST, 0 if one == two else None, one)
-        power = self.power_of_two(one, two)
-        if power is None and self.power_of_two(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
-            return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
-        return RowValue(Kind.CONST, power, one)
-
-    def power_of_two(self, one: float, two: float) -> int | None:
-        """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""
-        power = math.log(one / two) / math.log(self.prime / self.other.prime) if self.other is not None else 0.0
-        return round(power) if abs(power - round(power)) < _NEAR else None
+        if self.other is None or (there := self.other.of(v)) is None:
+            return constant(v.val, self.prime)
+        return self.other.constant(v.val, there.val)
 
     def parts(self, v: Any) -> list[int]:
         """Returns the axes whose size follows the number of rows, and is no multiple of it: b - 1 in `e[1:]`."""
         shape, found = v.aval.shape, self.axes(v)
         if not self.prime:
             return [i for i in found if self.power(shape[i]) is None and not _is_divided(shape[i])]
-        there = self.other.of(v) if self.other is not None else None
-        if there is None:
+        if self.other is None or (there := self.other.of(v)) is None:
             return []
-        return [i for i in found if self.power_of_two(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
-
-    def constant(self, x: Any) -> RowValue:
-        """Returns what is known of a constant of the trace, which may be made of the number of rows."""
-        if isinstance(x, jax.Array) and not (self.prime and not x.ndim):  # a number on a device is not fetched
-            return CONST
-        if jnp.ndim(x):
-            made = self.prime and jnp.issubdtype(x.dtype, jnp.inexact) and any(map(self.power, x.shape))
-            return UNKNOWN if made else CONST  # weights of the rows, which the function made by their number
-        try:
-            number = abs(float(x))
-        except (TypeError, ValueError):
-            return CONST
-        power = 0
-        if self.prime and number and math.isfinite(number):
-            inverse, dtype = 1 / number, jnp.result_type(x)
-            near = float(jnp.finfo(dtype).eps) * inverse if jnp.issubdtype(dtype, jnp.floating) else 0.0
-            if number == int(number):
-                power = self.power(int(number)) or 0
-                if not power and self.power(int(number) + 1) == 1:  # the divisor of an unbiased variance
-                    return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
-            elif inverse > 1 and abs(inverse - round(inverse)) <= near:
-                power = -(self.power(round(inverse)) or 0)
-        return RowValue(Kind.CONST, power, number)
+        return [i for i in found if self.other.power(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
 
 
 def _is_divided(size: Any) -> bool:
@@ -121,57 +102,8 @@ def _is_divided(size: Any) -> bool:
     return any(part in str(size) for part in ("floordiv", "mod"))
 
 
-_NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
-
-
-def _names_in(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Linear in each operand, and in all of them together.
-_LINEAR = _names_in(
-    "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
-    "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
-    "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
-)
-_SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
-_EACH = _names_in("optimization_barrier device_put pvary pcast sort")  # of several operands each one for itself
-_PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
-# Linear in the operands at these places, and not in the others, which are indices.
-_INDEXED = {
-    "gather": [0],
-    "dynamic_slice": [0],
-    "dynamic_update_slice": [0, 1],
-    "scatter": [0, 2],
-    "scatter_add": [0, 2],
-    "select_and_scatter_add": [0],
-    "select_and_gather_add": [0],
-}
-_CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
-_PICKS = _names_in("slice dynamic_slice gather split")
-_OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")
-_BOUNDED = _OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
-_KEEP_DEGREE = _names_in(
-    "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
-)
-_COMPARES = _names_in("eq ne lt le gt ge")
-_DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
-_POWERS = _names_in("integer_pow square")
-_NONLINEAR = (
-    _BOUNDED
-    | _KEEP_DEGREE
-    | _POWERS
-    | _names_in(
-        "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
-        "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
-        "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
-    )
-)
-_SMALL = 1e-4  # a constant that is added to a divisor, so that it is not 0
-
-
-def _degree(values: Sequence[RowValue], small: float = _SMALL) -> int | None:
-    """Returns the degree of a sum; a small constant does not count."""
+def _degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
     degrees = {v.degree for v in values if v.number is None or v.number > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
@@ -208,13 +140,14 @@ class Reader:
         self.around: list[Any] = []  # the equations that it is in, the outermost first
 
     def at(self) -> tuple[Any, ...]:
+        """Returns the equation that is read, then those around it: the places to blame."""
         return tuple(self.around[::-1])
 
     def read(self, jaxpr: Any, inputs: Sequence[RowValue]) -> list[RowValue]:
         """Returns what is known of a jaxpr's outputs, from what is known of its inputs."""
-        consts, jaxpr = getattr(jaxpr, "consts", ()), _opened(jaxpr)
+        consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(getattr(jaxpr, "constvars", ()), map(self.rows.constant, consts), strict=False))
+        known.update(zip(getattr(jaxpr, "constvars", ()), (constant(x, self.rows.prime) for x in consts), strict=False))
 
         def value(v: Any) -> RowValue:
             return self.rows.literal(v) if hasattr(v, "val") else known.get(v, CONST)
@@ -226,31 +159,94 @@ class Reader:
         return [value(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
+        """Returns what an equation makes, by the rule for its primitive."""
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         is_collective = "axes" in eqn.params or "axis_name" in eqn.params
         if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
             joined = functools.reduce(_either, values, CONST)
-            return [_collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
-        if name in _CALLS:
+            return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
+        if name in CALLS:
             found = self.read(next(inside(eqn)), values)
             return [self.variance(v) for v in found] if eqn.params.get("name") == "_var" else found
         if name in ("cond", "scan", "while"):
             return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
         if name == "select_n":
             return [self.chosen(eqn, values[0], values[1:], outs[0])]
-        if name == "sort":
+        if name == "sort":  # which moves all operands by the first
             values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
-        if name in _EACH:
-            linear = name != "sort"  # which moves all by the first
-            each = [([v] if linear else values, v.degree, out) for v, out in zip(values, outs, strict=True)]
-            return [self.made(eqn, of, degree, out, linear) for of, degree, out in each]
+            return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
+        if name in primitives.EACH:
+            return [self.made(eqn, [v], v.degree, out, True) for v, out in zip(values, outs, strict=True)]
         return [self.one(eqn, name, values, out) for out in outs]
 
+    def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
+        """Returns an output of an equation without a jaxpr inside."""
+        if name in ("dim_as_value", "iota"):
+            return self.number_of_rows(eqn, name, out)
+        if name in primitives.DRAWS and self.rows.axes(out):
+            return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
+        summed = self.summed(eqn, name, out)
+        if self.sums_part(eqn, name):
+            values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
+        if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
+            if parameter(eqn, "axis") in self.rows.axes(out):
+                if values[0].kind == Kind.CONST:
+                    return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
+                values = self.cumulated(values, out)
+        if name in primitives.LINEAR:
+            return self.linear(eqn, name, values, summed, out)
+        if name in primitives.PRODUCTS:
+            return self.product(eqn, name, values, summed, out)
+        if name in primitives.INDEXED:
+            return self.indexed(eqn, name, values, summed, out)
+        return self.nonlinear(eqn, name, values, out)
+
+    def linear(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
+        """Returns a sum of values, or of the entries of one: it grows as they do, and over the rows once more.
+
+        Of summands that grow differently the sum is none over the rows: `m.sum() + 1` has the 1 once for all of them.
+        """
+        degree, degrees = _degree(values), {v.degree for v in values}
+        if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
+            degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
+            values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
+        made = self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
+        return made._replace(root=None, guards=False) if name in primitives.SUMS else made
+
+    def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
+        """Returns what is picked by indices, or added at them: linear in that, and not in indices made of sums."""
+        at = primitives.INDEXED[name]
+        first, *added = [values[i] for i in at]
+        linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
+        degree = _degree([first, *(v._replace(degree=_add_degrees(v.degree, summed)) for v in added)])
+        return self.made(eqn, values, degree, out, linear, summed)
+
+    def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
+        """Returns a function that is not linear, or that is not known: of rows it is rows, of a sum over them no sum.
+
+        What is not known is not blamed: what it makes of sums, or of all rows, cannot be followed.
+        """
+        degree = self.degree(eqn, name, values, out)
+        if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
+            return values[0].root  # jnp.linalg.norm(x) ** 2
+        if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
+            values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
+        made = self.made(eqn, values, degree, out, False)
+        if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
+            return UNKNOWN
+        return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
+
+    def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
+        """Returns the operand of a cumulative sum along the rows: each entry is made of all rows before it."""
+        if not jnp.issubdtype(out.aval.dtype, jnp.floating):
+            return values  # of integers it is a place, as among an expert's rows
+        return [values[0]._replace(fault=_lasting(values) or Fault("pairs", self.at(), True))]
+
     def sorted(self, eqn: Any, i: int, value: RowValue) -> RowValue:
-        """Returns what is known of an operand that is sorted."""
+        """Returns an operand that is sorted: along the rows, each entry's place depends on all rows."""
         if value.drawn:
             return UNKNOWN  # a drawn order: in each row it picks as many entries as in any other
-        along_rows = _parameter(eqn, "dimension") in self.rows.axes(eqn.invars[i])
+        along_rows = parameter(eqn, "dimension") in self.rows.axes(eqn.invars[i])
         is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
         if value.kind == Kind.ROWS and along_rows and is_key:
             return value._replace(fault=_lasting([value]) or Fault("pairs", self.at(), True))
@@ -261,76 +257,41 @@ class Reader:
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
-    def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
-        """Returns an output of an equation without a jaxpr inside."""
-        if name in ("dim_as_value", "iota"):
-            return self.number_of_rows(eqn, name, out)
-        if name in _DRAWS and self.rows.axes(out):
-            return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
-        summed = self.summed(eqn, name, out)
-        if self.sums_part(eqn, name):
-            values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
-        if name in _CUMULATIVE and values[0].kind == Kind.ROWS and _parameter(eqn, "axis") in self.rows.axes(out):
-            if jnp.issubdtype(out.aval.dtype, jnp.floating):  # of integers it is a place, as among an expert's rows
-                values = [values[0]._replace(fault=_lasting(values) or Fault("pairs", self.at(), True))]
-        elif name in _CUMULATIVE and values[0].kind == Kind.CONST and _parameter(eqn, "axis") in self.rows.axes(out):
-            return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
-        if name in _LINEAR:
-            degree, degrees = _degree(values), {v.degree for v in values}
-            if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
-                degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
-                values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-            made = self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
-            return made._replace(root=None, guards=False) if name in _SUMS else made
-        if name in _PRODUCTS:
-            return self.product(eqn, name, values, summed, out)
-        if name in _INDEXED:
-            first, *added = [values[i] for i in _INDEXED[name]]
-            if name == "scatter_add" and summed and values[1].kind == Kind.ROWS:
-                added = [v._replace(kind=max(v.kind, Kind.ROWS)) for v in added]  # rows choose where 1 is added
-            linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in _INDEXED[name])
-            degree = _degree([first, *(v._replace(degree=_add_degrees(v.degree, summed)) for v in added)])
-            return self.made(eqn, values, degree, out, linear, summed)
-        degree = self.degree(eqn, name, values, out)
-        if name in _POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
-            return values[0].root  # jnp.linalg.norm(x) ** 2
-        if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
-            values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
-        made = self.made(eqn, values, degree, out, False)
-        if name not in _NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
-            return UNKNOWN
-        return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
-
     def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
-        """Returns the degree of what a nonlinear equation makes."""
+        """Returns the degree of what a nonlinear equation makes; without a rule, 0 if no operand grows with `b`."""
         degrees = {v.degree for v in values}
-        if name in _BOUNDED:
+        if name in primitives.BOUNDED:
             # If one side grows with the number of rows (a place, a sum) and the other does not, so does the answer.
             # Rows may be compared with a number of them, as an expert's rows with its capacity.
             of_rows = any(v.kind == Kind.ROWS for v in values)
             sides = [v for v in values if v.number != 0 and not (of_rows and v.kind == Kind.CONST)]
-            return 0 if name not in _COMPARES or not self.rows.axes(out) or len({v.degree for v in sides}) < 2 else None
-        if name in _KEEP_DEGREE:
+            return (
+                0
+                if name not in primitives.COMPARES or not self.rows.axes(out) or len({v.degree for v in sides}) < 2
+                else None
+            )
+        if name in primitives.KEEP_DEGREE:
             return _degree(values, 1)
-        if name in _POWERS and None not in degrees:
+        if name in primitives.POWERS and None not in degrees:
             return values[0].degree * eqn.params.get("y", 2)
         if name in ("sqrt", "rsqrt") and not (values[0].degree or 0) % 2 and None not in degrees:
             return (values[0].degree or 0) // (-2 if name == "rsqrt" else 2)
         return 0 if degrees <= {0} else None
 
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
-        """Returns what an equation makes of the number of rows."""
+        """Returns the number of rows as a value, and places among them: constants, with the degree of the size."""
         if name == "dim_as_value":
-            size, at = _parameter(eqn, "dim"), self.at()
+            size, at = parameter(eqn, "dim"), self.at()
             if _is_divided(size):
                 return UNKNOWN
             if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
                 return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
             return RowValue(Kind.CONST, self.rows.power(size), at=at)
-        counts_rows = _parameter(eqn, "dimension") in self.rows.axes(out)
+        counts_rows = parameter(eqn, "dimension") in self.rows.axes(out)
         return RowValue(Kind.CONST, None, at=self.at()) if counts_rows else CONST
 
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
+        """Returns a product or a quotient: linear, but for that of two sums; degrees are added, or subtracted."""
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
@@ -338,15 +299,8 @@ class Reader:
         degree = _add_degrees(a.degree, b.degree, summed)
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
-            # Rows that are divided by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a
-            # ratio.
-            meets = a.kind == Kind.ROWS and b.degree == 0
-            if b.kind == Kind.SUMMED and not meets and _lasting(values) is None:
-                before = [v.fault for v in values if v.fault is not None and v.fault.kind == "ratio"]
-                lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
-                ratio = [*before, Fault("ratio", self.at())][0]._replace(lasts=lasts)
-                a, b = a._replace(fault=ratio), b._replace(fault=ratio)
-        if Kind.ROWS in (a.kind, b.kind):
+            a, b = self.quotient(a, b, degree)
+        if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             lasting = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=lasting[0]), b._replace(fault=lasting[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and _lasting(values) is None:
@@ -354,53 +308,77 @@ class Reader:
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
         return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
 
+    def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
+        """Returns both sides of a division: with a fault, if it is by a sum over the rows.
+
+        Rows that are divided by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
+        """
+        meets = a.kind == Kind.ROWS and b.degree == 0
+        if b.kind != Kind.SUMMED or meets or _lasting([a, b]) is not None:
+            return a, b
+        before = [v.fault for v in (a, b) if v.fault is not None and v.fault.kind == "ratio"]
+        lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
+        ratio = [*before, Fault("ratio", self.at())][0]._replace(lasts=lasts)
+        return a._replace(fault=ratio), b._replace(fault=ratio)
+
     def made(
         self, eqn: Any, values: list[RowValue], degree: int | None, out: Any, linear: bool, summed: int = 0
     ) -> RowValue:
-        """Returns what an equation makes of values. `linear`: in all that is summed; `summed`: over so many axes."""
+        """Returns what an equation makes of values: the largest kind, and the fault that is left.
+
+        `linear`: in all that is summed; `summed`: over so many axes of the rows. A product of sums has a fault; one
+        that rows meet is forgotten if it does not last; two axes of the rows are a value for each pair of rows.
+        """
         kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
         if kind == Kind.UNKNOWN:
             return UNKNOWN
-        name = eqn.primitive.name
-        joins = name == "concatenate" and len(eqn.invars) > 1 and _parameter(eqn, "dimension") in rows
-        joins = joins or name == "tile" and any(_parameter(eqn, "reps")[i] > 1 for i in rows)
-        if name == "reshape":
-            joined = self.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
-        else:
-            joined = joins or name not in _PICKS and any(v.joined for v in values)
+        joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
+        lasting, any_fault = _lasting(values), next((v.fault for v in values if v.fault is not None), None)
         if kind <= Kind.SHARED:
-            fault = next((v.fault for v in values if v.fault is not None), None)
-            return RowValue(kind, degree, 0.0 if linear and all(v.number == 0 for v in values) else None, fault, at)
-        fault = _lasting(values)
+            number = 0.0 if linear and all(v.number == 0 for v in values) else None
+            return RowValue(kind, degree, number, any_fault, at)
         if kind == Kind.SUMMED:
-            fault = fault or next((v.fault for v in values if v.fault is not None), None)
+            fault = lasting or any_fault
             if not linear:
                 fault = fault or Fault("nonlinear", self.at())
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
-        fault = fault or (Fault("pairs", self.at(), True) if pairs else None)
+        fault = lasting or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
-            # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
-            if name == "reshape" or self.rows.prime and name in _PICKS:
-                return UNKNOWN
-            fault = fault or (None if summed else Fault("nonlinear", self.at()))
+            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        if whole:
-            return RowValue(Kind.SUMMED, degree, None, fault, at)
         return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined)
+
+    def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
+        """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
+        # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
+        if eqn.primitive.name == "reshape" or self.rows.prime and eqn.primitive.name in primitives.PICKS:
+            return UNKNOWN
+        return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
+
+    def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
+        """Returns True if a result has the rows of several arrays one after the other, by this equation or before."""
+        name = eqn.primitive.name
+        if name == "reshape":
+            return self.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
+        if name == "concatenate" and len(eqn.invars) > 1 and parameter(eqn, "dimension") in rows:
+            return True
+        if name == "tile" and any(parameter(eqn, "reps")[i] > 1 for i in rows):
+            return True
+        return name not in primitives.PICKS and any(v.joined for v in values)
 
     def summed(self, eqn: Any, name: str, out: Any) -> int:
         """Returns over how many axes of the rows an equation sums."""
         if name == "reduce_sum":
-            return len({*_parameter(eqn, "axes")} & {*self.rows.axes(eqn.invars[0])})
+            return len({*parameter(eqn, "axes")} & {*self.rows.axes(eqn.invars[0])})
         if name == "dot_general":
-            (contracted, _), _ = _parameter(eqn, "dimension_numbers")
+            (contracted, _), _ = parameter(eqn, "dimension_numbers")
             return len({*contracted} & {*self.rows.axes(eqn.invars[0])})
         if name in ("conv_general_dilated", "scatter_add"):
             return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
@@ -417,23 +395,25 @@ class Reader:
     def sums_part(self, eqn: Any, name: str) -> bool:
         """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
         parts = self.rows.parts(eqn.invars[0]) if name == "reduce_sum" else []
-        return bool(parts) and not {*_parameter(eqn, "axes")}.isdisjoint(parts)
+        return bool(parts) and not {*parameter(eqn, "axes")}.isdisjoint(parts)
 
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
-        """Returns one of the cases."""
+        """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
         if which.guards:  # a number in place of what is not finite
             which = which._replace(fault=None) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else _degree(cases)
         return self.made(eqn, [*cases, which], degree, out, True)
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        branches = [self.read(branch, values[1:]) for branch in _parameter(eqn, "branches")]
+        """Returns the outputs of a branch: each is chosen among those of all branches."""
+        branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
 
     def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        by_rows = self.rows.power(_parameter(eqn, "length")) != 0
+        """Returns the outputs of a scan, which may run over the rows."""
+        by_rows = self.rows.power(parameter(eqn, "length")) != 0
         consts, carry, xs = parts_of_scan(eqn, values)
-        after, ys = self.rounds(_parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
+        after, ys = self.rounds(parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
         # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
         return [*after, *(UNKNOWN if by_rows and y.kind == Kind.SUMMED else y for y in ys)]
 
@@ -445,37 +425,26 @@ class Reader:
             outputs = self.read(body, [*consts, *carry, *xs])
             after = [_either(a, b) for a, b in zip(carry, outputs, strict=False)]
             if by_rows:
-                after = [a if _is_as(a, b) else _repeated(a) for a, b in zip(after, carry, strict=True)]
+                after = [a if _is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
             if all(map(_is_as, after, carry)):
                 return after, outputs[len(carry) :]
             carry = after
 
     def loop(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        first = _parameter(eqn, "cond_nconsts")
-        last = first + _parameter(eqn, "body_nconsts")
+        """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
+        first = parameter(eqn, "cond_nconsts")
+        last = first + parameter(eqn, "body_nconsts")
         cond, consts, carry = values[:first], values[first:last], values[last:]
-        body = _parameter(eqn, "body_jaxpr")
+        body = parameter(eqn, "body_jaxpr")
         after, _ = self.rounds(body, consts, carry, [], False)
-        (goes_on,) = self.read(_parameter(eqn, "cond_jaxpr"), [*cond, *after])
+        (goes_on,) = self.read(parameter(eqn, "cond_jaxpr"), [*cond, *after])
         if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
             after, _ = self.rounds(body, consts, carry, [], True)
         return after
 
 
-def _repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that was made again for each row."""
-    return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
-
-
-def _collected(value: RowValue) -> RowValue:
-    """Returns what a collective makes of a value."""
-    if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
-        return RowValue(Kind.SHARED)
-    return value if value.kind == Kind.CONST else UNKNOWN
-
-
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
     """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
-    if name in _COMPARES:
+    if name in primitives.COMPARES:
         return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
-    return name == "is_finite" or name in _OF_BOOLS and all(v.guards for v in values)
+    return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

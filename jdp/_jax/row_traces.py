@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .jaxprs import _opened, reached, source_line
+from .jaxprs import opened, reached, source_line
 from .row_terms import Reader, RowCount
 from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowValue
 
@@ -70,7 +70,7 @@ class Traced:
     def beside(self, other: Traced) -> Traced:
         """Returns this trace, read side by side with that for another number of rows, which tells its literals."""
         try:
-            found = OtherTrace(self.jaxpr, other.jaxpr, other.rows.prime)
+            found = OtherTrace(self.jaxpr, other.jaxpr, (self.rows.prime, other.rows.prime))
         except ValueError:  # the function does something else for that number
             return self
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, other=found))
@@ -87,7 +87,7 @@ class Traced:
 
     def axis(self, i: int) -> int | str | None:
         """Returns the one axis of output i whose size is a multiple of b; None if none depends on b; else why not."""
-        out = _opened(self.jaxpr).outvars[i]
+        out = opened(self.jaxpr).outvars[i]
         found = self.rows.axes(out)
         if not found:
             return None

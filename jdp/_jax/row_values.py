@@ -7,10 +7,14 @@ tell more: what differs between them depends on the number of rows, and their qu
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from .jaxprs import _opened, inside
+import jax
+import jax.numpy as jnp
+
+from .jaxprs import inside, opened
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
 
@@ -51,21 +55,86 @@ class RowValue(NamedTuple):
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
 
 
-class OtherTrace:
-    """The jaxpr of the same function for another number of rows, `2 * prime`: the variables and literals of both."""
+def prime_power(size: int, prime: int) -> int:
+    """Returns how often the prime divides a size."""
+    power = 0
+    while size and size % prime == 0:
+        size, power = size // prime, power + 1
+    return power
 
-    def __init__(self, one: Any, other: Any, prime: int) -> None:
+
+def constant(x: Any, prime: int) -> RowValue:
+    """Returns what is known of a constant, which may be made of the number of rows: `2 * prime`, or 0 for a symbol."""
+    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # a number on a device is not fetched
+        return CONST
+    if jnp.ndim(x):
+        made = prime and jnp.issubdtype(x.dtype, jnp.inexact) and any(prime_power(size, prime) for size in x.shape)
+        return UNKNOWN if made else CONST  # weights of the rows, which the function made by their number
+    try:
+        number = abs(float(x))
+    except (TypeError, ValueError):
+        return CONST
+    power = 0
+    if prime and number and math.isfinite(number):
+        inverse, dtype = 1 / number, jnp.result_type(x)
+        near = float(jnp.finfo(dtype).eps) * inverse if jnp.issubdtype(dtype, jnp.floating) else 0.0
+        if number == int(number):
+            power = prime_power(int(number), prime)
+            if not power and prime_power(int(number) + 1, prime) == 1:  # the divisor of an unbiased variance
+                return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
+        elif inverse > 1 and abs(inverse - round(inverse)) <= near:
+            power = -prime_power(round(inverse), prime)
+    return RowValue(Kind.CONST, power, number)
+
+
+def repeated(value: RowValue) -> RowValue:
+    """Returns what is known of a value that was made again for each row."""
+    return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
+
+
+def collected(value: RowValue) -> RowValue:
+    """Returns what a collective makes of a value."""
+    if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
+        return RowValue(Kind.SHARED)
+    return value if value.kind == Kind.CONST else UNKNOWN
+
+
+_NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
+
+
+class OtherTrace:
+    """Two jaxprs of one function, traced with numbers of rows that are twice these primes; pairs their variables."""
+
+    def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
         """Raises a `ValueError` where the two have different equations."""
-        self.prime = prime
+        self.primes = primes
         self._there = {id(v): w for v, w in _pairs_of(one, other)}
 
     def of(self, v: Any) -> Any:
         """Returns the variable or literal in the place of this one; None if it is not known."""
         return self._there.get(id(v))
 
+    def constant(self, x: Any, y: Any) -> RowValue:
+        """Returns what is known of a constant that is x in this trace, and y in the other."""
+        try:
+            one, two = abs(float(x)), abs(float(y))
+        except (TypeError, ValueError):
+            return CONST
+        if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
+            return RowValue(Kind.CONST, 0 if one == two else None, one)
+        power = self.power(one, two)
+        if power is None and self.power(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
+            return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
+        return RowValue(Kind.CONST, power, one)
+
+    def power(self, one: float, two: float) -> int | None:
+        """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""
+        power = math.log(one / two) / math.log(self.primes[0] / self.primes[1])
+        return round(power) if abs(power - round(power)) < _NEAR else None
+
 
 def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    one, other = _opened(one), _opened(other)
+    one, other = opened(one), opened(other)
     for name in ("invars", "constvars", "outvars"):
         yield from zip(getattr(one, name, ()), getattr(other, name, ()), strict=True)
     for e, f in zip(one.eqns, other.eqns, strict=True):

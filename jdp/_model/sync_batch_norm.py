@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from .._core.uneven import SyncedAxis, is_synced
-from .._jax.jaxprs import bind, rewrite
+from .._jax.jaxprs import bind
+from .._jax.rewrites import rewrite
 
 
 def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ from .._core.scattered import Scattered, map_scattered, unpadded
 from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
 from .gradients import Gradients
+from .program import Program
 from .state import TrainState
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ Learning Batch Size under Memory Limited Setup" (2021), known as GradCache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,71 @@ from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
 from .._core.replica_mesh import cut_along
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
-from .forms import First, SeveralTerms
-from .gradients import Forward, Gradients, Loss, forward, gradients, has_cotangent, sent_as, weight_of_all
-from .terms import finished, is_marker
+from .._model.sync_batch_norm import apart
+from .forms import First, Forms, SeveralTerms
+from .gradients import (
+    Added,
+    Gradients,
+    Loss,
+    as_before,
+    by_rows,
+    formed,
+    gradients,
+    has_cotangent,
+    microbatches,
+    run,
+    sent_as,
+    weight_of_all,
+)
+from .terms import Term, finished
 
 Run = Callable[[Tree, Scattered, Scattered | None], Scattered]
 """A function of `(replicas, inputs, kwargs)`, from which a program is compiled."""
+
+
+class Forward(NamedTuple):
+    """The results of a forward pass."""
+
+    outputs: Tree  # with a criterion, its input; else the sums that the loss is made of
+    aux: Tree
+    state: Tree
+    counts: list[Any]
+    forms: Forms
+
+
+def forward(loss: Loss, steps: int) -> CallOf:
+    """Returns what a replica runs without a gradient: `((diff, held), *args)` to `Forward`, in `steps` microbatches."""
+
+    def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
+        def call(*operands: Any) -> Forward:
+            values = signature.of_replica(operands, replica)
+            (diff, before), _, _ = signature.fill(values)
+
+            def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
+                def value(*operands: Any) -> tuple[Forms, list[Any], list[Any], Tree]:
+                    out, aux, after, _ = run(loss, signature, operands[0], {}, *operands[1:])
+                    return *formed(loss, signature, (out, aux), operands, size, weight), after
+
+                if loss.sync:
+                    function = jax.jit(apart(value))
+                    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(diff, part, state)
+                    value = by_rows(function, jaxpr, shapes, signature, replica)
+                forms, sums, rows, after = value(diff, part, state)
+                return Added((sums, (), {}), rows, as_before(after, state), forms)
+
+            added, weight = microbatches(one, steps, signature, replica, values, before), 0.0
+            forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
+            if loss.criterion:
+                found, counts = forms.marked(sums, added.rows, weight)
+                return Forward(found, (), left, counts, forms)
+            weight = weight_of_all(signature.layout, steps)
+            (_, aux), counts = forms.marked(sums, added.rows, weight)
+            found = [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]]
+            return Forward(found, aux, left, counts, forms)
+
+        return call
+
+    return call_of
 
 
 def gradients_on_replicas(
@@ -74,7 +133,8 @@ def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
     passes, run = Passes(loss, steps, label=label, verb=loss.verb), on_replicas(call_of, label)
 
     def with_cotangents(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        return run(replicas, passes.cotangents(replicas, inputs, kwargs).inputs, kwargs)
+        more, _, _ = passes.cotangents(replicas, inputs, kwargs)
+        return run(replicas, more, kwargs)
 
     with_cotangents.__name__ = with_cotangents.__qualname__ = label
     return with_cotangents
@@ -85,15 +145,6 @@ def with_last(inputs: Scattered, arrays: Sequence[Any], leaves: Sequence[Leaf]) 
     layout, last = inputs._layout, jax.tree.structure([0] * len(arrays))
     treedef = jax.tree_util.treedef_tuple([*layout.treedef.children(), last])
     return Scattered((*inputs._arrays, *arrays), layout.of(treedef, (*layout.leaves, *leaves)))
-
-
-class _Found:
-    """The results of the forward pass and of the loss of all rows."""
-
-    def __init__(self, loss: Any, metrics: Tree, inputs: Scattered, direct: tuple[Tree, dict[int, Tree]]) -> None:
-        self.loss, self.metrics = loss, metrics
-        self.inputs = inputs  # the batch, and the cotangents of the outputs as its last argument
-        self.direct = direct  # the gradients of the loss that do not pass through the outputs
 
 
 class Passes:
@@ -146,23 +197,28 @@ class Passes:
         return _settled(_one_scattered(Gradients(out, grads, {}, found.state, found.counts), layout))
 
     def in_two(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        found, layout = self.cotangents(replicas, inputs, kwargs), inputs._layout
-        second = leaf_by_leaf(self.backward(replicas, found.inputs, kwargs))
+        more, (loss, metrics), (direct, of_rows) = self.cotangents(replicas, inputs, kwargs)
+        layout, second = inputs._layout, leaf_by_leaf(self.backward(replicas, more, kwargs))
         if self.loss.criterion:
-            second = second._replace(out=(_whole(found.loss, layout), _replicated_tree(found.metrics, layout)))
-        direct, of_rows = found.direct
+            second = second._replace(out=(_whole(loss, layout), _replicated_tree(metrics, layout)))
         row_grads = {i: _plus(second.row_grads[i], x) for i, x in of_rows.items()} if of_rows else second.row_grads
         second = second._replace(grads=_plus(second.grads, direct), row_grads=row_grads)
         return _settled(_one_scattered(second, layout))
 
-    def cotangents(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> _Found:
-        """Runs the first of two passes and the loss; the result holds the cotangents for the second pass."""
+    def cotangents(
+        self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
+    ) -> tuple[Scattered, tuple[Any, Tree], tuple[Tree, dict[int, Tree]]]:
+        """Runs the first of two passes and the loss, and returns the inputs of the second.
+
+        These are the batch, with the cotangents of the outputs as its last argument. Also returns `(loss, metrics)`,
+        and the gradients of the loss that bypass the outputs.
+        """
         found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
         outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
-        (loss, metrics), cotangents, direct = self.differentiated(found, outputs, replicas, inputs, kwargs)
+        out, cotangents, direct = self.differentiated(found, outputs, replicas, inputs, kwargs)
         leaves = [s._layout.arrays[0] for s in _scattered_leaves(found.outputs) if has_cotangent(s._arrays[0])]
         arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
-        return _Found(loss, metrics, with_last(inputs, arrays, leaves), direct)
+        return with_last(inputs, arrays, leaves), out, direct
 
     def differentiated(
         self, found: Forward, outputs: Tree, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
@@ -277,14 +333,17 @@ def _one_scattered(tree: Tree, layout: Layout) -> Scattered:
 
 def _settled(s: Scattered) -> Scattered:
     """Returns `s` with each sum of terms replaced by its value."""
-    tree = leaf_by_leaf(s)
-    if not any(map(is_marker, jax.tree.leaves(tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)))):
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, Term | Scattered)
+
+    tree, layout = leaf_by_leaf(s), s._layout
+    if not any(isinstance(x, Term) for x in jax.tree.leaves(tree, is_leaf=is_leaf)):
         return s
-    layout = s._layout
 
     def settle(x: Any) -> Any:
-        if not is_marker(x):
+        if not isinstance(x, Term):
             return x
         return _whole(finished(jax.tree.map(lambda part: part._arrays[0], x, is_leaf=is_scattered)), layout)
 
-    return _one_scattered(jax.tree.map(settle, tree, is_leaf=lambda x: is_marker(x) or is_scattered(x)), layout)
+    return _one_scattered(jax.tree.map(settle, tree, is_leaf=is_leaf), layout)

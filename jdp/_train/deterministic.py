@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,13 @@ from .._core.tree import (
     put_together,
     segments,
 )
-from .criterion import Passes, padded, with_last
+from .computation import Computation
+from .criterion import Forward, Passes, padded, with_last
+from .criterion import forward as forward_of
 from .forms import SeveralTerms
-from .gradients import Forward, gradients, has_cotangent
-from .gradients import forward as forward_of
+from .gradients import gradients, has_cotangent
 from .state import TrainState
 from .terms import finished
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 class OnDevices:
@@ -135,9 +133,9 @@ def _on_device(shapes: Any, device: Any) -> Any:
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
-    def __init__(self, program: Program, treedef: Any, layout: Layout, on: OnDevices) -> None:
-        self.__name__ = f"train_step_{program.label}"
-        self._program, self._layout, self._on = program, layout, on
+    def __init__(self, step: Computation, treedef: Any, layout: Layout, on: OnDevices) -> None:
+        self.__name__ = f"train_step_{step.label}"
+        self._step, self._layout, self._on = step, layout, on
         self._compiled: dict[Any, CompiledStep] = {}  # by the shapes of the operands
         one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
@@ -171,7 +169,7 @@ class Deterministic:
             operands = zip(programs.judge, states, whole, rows, sums, strict=True)
             found = [judge(*of_device) for judge, *of_device in operands]
             cotangents = [x for _, x in found]
-            judged = [x for x, _ in found] if self._program.loss.criterion else judged
+            judged = [x for x, _ in found] if self._step.loss.criterion else judged
         parts = self._turns(programs.turn, states, batches, cotangents)
         sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
@@ -258,7 +256,7 @@ class Deterministic:
 
     def _placed(self, state: TrainState) -> TrainState:
         """Returns the state; with `shard_optimizer`, the optimizer's state is cut over the devices again."""
-        return self._program.placed(state) if self._program.options.shard_optimizer else state
+        return self._step.placed(state) if self._step.options.shard_optimizer else state
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
         """Returns the metrics; those with an entry for each row are put together from the devices' parts."""
@@ -285,7 +283,7 @@ class Deterministic:
         def turn(*operands: Any) -> Parts:
             state, (*arrays, index) = operands[:count], operands[count:]
             batch = Scattered(arrays[:n], self._alone)
-            replicas, inputs, key = self._program.operands(self._treedef.unflatten(state), batch)
+            replicas, inputs, key = self._step.operands(self._treedef.unflatten(state), batch)
             if leaves:
                 inputs = with_last(inputs, arrays[n:], leaves)
             parts, out = run(replicas, inputs, key, index)
@@ -297,7 +295,7 @@ class Deterministic:
 
     def _judge(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
         """Returns the single-device program of the loss of all rows, and a `Leaf` for each cotangent it returns."""
-        out, passes = forward.out, Passes(self._program.loss, self._program.options.accumulate_steps)
+        out, passes = forward.out, Passes(self._step.loss, self._step.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
         marks: Forward = out.treedef.unflatten(range(len(out.rules)))
@@ -306,7 +304,7 @@ class Deterministic:
 
         def judge(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
             scattered = Scattered(batch, alone)
-            replicas, inputs, _ = self._program.operands(self._treedef.unflatten(state), scattered)
+            replicas, inputs, _ = self._step.operands(self._treedef.unflatten(state), scattered)
             values = put_together(Parts(sums, [[None]] * len(out.rules), [None] * len(out.rules), []), out)
             for i, x in zip(numbers, rows, strict=True):
                 (values[i],) = unpadded(Scattered((x,), alone.of(LEAF, [leaf_of[i]])))
@@ -314,25 +312,25 @@ class Deterministic:
             judged, cotangents, _ = passes.differentiated(found, found.outputs, replicas, inputs, None)
             return judged, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
 
-        judge.__name__ = judge.__qualname__ = f"criterion_of_{self._program.label}"
+        judge.__name__ = judge.__qualname__ = f"criterion_of_{self._step.label}"
         return jax.jit(judge), leaves
 
     def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[TurnPrograms], Any, Any]:
         """Returns a step's turns; for a loss of all rows, also the program between them and its operands' shapes."""
-        program, steps = self._program, self._program.options.accumulate_steps
+        step, steps = self._step, self._step.options.accumulate_steps
         operands = self._operands(state, batch, 0, 0)
         try:
-            if program.loss.criterion:
+            if step.loss.criterion:
                 raise SeveralTerms
-            return [self._turn(program.call_of, operands)], None, None
+            return [self._turn(step.call_of, operands)], None, None
         except SeveralTerms:
-            forward = self._turn(forward_of(program.loss, steps), operands)
+            forward = self._turn(forward_of(step.loss, steps), operands)
         judge, leaves = self._judge(forward)
         rows, whole, sums = self._shapes_of_all(forward, arrays)  # shapes, because nothing has run yet
         shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
         own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
         own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
-        pulls = gradients(program.loss._replace(pulls=True), steps, program.options.reduce_dtype)
+        pulls = gradients(step.loss._replace(pulls=True), steps, step.options.reduce_dtype)
         turn = self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)
         return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
 
@@ -342,16 +340,16 @@ class Deterministic:
 
         def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
             state = self._treedef.unflatten(leaves)
-            found = self._program.read(state, out.treedef.unflatten(put_together(parts, out)))
+            found = self._step.read(state, out.treedef.unflatten(put_together(parts, out)))
             found = found if judged is None else found._replace(out=judged)
-            after, *others = self._program.updated(state, Scattered(arrays, self._alone), found)
+            after, *others = self._step.updated(state, Scattered(arrays, self._alone), found)
             flat, of_others = jax.tree.flatten(others)
             leaves, of_state = jax.tree.flatten(after)
             trees[:] = of_state, of_others
             return leaves, flat
 
-        update.__name__ = update.__qualname__ = f"update_{self._program.label}"
-        return jax.jit(update, donate_argnums=0 if self._program.options.donate else ()), trees
+        update.__name__ = update.__qualname__ = f"update_{self._step.label}"
+        return jax.jit(update, donate_argnums=0 if self._step.options.donate else ()), trees
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
         """Returns the step's programs, which the processes compare. `compile` compiles each once per device."""
@@ -363,7 +361,7 @@ class Deterministic:
 
         def compile() -> CompiledStep:
             judged: list[Any] = [None] * len(devices)
-            if self._program.loss.criterion:
+            if self._step.loss.criterion:
                 result = jax.eval_shape(judge, *shapes)[0]
                 judged = [_on_device(result, device) for device in devices]
             after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]

@@ -148,51 +148,6 @@ def local(
     return microbatches(one, steps, signature, replica, values, before), weight_of_all(signature.layout, steps)
 
 
-def forward(loss: Loss, steps: int) -> CallOf:
-    """Returns what a replica runs without a gradient: `((diff, held), *args)` to `Forward`, in `steps` microbatches."""
-
-    def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
-        def call(*operands: Any) -> Forward:
-            values = signature.of_replica(operands, replica)
-            (diff, before), _, _ = signature.fill(values)
-
-            def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
-                def value(*operands: Any) -> tuple[Forms, list[Any], list[Any], Tree]:
-                    out, aux, after, _ = run(loss, signature, operands[0], {}, *operands[1:])
-                    return *formed(loss, signature, (out, aux), operands, size, weight), after
-
-                if loss.sync:
-                    function = jax.jit(apart(value))
-                    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(diff, part, state)
-                    value = _by_rows(function, jaxpr, shapes, signature, replica)
-                forms, sums, rows, after = value(diff, part, state)
-                return Added((sums, (), {}), rows, _as_before(after, state), forms)
-
-            added, weight = microbatches(one, steps, signature, replica, values, before), 0.0
-            forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
-            if loss.criterion:
-                found, counts = forms.marked(sums, added.rows, weight)
-                return Forward(found, (), left, counts, forms)
-            weight = weight_of_all(signature.layout, steps)
-            (_, aux), counts = forms.marked(sums, added.rows, weight)
-            found = [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]]
-            return Forward(found, aux, left, counts, forms)
-
-        return call
-
-    return call_of
-
-
-class Forward(NamedTuple):
-    """The results of a forward pass."""
-
-    outputs: Tree  # with a criterion, its input; else the sums that the loss is made of
-    aux: Tree
-    state: Tree
-    counts: list[Any]
-    forms: Forms
-
-
 def weight_of_all(layout: Layout, steps: int) -> float:
     """Returns the weight of all replicas' microbatches together."""
     # With nothing cut there is one run, or one on each of several processes, and the mean of these is taken.
@@ -284,17 +239,17 @@ def differentiate(
     if not loss.pulls and not is_judged:
         _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
     if loss.sync:
-        function = _by_rows(function, jaxpr, shapes, signature, replica)
+        function = by_rows(function, jaxpr, shapes, signature, replica)
     if shards:
         function, diff = shards.function(jaxpr, shapes, not shapes[1][0].is_mean), shards.taken()
     grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     sums = [*map(jnp.asarray, sums)]  # a jaxpr returns plain numbers for its literals
-    return Added((sums, *grads), stacked, _as_before(after, state), forms)
+    return Added((sums, *grads), stacked, as_before(after, state), forms)
 
 
-def _by_rows(
+def by_rows(
     function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
 ) -> Callable[..., Any]:
     """Returns the traced function, with the replica's part in shared statistics weighted by its number of rows."""
@@ -402,7 +357,7 @@ def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, siz
         )
 
 
-def _as_before(after: Tree, before: Tree) -> Tree:
+def as_before(after: Tree, before: Tree) -> Tree:
     """Returns the state in its original dtypes, because a step that changed them would compile again."""
     if jax.tree.structure(after) != jax.tree.structure(before):
         return after

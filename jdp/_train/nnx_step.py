@@ -20,6 +20,7 @@ from .._model.config import BatchAxes, Wrapper, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
 from .check import LossCheck, checked
+from .computation import of_model
 from .loss import (
     FORMS,
     VERB,
@@ -33,8 +34,8 @@ from .loss import (
     rows_explained,
 )
 from .nonfinite import Nonfinite
-from .program import of_model
-from .state import Bytes, TrainState, bytes_of, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .places import Bytes, bytes_of
+from .state import TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
 from .step import NO_STEP, Ready, Step
 from .step_options import StepOptions, check_shards
 from .value_and_grad import check_differentiable, hashable

@@ -12,10 +12,12 @@ import numpy as np
 from .._core.devices import Device
 from .._core.layout import Tree
 from .._core.outputs import Marked
-from .._core.parallel_apply import CallOf
+from .._core.parallel_apply import CallOf, on_replicas
 from .._core.replica_mesh import replicated
 from .._core.scattered import Scattered, Signature
 from .._model.nnx import enter
+from .criterion import Run, pulled
+from .forms import SeveralTerms
 from .gradients import Loss, differentiate, local, rows_of
 
 
@@ -65,6 +67,23 @@ def flags(loss: Loss, steps: int) -> CallOf:
         return call
 
     return call_of
+
+
+def flags_on_replicas(loss: Loss, steps: int, name: str) -> Run:
+    """Returns a function that finds for each replica and each row whether the gradient is finite."""
+    once = on_replicas(flags(loss, steps), name)
+    several = pulled(flags(loss._replace(pulls=True), steps), loss, steps, name)
+
+    def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        if loss.criterion is None:
+            try:
+                return once(replicas, inputs, kwargs)
+            except SeveralTerms:
+                pass
+        return several(replicas, inputs, kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    return run
 
 
 def report(found: Scattered, params: Tree) -> list[Nonfinite]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,14 @@ import numpy as np
 import optax
 from flax import nnx, struct
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
-from .._core.outputs import path_name
-from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
-from .._core.replicate import cut_over_replicas
+from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
-from .._core.shards import cut_axis_of
 from .._page import Page, in_notebook
+from .places import Axis, cut_shardings
 
 
 class TrainState(struct.PyTreeNode):
@@ -354,96 +350,6 @@ def _clips_each_row(opt_state: Tree) -> bool:
         return type(x).__name__ == "DifferentiallyPrivateAggregateState"
 
     return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
-
-
-def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
-    """Gathers the tree, so that it is replicated."""
-
-    def gather(path: Any, x: Any) -> Any:
-        with jax.named_scope(f"gather.{path_name(path)}"):
-            return jax.lax.with_sharding_constraint(x, replicated(mesh))
-
-    return jax.tree_util.tree_map_with_path(gather, tree)
-
-
-Places = dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]]
-"""The shape and the sharding of parameters, by path."""
-
-
-def places_of(params: Tree, mesh: ReplicaMesh, root: str) -> Places:
-    """Returns where the parameters lie that are cut inside of the replicas."""
-    found: Places = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if cut_axis_of(x, mesh) is not None:
-            raise ValueError(cut_over_replicas(VERB, root + jax.tree_util.keystr(path), x, mesh))
-        where = mesh.renamed(getattr(x, "sharding", None))
-        if mesh.holds(where) and any(where.spec):
-            found[tuple(map(str, path))] = x.shape, NamedSharding(mesh.jax_mesh, mesh.within(where.spec))
-    return found
-
-
-def on_other_mesh(places: Places, mesh: ReplicaMesh) -> Places:
-    """Returns the same places on a mesh with the same axes inside of a replica."""
-    return {path: (shape, NamedSharding(mesh.jax_mesh, where.spec)) for path, (shape, where) in places.items()}
-
-
-def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
-    """Returns the sharding of each array of a tree: that of the parameter whose path ends the array's own.
-
-    An optimizer keeps its moments in trees of the parameters' form. An array of another shape (a factored moment), or
-    of no parameter's path, is replicated.
-    """
-
-    def where(path: Any, x: Any) -> NamedSharding:
-        names = tuple(map(str, path))
-        for i in range(len(names) + 1):
-            shape, found = places.get(names[i:], (None, None))
-            if found is not None and shape == jnp.shape(x):
-                return found
-        return replicated(mesh)
-
-    return jax.tree_util.tree_map_with_path(where, tree)
-
-
-class Bytes(NamedTuple):
-    """Bytes on each device: of leaves that are cut over the devices, and of replicated ones."""
-
-    cut: int
-    whole: int
-
-
-def cut_axis(x: Any, n: int) -> int | None:
-    """Returns the first axis whose size n divides; None if the array stays whole."""
-    if n == 1:
-        return None
-    return next((axis for axis, size in enumerate(x.shape) if size and size % n == 0), None)
-
-
-Axis = Callable[[Any, int], int | None]
-"""Returns the axis along which an array is cut over n devices; None if it stays whole."""
-
-
-def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: Axis) -> Tree:
-    """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
-
-    def where(x: Any) -> NamedSharding:
-        return cut_along(mesh, axis(x, mesh.size))
-
-    return jax.tree.map(where, tree)
-
-
-def bytes_of(tree: Tree, to: Tree) -> Bytes:
-    """Returns the bytes that a tree takes with its arrays' shardings; traced arrays will have those in `to`."""
-    cut = whole = 0
-    targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
-    for x, target in zip(jax.tree.leaves(tree), targets, strict=True):
-        where = target if isinstance(x, Tracer) else x.sharding
-        size = x.dtype.itemsize * math.prod(where.shard_shape(x.shape))
-        if where.is_fully_replicated:
-            whole += size
-        else:
-            cut += size
-    return Bytes(cut, whole)
 
 
 def shapes_of(tree: Tree) -> Tree:

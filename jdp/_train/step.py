@@ -24,16 +24,15 @@ from .._jax.private import trace_state_clean
 from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .check import LossCheck, checked
+from .computation import Leaves
 from .gradients import Loss
-from .known_step import remember_step, step_again
 from .loss import VERB, check_signature, variables_loss
 from .nonfinite import Nonfinite
-from .program import Leaves, Program
+from .places import Bytes, bytes_of
+from .program import Program, remember_step, step_again
 from .state import (
-    Bytes,
     Given,
     TrainState,
-    bytes_of,
     check_optimizer,
     checked_key,
     checked_optimizer,

@@ -1,7 +1,8 @@
 """`jdp.DataParallel`: the thin door to all of it.
 
-    data_parallel.py  the class, whose body is its table of contents; begin at `apply`
-    calls.py          a call like one that ran before goes straight to its program
+    data_parallel.py  the class, whose body is its table of contents
+    forward.py        one call and its four steps; begin at `apply`
+    evaluate.py       a whole data set, in metrics
     prefetch.py       the next batches are scattered while the current one is worked on
     batches.py        data that can be indexed, in batches: every row once an epoch
     rows.py           such data: a tree of arrays, or rows that are stacked

@@ -11,31 +11,24 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from .._core.calls import Ran
-from .._core.devices import Device, DeviceLike, Devices, named_once, names_of, resolve_output
+from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
 from .._core.fingerprint import check_replicas
-from .._core.gather import gather, join, scatter_list
-from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.outline import bytes_on_each, page_of
 from .._core.parallel_apply import in_replica
-from .._core.programs import dispatch
 from .._core.replica_mesh import outside_of_mesh
-from .._core.replicate import broadcast, lives_replicated, sharded
-from .._core.scatter import Cutting, refuse_other_replicas, split
-from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
-from .._core.unread import unread
+from .._core.replicate import broadcast, sharded
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
 from .._model.config import Config, kind_of
-from .._model.nnx import Held
 from .._page import Page, in_bytes, in_notebook
 from .._train.parallel import parallel
 from .._train.train_step import train_step
 from .._train.value_and_grad import grad, value_and_grad
 from .batches import batches
 from .evaluate import evaluate
+from .forward import apply, gather_outputs, replicate_parameters, run_module, run_nnx, scatter_arguments
 from .prefetch import prefetch
 from .torch_names import INSTEAD
 
@@ -52,12 +45,6 @@ class WrapperArguments(TypedDict, total=False):
     state_axes: Mapping[Any, int] | None
     replicas: int | None
     device_ids: Devices
-
-
-_NO_APPLY = (
-    "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
-    "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
-)
 
 
 _NO_INIT = (
@@ -241,155 +228,13 @@ class DataParallel(nnx.Module, Generic[M]):
         if in_replica() or is_tabulated(self):
             return cast(Any, self.module)(*args, **kwargs)
         with _nnx.sorted_captures(self.module):
-            return self._run_nnx(args, kwargs)
+            return run_nnx(self, args, kwargs)
 
-    @outside_of_mesh
-    def apply(self, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
-
-        For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
-        `mutable` the result is `(output, updated collections)`. Each replica draws from its own keys,
-        the primary from those given.
-
-        Args:
-            variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
-            *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
-                their state is updated.
-            **kwargs: as `args`; also `rngs`, `mutable` and `method` for Linen.
-
-        Raises:
-            ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
-            RuntimeError: parameters on a device that is neither the host nor the primary device.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> dp.apply(np.float32(2), np.arange(3.0)).tolist()
-            [0.0, 2.0, 4.0]
-        """
-        config, stateful = self._config, False
-        if config.kind == "nnx":
-            raise TypeError(_NO_APPLY)
-        if config.kind == "linen":
-            kwargs, stateful = _linen.call_options(variables, kwargs)
-        of_objects = type(variables) is not dict and _nnx.is_node(variables)
-        own = self._takes_own_steps and not of_objects
-        found = config.calls.again(config.mesh, self.module, variables, args, kwargs) if own else None
-        if found is not None:
-            return self._gathered(*found, stateful)
-        if in_replica():
-            module = cast(Any, self.module)
-            if config.kind == "linen":
-                return module.apply(_linen.unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
-            return module(variables, *args, **kwargs)
-        cut = {
-            name: self._cut(variables[name], axis, f"state {name}")
-            for name, axis in config.state_axes.items()
-            if name in variables
-        }
-        if cut:
-            variables = {**variables, **cut}
-        # Parameters of a function may hold NNX objects. Such a call is never a known one.
-        takes = config.kind == "function"
-        whole, nodes = _nnx.take_nodes(variables, root="params") if takes else (variables, [])
-        (args, kwargs), given = _nnx.take_nodes((args, kwargs), len(nodes))
-        nodes += given
-        if nodes:  # a model, an nnx.Rngs: replicated, and updated
-            graph, *states = nnx.split(nodes)
-            whole = Held(whole, graph, tuple(states))
-        try:
-            out = self._forward(whole, args, kwargs, stateful, cut, variables if nodes else None)
-        except Exception as error:
-            _linen.explain_stacked(error, variables, len(config.devices))
-            raise
-        if nodes:
-            out, updates = out
-            nnx.update(nodes, updates)
-        return out
-
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
-    ) -> tuple[Scattered, Scattered]:
-        """Cuts the arguments into chunks, step one: `inputs, kw = dp.scatter((x,), {}, dp.devices)`.
-
-        A subclass may replace it, to cut its own kind of batches.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
-            >>> inputs.sizes, inputs[0][0].tolist()
-            ((3,), [0.0, 1.0, 2.0])
-        """
-        config = self._config
-        axes = None
-        if config.in_axes is not None:
-            in_axes = entries("DataParallel", config.in_axes, len(inputs), "in_axes", "arguments")
-            axes = (tuple(in_axes), config.dim)
-        own = devices is config.devices
-        mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
-        roots = ("args", "kwargs")
-        how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False)
-        how = how._replace(replicas=config.replicas)
-        args, kw = children(split((tuple(inputs), dict(kwargs)), how))
-        return args, kw
-
-    def replicate(self, tree: Tree, devices: Devices) -> Tree:
-        """Replicates the parameters, step two: `dp.replicate(params, dp.devices)`. Those in place stay as they are.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> float(dp.replicate(np.float32(2), dp.devices))
-            2.0
-        """
-        config = self._config
-        mesh = config.mesh if devices is config.devices else config.mesh_of(devices)
-        return broadcast(tree, mesh, "DataParallel")
-
-    def parallel_apply(self, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
-        """Runs the module on every replica, as one program, step three: `dp.parallel_apply(replicas, inputs, kw)`.
-
-        `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
-            >>> dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)[0].tolist()
-            [0.0, 2.0, 4.0]
-        """
-        config = self._config
-        if not isinstance(inputs, Scattered):
-            inputs = scatter_list(inputs, config.mesh, config.dim, "inputs", config.replicas)
-        if not isinstance(kwargs, Scattered):
-            kwargs = scatter_list(kwargs or [{}], config.mesh, config.dim, "kwargs", config.replicas)
-        mesh = config.mesh
-        inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
-        if inputs._layout.mesh is mesh:
-            refuse_other_replicas(inputs, Cutting(mesh, config.dim, "DataParallel", "inputs", replicas=config.replicas))
-        program = config.program(self.module, type(replicas) is Held)
-        return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
-
-    def gather(self, outputs: Scattered, output_device: Device | str | None) -> Tree:
-        """Concatenates the outputs on the output device, step four: `dp.gather(outputs, dp.output_device)`.
-
-        Example:
-            >>> import jdp, numpy as np
-            >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
-            >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
-            >>> outputs = dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)
-            >>> dp.gather(outputs, dp.output_device).tolist()
-            [0.0, 2.0, 4.0]
-        """
-        if output_device not in (None, "sharded"):
-            output_device = resolve_output("DataParallel", output_device)
-        if isinstance(outputs, Scattered):
-            return join(outputs, output_device)
-        if holds_scattered(outputs):  # a batch, each array of which has its own axis
-            return map_scattered(lambda s: join(s, output_device), outputs)
-        return gather(outputs, output_device, self._config.dim)
-
+    apply = apply
+    scatter = scatter_arguments
+    replicate = replicate_parameters
+    parallel_apply = run_module
+    gather = gather_outputs
     value_and_grad = value_and_grad
     grad = grad
     train_step = train_step
@@ -501,90 +346,6 @@ class DataParallel(nnx.Module, Generic[M]):
             state = _nnx.put_annotated(state, mesh)
         nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
 
-    @outside_of_mesh
-    def _run_nnx(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        config = self._config
-        filters = _nnx.filters_of(config.state_axes)
-        # Arguments that are NNX objects (an nnx.Rngs) are split and updated with the module.
-        (args, kwargs), given = _nnx.take_nodes((args, kwargs), 1)
-        nodes = [self.module, *given]
-        graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
-        cut = {
-            f"{kind}": self._cut(state, axis, "state")
-            for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
-        }
-        sown = _linen.place(sown, config.mesh)  # it came back cut, like an output
-        params = Held(_nnx.StandIn(0), graph, (*cut.values(), sown, rest))
-        out, updates = self._forward(params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
-        nnx.update(nodes, updates)
-        return out
-
-    def _forward(
-        self,
-        params: Tree,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        stateful: bool,
-        cut: Mapping[str, Scattered],
-        home: Tree = None,
-    ) -> Any:
-        """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
-
-        `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
-        the parameters tells where results go, if not all of them do.
-        """
-        self._config.refuse_other_mesh()
-        inputs, kw = self.scatter(args, kwargs, self.devices)
-        _refuse_other_rows(cut, inputs, kw)
-        replicas = self.replicate(params, self.devices)
-        run, own = lambda rows: self.parallel_apply(replicas, rows, kw), self._takes_own_steps
-        outputs = unread(run, inputs, self._config.calls.reads) if own and inputs._layout.holds_statics else run(inputs)
-        in_place, beside = replicas is params, type(params) is Held
-        config = self._config
-        # (With state_axes some of the variables may have to be cut, another time.)
-        if in_place and not config.state_axes and not beside and own:
-            call, operands = (params, args, kwargs), (replicas, inputs, kw)
-            config.calls.remember(lambda: config.program(self.module), self.module, call, operands)
-        stay = self._stays(params, params if home is None else home, in_place)
-        if not beside:
-            return self._gather(outputs, stay, stateful)
-        outputs, updates = children(outputs)
-        return self._gather(outputs, stay, stateful), join(updates, "sharded" if stay else None)
-
-    @property
-    def _takes_own_steps(self) -> bool:
-        """Whether the four steps are these, and no subclass's."""
-        kind = type(self)
-        steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
-        return steps == _STEPS and _NAMES.isdisjoint(vars(self))
-
-    def _stays(self, params: Tree, home: Tree, in_place: bool) -> bool:
-        """Returns True if results stay over the replicas, because they come back where the parameters live."""
-        if in_place:
-            return bool(jax.tree.leaves(params))
-        return not jax.tree.leaves(home) or lives_replicated(home, self._config.mesh)
-
-    def _gathered(self, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
-        """Returns the result of a call that is known, whose parameters are replicated."""
-        if ran.program.layout(out).is_gathered and self._config.output_device in (None, "sharded"):
-            return out[-1]
-        return self._gather(ran.program.scattered(out), True, stateful)
-
-    def _gather(self, outputs: Scattered, stay: bool, stateful: bool) -> Any:
-        """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
-        home = "sharded" if stay else None
-        device = home if self.output_device is None else self.output_device
-        if not stateful:
-            return self.gather(outputs, device)
-        out, state = children(outputs)
-        return self.gather(out, device), join(state, home)
-
-    def _cut(self, state: Tree, axis: Any, name: Any) -> Scattered:
-        """Cuts state with a batch axis like the batch."""
-        config = self._config
-        how = Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis, replicas=config.replicas)
-        return split(state, how)
-
     def _needs_nnx(self, method: str) -> None:
         if self._config.kind != "nnx":
             raise TypeError(
@@ -626,20 +387,3 @@ class DataParallel(nnx.Module, Generic[M]):
         numbers = sum(x.size for x in jax.tree.leaves(params))
         facts.append(("parameters", f"{numbers:,}, {in_bytes(bytes_on_each(params))} on each device"))
         return page_of(f"DataParallel of {name}", facts, {"parameters": params, "other state": others})
-
-
-_STEPS = DataParallel.scatter, DataParallel.replicate, DataParallel.parallel_apply, DataParallel.gather
-_NAMES = {step.__name__ for step in _STEPS}
-
-
-def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
-    """Raises a `ValueError` for state with a batch axis that has other rows than the batch."""
-    if not isinstance(inputs, Scattered) or not isinstance(kw, Scattered):
-        return  # of a subclass's scatter
-    for name, state in cut.items():
-        batched = inputs._layout.is_cut or kw._layout.is_cut
-        if batched and state._layout.is_cut and state.sizes != inputs.sizes:
-            raise ValueError(
-                f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
-                f"state with a batch axis is cut like the batch. Pass state of that many rows."
-            )

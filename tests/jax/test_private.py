@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp._jax import convolutions, jaxprs, private
+from jdp._jax import convolutions, jaxprs, private, rewrites
 from jdp._processes import coordination, initialize, launchers
 from jdp._tools.topology import topology
 
@@ -28,7 +28,7 @@ W = np.random.RandomState(1).randn(4, 3).astype(np.float32)
 
 def lost(name, feature):
     """What a canary says."""
-    return f"this version has changed {name}; without it: {feature} (jdp/_jax/{{private,jaxprs}}.py)"
+    return f"this version has changed {name}; without it: {feature} (jdp/_jax)"
 
 
 def product(w, x):
@@ -512,7 +512,7 @@ COLLECTIVES = {
 def test_canary_axes_of(name):
     found = {eqn.primitive.name: jaxprs.axes(eqn) for eqn in inside_replicas(COLLECTIVES[name], jnp.ones((64, 8)))}
     assert found.get(name) == ("data",), lost(f"the name or the axes of {name}", "a collective in a model is not seen")
-    assert name in jaxprs._COLLECTIVES
+    assert name in jaxprs.COLLECTIVES
 
 
 def test_canary_axis_index_groups():
@@ -524,7 +524,7 @@ def test_canary_axis_index_groups():
     )
 
 
-@pytest.mark.parametrize("name", sorted(jaxprs._COLLECTIVES))
+@pytest.mark.parametrize("name", sorted(jaxprs.COLLECTIVES))
 def test_a_collective_whose_axes_have_another_name_is_refused(name):
     eqn = types.SimpleNamespace(primitive=types.SimpleNamespace(name=name), params={"over": ("data",)})
     with pytest.raises(NotImplementedError, match=f"{name} of JAX .* has no parameter 'axes'"):
@@ -577,8 +577,10 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
 def test_canary_calls(fn):
     (eqn,) = jax.make_jaxpr(fn)(jnp.ones(2)).eqns
     feature = lost(f"{eqn.primitive.name}", "sync_batch_norm refuses uneven chunks of a model that has one")
-    assert eqn.primitive.name in jaxprs._CALLS and len([*jaxprs.inside(eqn)]) == 1, feature
-    got = jaxprs.inlined(jax.make_jaxpr(fn)(jnp.ones(2)), lambda eqn: eqn.primitive.name in ("sin", "mul", "max"), str)
+    assert eqn.primitive.name in jaxprs.CALLS and len([*jaxprs.inside(eqn)]) == 1, feature
+    got = rewrites.inlined(
+        jax.make_jaxpr(fn)(jnp.ones(2)), lambda eqn: eqn.primitive.name in ("sin", "mul", "max"), str
+    )
     assert not any(e.primitive.name == eqn.primitive.name for e in got.eqns), feature
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(got)(X[0, :2])[0], fn(X[0, :2]))
 
@@ -612,9 +614,9 @@ def test_canary_replace():
     """`replace` of jaxprs and equations, at the top and inside of calls, and what stays where nothing is replaced."""
     feature = lost("replace of a jaxpr or an equation", "convolutions are slow on the CPU; sync_batch_norm fails")
     jaxpr = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) + jnp.sin(x))(jnp.ones(4))
-    new = jaxprs.rewrite(jaxpr, lambda eqn: jnp.cos if eqn.primitive.name == "sin" else None)
+    new = rewrites.rewrite(jaxpr, lambda eqn: jnp.cos if eqn.primitive.name == "sin" else None)
     np.testing.assert_allclose(jax.extend.core.jaxpr_as_fun(new)(X[0])[0], 2 * np.cos(X[0]), rtol=1e-5, err_msg=feature)
-    assert jaxprs.rewrite(jaxpr, lambda eqn: None) is jaxpr, feature
+    assert rewrites.rewrite(jaxpr, lambda eqn: None) is jaxpr, feature
 
 
 def convolved(w, x):

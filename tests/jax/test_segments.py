@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp._jax.jaxprs import env_of, evaluate_eqn, read, recomputed, segmented
+from jdp._jax.jaxprs import env_of, evaluate_eqn, read
+from jdp._jax.segments import recomputed, segmented
 
 X, W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3), np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
 

@@ -12,7 +12,7 @@ TARGETS = sorted(set(re.findall(r"(?:^|`)make ([a-z-]+)", TEXT, re.MULTILINE)))
 
 
 def test_the_text_names_files_and_commands():
-    assert {"jdp/_train/program.py", "README.md", ".ci/run", "tests/jax/"} <= set(FILES)
+    assert {"jdp/_train/computation.py", "README.md", ".ci/run", "tests/jax/"} <= set(FILES)
     assert {"install", "test", "lint", "bench"} <= set(TARGETS)
 
 

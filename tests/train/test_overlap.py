@@ -13,7 +13,7 @@ from jdp._core.replica_mesh import make_mesh
 from jdp._tools.explain.collectives import collectives
 from jdp._tools.explain.hlo import parse
 from jdp._train import program
-from jdp._train.program import _known, compiler_options, wanted
+from jdp._train.compiler_options import _known, compiler_options, wanted
 
 S = jax.ShapeDtypeStruct
 WIDTH, LAYERS, ROWS = 2048, 6, 256
@@ -150,7 +150,7 @@ def test_on_tpus_every_gradient_travels_once():
 @pytest.mark.compilers
 def test_what_is_asked_of_the_compiler(devices, monkeypatch):
     mesh = make_mesh(tuple(devices))
-    assert compiler_options(mesh, 1 << 30) == {}  # of CPUs nothing
+    assert not program.takes_options(mesh)  # of CPUs nothing is asked
     for sent, bucket in ((1 << 20, 13 << 20), (140 << 20, 20 << 20), (1 << 40, 30 << 20)):
         sums = {
             "xla_gpu_all_reduce_combine_threshold_bytes": bucket,

@@ -18,7 +18,8 @@ from ..._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replica_mes
 from ..._core.scattered import Scattered, is_scattered
 from ..._core.shards import cut_axis_of, shard
 from ..._jax.private import compilations
-from ..._train.program import Program, jit_of_state
+from ..._train.computation import jit_of_state
+from ..._train.program import Program
 from ..._train.state import TrainState
 
 

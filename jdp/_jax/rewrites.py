@@ -1,0 +1,128 @@
+"""Rewrites of jaxprs: other functions in place of equations, bodies in place of calls, an index in place of a question.
+
+`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names. `inlined`
+takes the calls and loops around some equations away, so that what comes before and after them can be run apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .jaxprs import CALLS, axes, bind, env_of, equations, evaluate_eqn, inside, opened, parameter, parts_of_scan, read
+
+Rule = Callable[[Any], Callable[..., Any] | None]
+"""For an equation the function to put in its place, or None where it stays."""
+
+
+def rewrite(jaxpr: Any, rule: Rule) -> Any:
+    """Returns the jaxpr, closed or open, with the rule's functions in place of equations; itself if there are none."""
+    inner = opened(jaxpr)
+    if inner is not jaxpr:
+        new = rewrite(inner, rule)
+        return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
+    eqns = [_rewritten(eqn, rule) for eqn in jaxpr.eqns]
+    same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _rewritten(eqn: Any, rule: Rule) -> Any:
+    function = rule(eqn)
+    if function is not None:
+        # One equation that calls the new function, made by JAX itself, in place of the old one.
+        (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
+        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    params = {name: _rewritten_parameter(value, rule) for name, value in eqn.params.items()}
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
+
+
+def _rewritten_parameter(x: Any, rule: Rule) -> Any:
+    """Returns an equation's parameter with the jaxprs in it rewritten."""
+    if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
+        new = type(x)(_rewritten_parameter(y, rule) for y in x)
+        return x if all(a is b for a, b in zip(new, x, strict=True)) else new
+    return rewrite(x, rule) if hasattr(x, "eqns") else x
+
+
+_OF_ALL = {"psum", "pmax", "pmin"}
+
+
+def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callable[[str], Exception]) -> Any:
+    """Returns the closed jaxpr for devices that each stand for several members of the axis, along the axis `inner`.
+
+    Raises `refuse(its name)` for a collective that does not go over both.
+    """
+
+    def rule(eqn: Any) -> Callable[..., Any] | None:
+        if axis_name not in axes(eqn):
+            return None
+        name = eqn.primitive.name
+        if name == "axis_index":
+            return lambda: jax.lax.axis_index(axis_name) * size + jax.lax.axis_index(inner)
+        if name not in _OF_ALL or eqn.params.get("axis_index_groups") is not None:
+            raise refuse(name if name not in _OF_ALL else f"{name} within groups")
+        wider = eqn.replace(params={**eqn.params, "axes": (*axes(eqn), inner)})
+        return lambda *values: bind(wider, values)
+
+    return rewrite(jaxpr, rule)
+
+
+def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
+    """Returns the closed jaxpr with the wanted equations at its top; raises `refuse(loop or branch)` around one.
+
+    With `unroll` a scan around one becomes its iterations, one after the other.
+    """
+
+    def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        env = env_of(jaxpr, operands)
+        for eqn in opened(jaxpr).eqns:
+            bodies = [*inside(eqn)]
+            if not any(wanted(e) for body in bodies for e in equations(body)):
+                evaluate_eqn(eqn, env)
+            elif eqn.primitive.name in CALLS:
+                body = inline(bodies[0], [read(env, v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, body, strict=True))
+            elif unroll and eqn.primitive.name == "scan" and parameter(eqn, "length"):
+                env.update(zip(eqn.outvars, iterations(eqn, [read(env, v) for v in eqn.invars]), strict=True))
+            else:
+                raise refuse(eqn)
+        return [read(env, v) for v in opened(jaxpr).outvars]
+
+    def iterations(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        numbers, ys = range(parameter(eqn, "length")), {}
+        for i in reversed(numbers) if parameter(eqn, "reverse") else numbers:
+            out = inline(parameter(eqn, "jaxpr"), [*consts, *carry, *(x[i] for x in xs)])
+            carry, ys[i] = out[: len(carry)], out[len(carry) :]
+        return [*carry, *(jnp.stack(y) for y in zip(*(ys[i] for i in numbers), strict=True))]
+
+    return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
+
+
+class OutOfReach(Exception):
+    """What is looked for stands in a loop or in a branch."""
+
+
+def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
+    """Returns the closed jaxpr with `index` as its place on the axis; raises `OutOfReach` if a loop or branch asks."""
+
+    def asks(eqn: Any) -> bool:
+        return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
+
+    if not any(map(asks, equations(jaxpr))):
+        return jaxpr
+    flat = inlined(jaxpr, asks, lambda eqn: OutOfReach(eqn.primitive.name))
+
+    def run(*operands: Any) -> list[Any]:
+        env = env_of(flat, operands)
+        for eqn in flat.jaxpr.eqns:
+            if asks(eqn):
+                env[eqn.outvars[0]] = index
+            else:
+                evaluate_eqn(eqn, env)
+        return [read(env, v) for v in flat.jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*[v.aval for v in flat.jaxpr.invars])

@@ -1,0 +1,60 @@
+"""JAX's primitives, sorted by what they do to sums over the rows; by name, with `_` for `-`."""
+
+from __future__ import annotations
+
+
+def _names_in(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Linear in each operand, and in all of them together.
+LINEAR = _names_in(
+    "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
+    "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
+    "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
+)
+# Linear, and adds entries of one array.
+SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
+# Each result is made of the operand at its place.
+EACH = _names_in("optimization_barrier device_put pvary pcast sort")
+# Linear in each of two operands, and not in both together; of a quotient in the first alone.
+PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
+# Linear in the operands at these places, and not in the others, which are indices.
+INDEXED = {
+    "gather": [0],
+    "dynamic_slice": [0],
+    "dynamic_update_slice": [0, 1],
+    "scatter": [0, 2],
+    "scatter_add": [0, 2],
+    "select_and_scatter_add": [0],
+    "select_and_gather_add": [0],
+}
+# Each entry is made of all entries before it.
+CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
+# Some of the entries of an array.
+PICKS = _names_in("slice dynamic_slice gather split")
+# Truth values of truth values.
+OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")
+# Between fixed limits, or one of a few values, whatever goes in.
+BOUNDED = OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
+# Not linear, but twice as large of operands that are twice as large.
+KEEP_DEGREE = _names_in(
+    "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
+)
+# Two sides, and a truth value.
+COMPARES = _names_in("eq ne lt le gt ge")
+# Random numbers.
+DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
+# The square, and other whole powers.
+POWERS = _names_in("integer_pow square")
+# Known not to be linear. What stands in no table may be anything.
+NONLINEAR = (
+    BOUNDED
+    | KEEP_DEGREE
+    | POWERS
+    | _names_in(
+        "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
+        "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
+        "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+    )
+)

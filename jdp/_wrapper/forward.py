@@ -1,0 +1,310 @@
+"""One call of a wrapper, from top to bottom: `apply` (of an NNX model `run_nnx`), `four_steps`, and the four steps.
+
+A call like one that ran goes straight to its program. Every other one is made ready, so that no NNX object is left
+among its arguments, and takes the four steps, which a subclass may replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from .._core.calls import Ran
+from .._core.devices import Device, Devices, resolve_output
+from .._core.gather import gather, join, scatter_list
+from .._core.inputs import entries
+from .._core.layout import Tree
+from .._core.parallel_apply import in_replica
+from .._core.programs import dispatch
+from .._core.replica_mesh import outside_of_mesh
+from .._core.replicate import broadcast, lives_replicated
+from .._core.scatter import Cutting, refuse_other_replicas, split
+from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
+from .._core.unread import unread
+from .._model.config import Config, Wrapper
+from .._model.linen import call_options, explain_stacked, place, unboxed
+from .._model.nnx import Held, StandIn, filters_of, is_node, take_nodes
+
+
+class Steps(Wrapper, Protocol):
+    """A wrapper, with the four steps of a call."""
+
+    scatter: Callable[..., Any]
+    replicate: Callable[..., Any]
+    parallel_apply: Callable[..., Any]
+    gather: Callable[..., Any]
+
+
+_NO_APPLY = (
+    "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
+    "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
+)
+
+
+@outside_of_mesh
+def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
+
+    For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
+    `mutable` the result is `(output, updated collections)`. Each replica draws from its own keys,
+    the primary from those given.
+
+    Args:
+        variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
+        *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
+            their state is updated.
+        **kwargs: as `args`; also `rngs`, `mutable` and `method` for Linen.
+
+    Raises:
+        ValueError: arrays disagree on the batch size; uneven chunks for a model with collectives.
+        RuntimeError: parameters on a device that is neither the host nor the primary device.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> dp.apply(np.float32(2), np.arange(3.0)).tolist()
+        [0.0, 2.0, 4.0]
+    """
+    config, stateful = dp._config, False
+    if config.kind == "nnx":
+        raise TypeError(_NO_APPLY)
+    own = _takes_own_steps(dp)
+    if config.kind == "linen":
+        kwargs, stateful = call_options(variables, kwargs)
+    if own and (type(variables) is dict or not is_node(variables)):
+        known = config.calls.again(config.mesh, dp.module, variables, args, kwargs)
+        if known is not None:
+            return _known_result(dp, *known, stateful)
+    if not in_replica():
+        return _run(dp, variables, args, kwargs, stateful)
+    if config.kind == "linen":
+        return dp.module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+    return dp.module(variables, *args, **kwargs)
+
+
+def _known_result(dp: Steps, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
+    """Returns the result of a call that is known, whose parameters are replicated."""
+    if ran.program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
+        return out[-1]
+    return _gathered(dp, ran.program.scattered(out), True, stateful)
+
+
+def _run(dp: Steps, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
+    """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and updated."""
+    config = dp._config
+    cut = {}
+    for name, axis in config.state_axes.items():
+        if name in variables:
+            cut[name] = _cut_state(config, variables[name], axis, f"state {name}")
+    if cut:
+        variables = {**variables, **cut}
+    # Parameters of a function may hold NNX objects. Such a call is never a known one.
+    is_function = config.kind == "function"
+    whole, nodes = take_nodes(variables, root="params") if is_function else (variables, [])
+    (args, kwargs), given = take_nodes((args, kwargs), len(nodes))
+    nodes += given
+    if nodes:
+        graph, *states = nnx.split(nodes)
+        whole = Held(whole, graph, tuple(states))
+    try:
+        out = four_steps(dp, whole, args, kwargs, stateful, cut, variables if nodes else None)
+    except Exception as error:
+        explain_stacked(error, variables, len(config.devices))
+        raise
+    if nodes:
+        out, updates = out
+        nnx.update(nodes, updates)
+    return out
+
+
+@outside_of_mesh
+def run_nnx(dp: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an NNX module, and updates its state, and that of NNX objects among the arguments (an `nnx.Rngs`)."""
+    config = dp._config
+    filters = filters_of(config.state_axes)
+    (args, kwargs), given = take_nodes((args, kwargs), 1)
+    nodes = [dp.module, *given]
+    graph, *batched, sown, rest = nnx.split(nodes, *[accepts for accepts, _ in filters], nnx.Intermediate, ...)
+    cut = {
+        f"{kind}": _cut_state(config, state, axis, "state")
+        for state, (kind, axis) in zip(batched, config.state_axes.items(), strict=True)
+    }
+    sown = place(sown, config.mesh)  # it came back cut, like an output
+    params = Held(StandIn(0), graph, (*cut.values(), sown, rest))
+    out, updates = four_steps(dp, params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
+    nnx.update(nodes, updates)
+    return out
+
+
+def four_steps(
+    dp: Steps,
+    params: Tree,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    stateful: bool,
+    cut: Mapping[str, Scattered],
+    home: Tree = None,
+) -> Any:
+    """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
+
+    `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
+    the parameters tells where results go, if not all of them do.
+    """
+    config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
+    config.refuse_other_mesh()
+    inputs, kw = dp.scatter(args, kwargs, config.devices)
+    if cut:
+        _refuse_other_rows(cut, inputs, kw)
+    replicas = dp.replicate(params, config.devices)
+    if own and inputs._layout.holds_statics:
+        outputs = unread(lambda rows: dp.parallel_apply(replicas, rows, kw), inputs, config.calls.reads)
+    else:
+        outputs = dp.parallel_apply(replicas, inputs, kw)
+    in_place = replicas is params
+    # (With state_axes some of the variables may have to be cut, another time.)
+    if own and in_place and not config.state_axes and not holds_objects:
+        call, operands = (params, args, kwargs), (replicas, inputs, kw)
+        config.calls.remember(lambda: config.program(dp.module), dp.module, call, operands)
+    stay = _stays(config, params, params if home is None else home, in_place)
+    if not holds_objects:
+        return _gathered(dp, outputs, stay, stateful)
+    outputs, updates = children(outputs)
+    return _gathered(dp, outputs, stay, stateful), join(updates, "sharded" if stay else None)
+
+
+def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
+    """Returns True if results stay over the replicas, because they come back where the parameters live."""
+    if in_place:
+        return bool(jax.tree.leaves(params))
+    return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
+
+
+def _gathered(dp: Steps, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+    """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
+    home = "sharded" if stay else None
+    output_device = dp._config.output_device
+    device = home if output_device is None else output_device
+    if not stateful:
+        return dp.gather(outputs, device)
+    out, state = children(outputs)
+    return dp.gather(out, device), join(state, home)
+
+
+def _cut_state(config: Config, state: Tree, axis: Any, name: Any) -> Scattered:
+    """Cuts state with a batch axis like the batch."""
+    how = Cutting(config.mesh, config.dim, "DataParallel", name, axes=axis, replicas=config.replicas)
+    return split(state, how)
+
+
+def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
+    """Raises a `ValueError` for state with a batch axis that has other rows than the batch."""
+    if not isinstance(inputs, Scattered) or not isinstance(kw, Scattered):
+        return  # of a subclass's scatter
+    for name, state in cut.items():
+        batched = inputs._layout.is_cut or kw._layout.is_cut
+        if batched and state._layout.is_cut and state.sizes != inputs.sizes:
+            raise ValueError(
+                f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
+                f"state with a batch axis is cut like the batch. Pass state of that many rows."
+            )
+
+
+def scatter_arguments(
+    dp: Wrapper, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+) -> tuple[Scattered, Scattered]:
+    """Cuts the arguments into chunks, step one: `inputs, kw = dp.scatter((x,), {}, dp.devices)`.
+
+    A subclass may replace it, to cut its own kind of batches.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+        >>> inputs.sizes, inputs[0][0].tolist()
+        ((3,), [0.0, 1.0, 2.0])
+    """
+    config = dp._config
+    axes = None
+    if config.in_axes is not None:
+        in_axes = entries("DataParallel", config.in_axes, len(inputs), "in_axes", "arguments")
+        axes = (tuple(in_axes), config.dim)
+    own = devices is config.devices
+    mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
+    roots = ("args", "kwargs")
+    how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False)
+    how = how._replace(replicas=config.replicas)
+    args, kw = children(split((tuple(inputs), dict(kwargs)), how))
+    return args, kw
+
+
+def replicate_parameters(dp: Wrapper, tree: Tree, devices: Devices) -> Tree:
+    """Replicates the parameters, step two: `dp.replicate(params, dp.devices)`. Those in place stay as they are.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> float(dp.replicate(np.float32(2), dp.devices))
+        2.0
+    """
+    config = dp._config
+    mesh = config.mesh if devices is config.devices else config.mesh_of(devices)
+    return broadcast(tree, mesh, "DataParallel")
+
+
+def run_module(dp: Wrapper, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+    """Runs the module on every replica, as one program, step three: `dp.parallel_apply(replicas, inputs, kw)`.
+
+    `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+        >>> dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)[0].tolist()
+        [0.0, 2.0, 4.0]
+    """
+    config = dp._config
+    if not isinstance(inputs, Scattered):
+        inputs = scatter_list(inputs, config.mesh, config.dim, "inputs", config.replicas)
+    if not isinstance(kwargs, Scattered):
+        kwargs = scatter_list(kwargs or [{}], config.mesh, config.dim, "kwargs", config.replicas)
+    mesh = config.mesh
+    inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
+    if inputs._layout.mesh is mesh:
+        refuse_other_replicas(inputs, Cutting(mesh, config.dim, "DataParallel", "inputs", replicas=config.replicas))
+    program = config.program(dp.module, type(replicas) is Held)
+    return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
+
+
+def gather_outputs(dp: Wrapper, outputs: Scattered, output_device: Device | str | None) -> Tree:
+    """Concatenates the outputs on the output device, step four: `dp.gather(outputs, dp.output_device)`.
+
+    Example:
+        >>> import jdp, numpy as np
+        >>> dp = jdp.DataParallel(lambda w, x: x * w, devices=[0])
+        >>> inputs, kw = dp.scatter((np.arange(3.0),), {}, dp.devices)
+        >>> outputs = dp.parallel_apply(dp.replicate(2.0, dp.devices), inputs, kw)
+        >>> dp.gather(outputs, dp.output_device).tolist()
+        [0.0, 2.0, 4.0]
+    """
+    if output_device not in (None, "sharded"):
+        output_device = resolve_output("DataParallel", output_device)
+    if isinstance(outputs, Scattered):
+        return join(outputs, output_device)
+    if holds_scattered(outputs):  # a batch, each array of which has its own axis
+        return map_scattered(lambda s: join(s, output_device), outputs)
+    return gather(outputs, output_device, dp._config.dim)
+
+
+_STEPS = scatter_arguments, replicate_parameters, run_module, gather_outputs
+_NAMES = {"scatter", "replicate", "parallel_apply", "gather"}
+
+
+def _takes_own_steps(dp: Steps) -> bool:
+    """Returns True if the four steps are these, and no subclass's."""
+    kind: Any = type(dp)
+    steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
+    return steps == _STEPS and _NAMES.isdisjoint(vars(dp))
