@@ -317,16 +317,26 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
                 f"jdp.{VERB}: tx takes two trees of parameters, optax.LookaheadParams(fast, slow); a step has one. "
                 f"Take the gradients with dp.value_and_grad, and update both in a function of your own."
             ) from error
-        text = str(error)
-        names = [name for name in ("value_fn", "grad_fn", "obj_fn", "grad") if re.search(rf"\b{name}\b", text)]
-        if names and ("required keyword-only argument" in text or "must be provided" in text):
-            raise TypeError(
-                f"jdp.{VERB}: tx needs {' and '.join(names)} as well as the gradient ({text}); a step passes it "
-                f"the gradients, the parameters and value=loss, and no function to take others with. Choose one "
-                f"without (optax.lbfgs(0.1, linesearch=None)), or take the gradients with dp.value_and_grad."
-            ) from error
+        _refuse_functions(error)
         _refuse_other_parameters(tx, opt_state, params, error)
         raise
+
+
+def _refuse_functions(error: Exception) -> None:
+    """Raises a `TypeError` if the update failed because it takes functions that a step cannot pass."""
+    text = str(error)
+    names = [name for name in ("value_fn", "grad_fn", "obj_fn", "grad") if re.search(rf"\b{name}\b", text)]
+    if not names or "required keyword-only argument" not in text and "must be provided" not in text:
+        return
+    without = {
+        "value_fn": " (optax.lbfgs(0.1, linesearch=None))",
+        "grad_fn": " (optax.contrib.sam has opaque_mode=False)",
+    }
+    raise TypeError(
+        f"jdp.{VERB}: tx needs {' and '.join(names)} as well as the gradient ({text}); a step passes it the gradients, "
+        f"the parameters and value=loss, and no function to take others with. Choose one "
+        f"without{without.get(names[0], '')}, or take the gradients with dp.value_and_grad."
+    ) from error
 
 
 def _refuse_other_parameters(tx: Any, opt_state: Tree, params: Tree, error: Exception) -> None:
