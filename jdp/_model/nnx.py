@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import reprlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,7 +75,8 @@ def with_nodes(
     def call(replicas: Held, /, *args: Any, **kwargs: Any) -> Tree:
         nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
         params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
-        out = function(params, *args, **kwargs)
+        with lost_attributes(nodes):
+            out = function(params, *args, **kwargs)
         return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters)
 
     return call
@@ -163,6 +166,51 @@ def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) 
     if sync_over is not None:
         sync_nodes(nodes, sync_over)
     return nodes
+
+
+@contextlib.contextmanager
+def lost_attributes(nodes: Any) -> Iterator[None]:
+    """Warns of each plain attribute of a replica's own NNX objects that is set as long as this runs."""
+    before = _attributes(nodes)
+    yield
+    for (where, name), (owner, value) in _attributes(nodes).items():
+        _, old = before.get((where, name), (owner, _ABSENT))
+        if old is not value and not _is_equal(old, value):
+            changed = "set" if old is _ABSENT else f"changed from {reprlib.repr(old)}"
+            warnings.warn(
+                f"jdp.DataParallel: {'.'.join(map(str, (owner, *where[1:], name)))} was {changed} to "
+                f"{reprlib.repr(value)} in a call; a plain attribute belongs to the replica's copy, and is lost with "
+                f"it, as in torch. Set it before the call, or keep the value in an nnx.Variable.",
+                stacklevel=2,
+            )
+
+
+_ABSENT = object()
+
+
+def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
+    """Returns the plain attributes of NNX objects, by path and name, each with its outermost object's type."""
+    found = {}
+    for path, x in nnx.iter_graph(nodes):
+        if isinstance(x, nnx.Pytree) and not isinstance(x, nnx.List | nnx.Dict):
+            owner = type(nodes[path[0]]).__name__
+            for name, value in vars(x).items():
+                if not name.startswith("_pytree__") and not any(
+                    map(_is_state, jax.tree.leaves(value, is_leaf=is_node))
+                ):
+                    found[path, name] = owner, value
+    return found
+
+
+def _is_state(x: Any) -> bool:
+    return is_node(x) or isinstance(x, jax.Array)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
 
 
 def fold_state(state: Tree, axis_name: str) -> Tree:

@@ -21,7 +21,7 @@ from .._core.outputs import Reduce
 from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
-from .._model.nnx import Held, leave, own_nodes, put_nodes, stand_ins, take_nodes
+from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
 from .state import first_difference
@@ -157,7 +157,8 @@ def loss_of(
         if held.graph is not None:
             nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
         positional, keywords = call_of(plain, held, args, kwargs, nodes)
-        out = reading(loss_fn)(*positional, **keywords)
+        with lost_attributes(nodes):
+            out = reading(loss_fn)(*positional, **keywords)
         loss, aux = _two(out, verb) if division.has_aux and criterion is None else (out, ())
         if nodes:
             after = nnx.state(nodes, lambda path, variable: not division.is_diff(path, variable))
@@ -334,17 +335,17 @@ def variables_loss(
 
     def compute(params: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
         collections = held.others
-        nodes = None if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
-        if nodes is not None:
+        nodes = [] if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
+        if nodes:
             args = put_nodes(args, nodes)
-        with rows_explained(*args):
+        with rows_explained(*args), lost_attributes(nodes):
             out = reading(loss_fn)({"params": unbox(params), **collections}, *args, *kwargs.values())
         if criterion is None:
             loss, metrics, updates = results_of(out, reserved)
         else:
             loss, metrics, updates = _outputs(out, collections)
         after = collections if updates is None else _updated(collections, updates)
-        return loss, metrics, Held(after, held.graph, None if nodes is None else nnx.state(nodes))
+        return loss, metrics, Held(after, held.graph, nnx.state(nodes) if nodes else None)
 
     def leave_all(after: Held, before: Held) -> Tree:
         new, old = after.others, before.others

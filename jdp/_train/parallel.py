@@ -24,7 +24,7 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
 from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
-from .._model.nnx import Held, enter, own_nodes, put_nodes, stand_ins, take_nodes
+from .._model.nnx import Held, enter, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
 from .parallel_results import (
     each,
     kept_nodes,
@@ -375,7 +375,9 @@ def _run_of(step_fn: Callable[..., Any], signature: Signature) -> Callable[..., 
             return _only_arrays(step_fn(*args, **kwargs)), None
         nodes = own_nodes(held.graph, [enter(held, signature.axis_name).variables])
         args, kwargs = put_nodes((args, kwargs), nodes)
-        return _only_arrays(step_fn(*args, **kwargs)), nnx.state(nodes)
+        with lost_attributes(nodes):
+            out = step_fn(*args, **kwargs)
+        return _only_arrays(out), nnx.state(nodes)
 
     return run
 

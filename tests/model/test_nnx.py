@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -981,6 +982,44 @@ def test_a_variable_among_the_arguments_is_updated():
     dp(NUMBERS, counter)
     dp(NUMBERS, counter)
     assert counter[...] == 2
+
+
+class Ready(nnx.Module):
+    """Remembers in a plain attribute that it was called, and in a variable how often it was called first."""
+
+    def __init__(self):
+        self.ready, self.rate, self.first = False, 0.5, nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.rate = 0.5  # as it was
+        if not self.ready:
+            self.ready = True
+            self.first[...] += 1
+        return x * self.rate
+
+
+@pytest.mark.parametrize("door", ["call", "argument", "train_step", "value_and_grad", "parallel", "evaluate"])
+def test_a_plain_attribute_that_a_call_sets_is_said_to_be_lost(door):
+    model = Ready()
+    nested = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), model)
+    dp = wrap(nested, 4)
+    runs = {
+        "call": lambda: dp(ROWS[:5]),
+        "argument": lambda: wrap(lambda params, m, x: m(x), 4)(np.float32(1), nested, ROWS[:5]),
+        "train_step": lambda: dp.train_step(lambda m, x: m(x).mean(), optax.sgd(0.1))(ROWS[:5]),
+        "value_and_grad": lambda: dp.value_and_grad(lambda m, x: m(x).mean())(nested, ROWS[:5]),
+        "parallel": lambda: dp.parallel(lambda m, x: m(x), out_axes=0)(nested, ROWS[:5]),
+        "evaluate": lambda: dp.evaluate(lambda m, x: {"a": m(x).mean()}, [ROWS[:5]]),
+    }
+    with pytest.warns(
+        UserWarning, match=r"Sequential\.layers\.1\.ready was changed from False to True in a call;.*lost"
+    ):
+        runs[door]()
+    assert not model.ready
+    model.ready = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs[door]()
 
 
 @pytest.mark.parametrize("kind", ["average", "welford"])
