@@ -10,6 +10,7 @@ import flax.errors
 import jax
 from flax import linen
 from flax.core.scope import in_filter
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.fingerprint import compare_processes
@@ -198,7 +199,8 @@ def init_as_program(
         rngs, args, kwargs = treedef.unflatten(mine)
         return init(module, axis_name, rngs, args, kwargs)
 
-    arrays = [leaves[i] for i in at]
+    # A key may lie on another device.
+    arrays = [x if isinstance(x, Tracer) else put(x, replicated(mesh)) for x in (leaves[i] for i in at)]
     shapes = jax.eval_shape(make, *arrays)
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
     if mesh.inner_axes:

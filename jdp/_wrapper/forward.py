@@ -205,11 +205,19 @@ def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> No
         return  # of a subclass's scatter
     for name, state in cut.items():
         batched = inputs._layout.is_cut or kw._layout.is_cut
-        if batched and state._layout.is_cut and state.sizes != inputs.sizes:
+        if not batched or not state._layout.is_cut or state.sizes == inputs.sizes:
+            continue
+        rows, wanted = sum(state.sizes), sum(inputs.sizes)
+        if rows == wanted:
             raise ValueError(
-                f"jdp.DataParallel: state {name} has {sum(state.sizes)} rows, the batch has {sum(inputs.sizes)}; "
-                f"state with a batch axis is cut like the batch. Pass state of that many rows."
+                f"jdp.DataParallel: state {name} is cut into chunks of {state.sizes} rows, the batch into "
+                f"{inputs.sizes}; state with a batch axis is cut like the batch. Pass the batch as a plain array, or "
+                f"a Linen module's state as jdp.scatter(state, dp.devices, chunk_sizes={inputs.sizes})."
             )
+        raise ValueError(
+            f"jdp.DataParallel: state {name} has {rows} rows, the batch has {wanted}; state with a batch axis is cut "
+            f"like the batch. Pass state of that many rows."
+        )
 
 
 def scatter_arguments(

@@ -312,6 +312,19 @@ def test_a_cache_that_disagrees_with_the_batch_is_named():
         dp.apply(variables, ROWS[:6], mutable=["carry"])
 
 
+def test_a_cache_that_is_cut_otherwise_than_the_batch_is_named_and_can_be_cut_so(refused):
+    dp = jdp.DataParallel(Counter(), devices=range(3), state_axes={"carry": 0})
+    carry = {"h": 0.1 * ROWS[5:10], "count": np.int32(0)}
+    batch = jdp.scatter(ROWS[:5], dp.devices, chunk_sizes=(1, 3, 1))
+    with refused(ValueError, "DataParallel", match=r"carry is cut into .*\(2, 2, 1\).*chunk_sizes=\(1, 3, 1\)"):
+        dp.apply({"carry": carry}, batch, mutable=["carry"])
+    cut = {"h": jdp.scatter(carry["h"], dp.devices, chunk_sizes=(1, 3, 1)), "count": carry["count"]}
+    close(
+        dp.apply({"carry": cut}, batch, mutable=["carry"]),
+        Counter().apply({"carry": carry}, ROWS[:5], mutable=["carry"]),
+    )
+
+
 # --- intermediates ---
 
 

@@ -690,6 +690,8 @@ def test_init_makes_each_part_where_it_lives():
     assert_cut(made["params"], 8)
     # The same draws; whether a product of them is fused with another may move the last bit.
     close(made, module.init(jax.random.key(0), X), 1e-6, 1e-7)
+    elsewhere = jax.device_put(jax.random.key(0), jax.devices()[3])
+    close(made, dp.init(elsewhere, X, shard_params=True), 1e-6, 1e-7)
     step = dp.train_step(lambda v, batch: squares(module.apply(v, batch[0]), batch), STEADY, shard_params=True)
     state = step.init(made)
     assert jax.tree.map(lambda x: x.sharding, state.params) == jax.tree.map(lambda x: x.sharding, made["params"])
