@@ -367,6 +367,26 @@ def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] =
     return [not is_literal(v) and known.get(v, False) for v in jaxpr.outvars]
 
 
+LOOP = -1
+
+
+def passed_on(jaxpr: Any) -> list[int | None]:
+    """Returns for each output which input it is, passed on unchanged; None if it was computed, `LOOP` if by a loop.
+
+    A function that is jitted or rematerialised passes on what its own outputs are.
+    """
+    jaxpr = opened(jaxpr)
+    known: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        bodies = [*inside(eqn)]
+        if eqn.primitive.name in ("scan", "while", "cond"):
+            known.update((v, LOOP) for v in eqn.outvars)
+        elif [len(opened(body).invars) for body in bodies] == [len(eqn.invars)]:
+            found = [None if i is None or i == LOOP else eqn.invars[i] for i in passed_on(bodies[0])]
+            known.update((v, known.get(x)) for v, x in zip(eqn.outvars, found, strict=False) if not is_literal(x))
+    return [None if is_literal(v) else known.get(v) for v in jaxpr.outvars]
+
+
 def source_line(eqn: Any) -> str:
     """Returns the user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)

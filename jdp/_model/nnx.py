@@ -22,6 +22,7 @@ from .._core.outputs import Marked, Reduce
 from .._core.replica_mesh import ReplicaMesh, cut_along
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
+from .._jax.jaxprs import LOOP, passed_on
 from .._jax.private import CAPTURES
 from .._processes.agree import same_program
 from .linen import mark_sown, mark_state, sharding_within
@@ -253,6 +254,35 @@ def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
         f"rows; one replica's would be kept. Update it outside, with what the call gives (metric.update(...) of the "
         f"outputs, or of the step's metrics), or return jdp.Mean(total, count) or jdp.Sum(total) among the metrics.",
     )
+
+
+def refuse_written(run: Callable[[Tree], Tree], before: Tree, after: Tree, verb: str) -> None:
+    """Raises a `ValueError` for differentiated variables that the forward pass `run` has written: they would be lost.
+
+    `before` and `after` are their state; `run(before)` makes a state like `after`.
+    """
+    known = dict(nnx.to_flat_state(before))
+    changed = [path for path, v in nnx.to_flat_state(after) if path in known and not _unchanged(known[path], v)]
+    if not changed:
+        return
+
+    def leaves_of(state: Tree) -> list[Any]:
+        flat = dict(nnx.to_flat_state(state))
+        return [jax.tree.leaves(flat[path]) for path in changed]
+
+    # What is jitted or rematerialised inside gives all variables back, those as they were too.
+    jaxpr = jax.make_jaxpr(lambda state: leaves_of(run(state)))(before)
+    leaves, treedef = jax.tree.flatten(before)
+    came = leaves_of(treedef.unflatten(range(len(leaves))))
+    found = iter(passed_on(jaxpr))
+    for path, places in zip(changed, came, strict=True):
+        if any(next(found) not in (place, LOOP) for place in places):
+            raise ValueError(
+                f"jdp.{verb}: {'.'.join(map(str, path[1:]))} is trained, and the forward pass writes to it, as that of "
+                f"nnx.SpectralNorm and nnx.WeightNorm does; the gradient alone comes back, so it would be lost. Use "
+                f"nnx.value_and_grad(lambda dp: loss(dp(x), y))(dp) and optimizer.update(dp, grads): a call of dp "
+                f"keeps it."
+            )
 
 
 def enter(held: Held, axis_name: str) -> Held:

@@ -21,7 +21,7 @@ from .._core.outputs import Reduce
 from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
-from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
+from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins, take_nodes
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
 from .state import first_difference
@@ -153,17 +153,22 @@ def loss_of(
 
     def compute(diff: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
         plain, diff_state = diff
-        nodes: list[Any] = []
-        if held.graph is not None:
-            nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
-        positional, keywords = call_of(plain, held, args, kwargs, nodes)
-        with lost_attributes(nodes):
-            out = reading(loss_fn)(*positional, **keywords)
+
+        def run(diff_state: Tree) -> tuple[Any, list[Any]]:
+            nodes: list[Any] = []
+            if held.graph is not None:
+                nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
+            positional, keywords = call_of(plain, held, args, kwargs, nodes)
+            with lost_attributes(nodes):
+                return reading(loss_fn)(*positional, **keywords), nodes
+
+        out, nodes = run(diff_state)
         loss, aux = _two(out, verb) if division.has_aux and criterion is None else (out, ())
-        if nodes:
-            after = nnx.state(nodes, lambda path, variable: not division.is_diff(path, variable))
-            held = held._replace(variables=after)
-        return loss, aux, held
+        if not nodes:
+            return loss, aux, held
+        trained, after = nnx.state(nodes, division.is_diff, ...)
+        refuse_written(lambda state: nnx.state(run(state)[1], division.is_diff), diff_state, trained, verb)
+        return loss, aux, held._replace(variables=after)
 
     def left(after: Held, before: Held) -> Tree:
         return leave(after, before, reduce_state)

@@ -984,6 +984,69 @@ def test_a_variable_among_the_arguments_is_updated():
     assert counter[...] == 2
 
 
+class Written(nnx.Module):
+    """Writes to its own weight, as WeightNorm does, or passes it on through what Flax transforms."""
+
+    def __init__(self, how):
+        self.how, self.w = how, nnx.Param(jnp.array([4.0, 2.0, 1.0]))
+
+    def __call__(self, x):
+        if self.how == "written":
+            self.w[...] = self.w[...] / 2
+        if self.how == "written where it is jitted":
+            halve(self)
+        transform = {"jit": nnx.jit, "remat": nnx.remat}.get(self.how, lambda f: f)
+        return transform(lambda m, x: x @ m.w[...])(self, x)
+
+
+@nnx.jit
+def halve(m):
+    m.w[...] = m.w[...] / 2
+
+
+def writing_doors(how):
+    dp, model = wrap(Written(how), 4), Written(how)
+    tx = optax.sgd(0.1)
+    return {
+        "value_and_grad": lambda: dp.value_and_grad(lambda m, x: (m(x) ** 2).mean())(model, ROWS[:8]),
+        "criterion": lambda: dp.grad(lambda m, x: m(x), criterion=lambda y, x: (y**2).sum())(model, ROWS[:8]),
+        "train_step": lambda: dp.train_step(lambda m, x: (m(x) ** 2).mean(), tx)(ROWS[:8]),
+        "microbatches": lambda: dp.train_step(lambda m, x: (m(x) ** 2).mean(), tx, accumulate_steps=2)(ROWS[:8]),
+    }
+
+
+@pytest.mark.parametrize("door", ["value_and_grad", "criterion", "train_step", "microbatches"])
+@pytest.mark.parametrize("how", ["written", "written where it is jitted"])
+def test_a_trained_variable_that_the_forward_pass_writes_is_refused(refused, how, door):
+    """Flax's own loop keeps what was written, and a step would have dropped it."""
+    verb = {"criterion": "value_and_grad", "microbatches": "train_step"}.get(door, door)
+    with refused(ValueError, verb, r"w is trained, and the forward pass writes to it.*optimizer\.update\(dp, grads\)"):
+        writing_doors(how)[door]()
+
+
+@pytest.mark.parametrize("door", ["value_and_grad", "criterion", "train_step", "microbatches"])
+@pytest.mark.parametrize("how", ["jit", "remat"])
+def test_a_trained_variable_that_a_transformed_function_passes_on_is_not_written(how, door):
+    """It comes back as another tracer of the same value."""
+    found, wanted = writing_doors(how)[door](), writing_doors("plain")[door]()
+    close(jax.tree.leaves(found), jax.tree.leaves(wanted))
+
+
+def test_a_loop_that_the_message_advises_keeps_what_the_forward_pass_writes():
+    """Equal to Flax's own loop on one device."""
+
+    def trained(model, rows):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        for _ in range(2):
+            loss, grads = nnx.value_and_grad(lambda m: (m(rows) ** 2).mean())(model)
+            optimizer.update(model, grads)
+        return loss
+
+    dp, alone = wrap(Written("written"), 4), Written("written")
+    close(trained(dp, ROWS[:5]), trained(alone, ROWS[:5]))
+    close(dp.module.w[...], alone.w[...])
+
+
 class Ready(nnx.Module):
     """Remembers in a plain attribute that it was called, and in a variable how often it was called first."""
 
