@@ -42,7 +42,24 @@ import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
-from .row_values import CONST, UNKNOWN, Fault, Kind, OtherTrace, RowValue, collected, constant, prime_power, repeated
+from .row_values import (
+    CONST,
+    UNKNOWN,
+    Fault,
+    Kind,
+    OtherTrace,
+    RowValue,
+    collected,
+    constant,
+    either,
+    is_as,
+    lasting,
+    looks_back,
+    prime_power,
+    product_degree,
+    repeated,
+    sum_degree,
+)
 
 
 @functools.cache
@@ -102,36 +119,6 @@ def _is_divided(size: Any) -> bool:
     return any(part in str(size) for part in ("floordiv", "mod"))
 
 
-def _degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def _add_degrees(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
-
-
-def _lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def _either(a: RowValue, b: RowValue) -> RowValue:
-    """Returns what is known of a value that is one of the two."""
-    if Kind.UNKNOWN in (a.kind, b.kind):
-        return UNKNOWN
-    fault = _lasting([a, b]) or a.fault or b.fault
-    return RowValue(
-        max(a.kind, b.kind), _degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at
-    )
-
-
-def _is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
-    return known[0] == known[1]
-
-
 class Reader:
     """Reads jaxprs, the outer one and those inside of it."""
 
@@ -163,7 +150,7 @@ class Reader:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         is_collective = "axes" in eqn.params or "axis_name" in eqn.params
         if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
-            joined = functools.reduce(_either, values, CONST)
+            joined = functools.reduce(either, values, CONST)
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in CALLS:
             found = self.read(next(inside(eqn)), values)
@@ -193,6 +180,8 @@ class Reader:
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
+        if name == "conv_general_dilated" and self.slides_over_rows(eqn):
+            values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -206,11 +195,11 @@ class Reader:
 
         Of summands that grow differently the sum is none over the rows: `m.sum() + 1` has the 1 once for all of them.
         """
-        degree, degrees = _degree(values), {v.degree for v in values}
+        degree, degrees = sum_degree(values), {v.degree for v in values}
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-        made = self.made(eqn, values, _add_degrees(degree, summed), out, True, summed)
+        made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -218,7 +207,7 @@ class Reader:
         at = primitives.INDEXED[name]
         first, *added = [values[i] for i in at]
         linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
-        degree = _degree([first, *(v._replace(degree=_add_degrees(v.degree, summed)) for v in added)])
+        degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
         return self.made(eqn, values, degree, out, linear, summed)
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
@@ -240,7 +229,7 @@ class Reader:
         """Returns the operand of a cumulative sum along the rows: each entry is made of all rows before it."""
         if not jnp.issubdtype(out.aval.dtype, jnp.floating):
             return values  # of integers it is a place, as among an expert's rows
-        return [values[0]._replace(fault=_lasting(values) or Fault("pairs", self.at(), True))]
+        return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
     def sorted(self, eqn: Any, i: int, value: RowValue) -> RowValue:
         """Returns an operand that is sorted: along the rows, each entry's place depends on all rows."""
@@ -249,7 +238,7 @@ class Reader:
         along_rows = parameter(eqn, "dimension") in self.rows.axes(eqn.invars[i])
         is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
         if value.kind == Kind.ROWS and along_rows and is_key:
-            return value._replace(fault=_lasting([value]) or Fault("pairs", self.at(), True))
+            return value._replace(fault=lasting([value]) or Fault("pairs", self.at(), True))
         return value
 
     def variance(self, value: RowValue) -> RowValue:
@@ -271,7 +260,7 @@ class Reader:
                 else None
             )
         if name in primitives.KEEP_DEGREE:
-            return _degree(values, 1)
+            return sum_degree(values, 1)
         if name in primitives.POWERS and None not in degrees:
             return values[0].degree * eqn.params.get("y", 2)
         if name in ("sqrt", "rsqrt") and not (values[0].degree or 0) % 2 and None not in degrees:
@@ -296,14 +285,14 @@ class Reader:
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
         linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
-        degree = _add_degrees(a.degree, b.degree, summed)
+        degree = product_degree(a.degree, b.degree, summed)
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
-            lasting = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
-            a, b = a._replace(fault=lasting[0]), b._replace(fault=lasting[1])
-        if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and _lasting(values) is None:
+            faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
+            a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
+        if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
         return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
@@ -314,7 +303,7 @@ class Reader:
         Rows that are divided by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
         """
         meets = a.kind == Kind.ROWS and b.degree == 0
-        if b.kind != Kind.SUMMED or meets or _lasting([a, b]) is not None:
+        if b.kind != Kind.SUMMED or meets or lasting([a, b]) is not None:
             return a, b
         before = [v.fault for v in (a, b) if v.fault is not None and v.fault.kind == "ratio"]
         lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
@@ -338,18 +327,18 @@ class Reader:
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
-        lasting, any_fault = _lasting(values), next((v.fault for v in values if v.fault is not None), None)
+        lasts, any_fault = lasting(values), next((v.fault for v in values if v.fault is not None), None)
         if kind <= Kind.SHARED:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
             return RowValue(kind, degree, number, any_fault, at)
         if kind == Kind.SUMMED:
-            fault = lasting or any_fault
+            fault = lasts or any_fault
             if not linear:
                 fault = fault or Fault("nonlinear", self.at())
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
-        fault = lasting or (Fault("pairs", self.at(), True) if pairs else None)
+        fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
@@ -384,6 +373,12 @@ class Reader:
             return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
         return 0
 
+    def slides_over_rows(self, eqn: Any) -> bool:
+        """Returns True if a convolution's window holds several rows at a time."""
+        dims, (inputs, window) = parameter(eqn, "dimension_numbers"), eqn.invars
+        places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
+        return any(i in self.rows.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
+
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""
         places = [[i for i, size in enumerate(shape) if self.rows.power(size) != 0] for shape in (before, after)]
@@ -401,7 +396,7 @@ class Reader:
         """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
         if which.guards:  # a number in place of what is not finite
             which = which._replace(fault=None) if which.kind == Kind.ROWS else CONST
-        degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else _degree(cases)
+        degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         return self.made(eqn, [*cases, which], degree, out, True)
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
@@ -411,11 +406,18 @@ class Reader:
 
     def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a scan, which may run over the rows."""
-        by_rows = self.rows.power(parameter(eqn, "length")) != 0
+        by_rows, body = self.rows.power(parameter(eqn, "length")) != 0, parameter(eqn, "jaxpr")
         consts, carry, xs = parts_of_scan(eqn, values)
-        after, ys = self.rounds(parameter(eqn, "jaxpr"), consts, carry, xs, by_rows)
-        # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
-        return [*after, *(UNKNOWN if by_rows and y.kind == Kind.SUMMED else y for y in ys)]
+        after, ys = self.rounds(body, consts, carry, xs, by_rows)
+        if by_rows:
+            # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
+            ys = [UNKNOWN if y.kind == Kind.SUMMED else y for y in ys]
+            back = looks_back(
+                body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), self.rows.axes
+            )
+            pairs = RowValue(Kind.ROWS, fault=Fault("pairs", self.at(), True))
+            ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
+        return [*after, *ys]
 
     def rounds(
         self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
@@ -423,10 +425,10 @@ class Reader:
         """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
         while True:  # each round less is known of the carry, or it is the last
             outputs = self.read(body, [*consts, *carry, *xs])
-            after = [_either(a, b) for a, b in zip(carry, outputs, strict=False)]
+            after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
             if by_rows:
-                after = [a if _is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
-            if all(map(_is_as, after, carry)):
+                after = [a if is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
+            if all(map(is_as, after, carry)):
                 return after, outputs[len(carry) :]
             carry = after
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .jaxprs import inside, opened
+from .jaxprs import inside, opened, reached
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
 
@@ -97,6 +97,56 @@ def collected(value: RowValue) -> RowValue:
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
         return RowValue(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
+
+
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def either(a: RowValue, b: RowValue) -> RowValue:
+    """Returns what is known of a value that is one of the two."""
+    if Kind.UNKNOWN in (a.kind, b.kind):
+        return UNKNOWN
+    fault = lasting([a, b]) or a.fault or b.fault
+    return RowValue(
+        max(a.kind, b.kind), sum_degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at
+    )
+
+
+def is_as(a: RowValue, b: RowValue) -> bool:
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
+    return known[0] == known[1]
+
+
+def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:
+    """Returns for each output of a scan over the rows, beside its carry, whether it is made of rows before its own.
+
+    It is, if the rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. What has
+    an axis of the rows in the carry does not count, because each round may take its own row from it; nor do integers,
+    which are places.
+    """
+
+    def made_of(inputs: Sequence[bool]) -> list[bool]:
+        return reached(body, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
+
+    holds_one = {i for i in carry if not axes(opened(body).invars[i])}
+    marks = [v.kind == Kind.ROWS and i not in carry for i, v in enumerate(values)]
+    while True:
+        after = made_of(marks)
+        before, marks = marks, [mark or i in holds_one and after[i - carry.start] for i, mark in enumerate(marks)]
+        if marks == before:
+            return made_of([mark and i in holds_one for i, mark in enumerate(marks)])[len(carry) :]
 
 
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits

@@ -241,6 +241,38 @@ def added_over_time(t):
     return lax.scan(step, (t[:, 0], 0.0), t.swapaxes(0, 1))[0][1] / t[..., 0].size
 
 
+# Loops over the rows, each round of which takes its own row; and sums, which go round in the carry.
+def row_by_row(x, w):
+    return lax.scan(lambda total, row: (total + (row @ w).sum(), jnp.tanh(row @ w).mean()), 0.0, x)[1].mean()
+
+
+def row_by_index(x):
+    def step(carry, _):
+        i, rows, key = carry
+        key, own = jax.random.split(key)
+        noise = jax.random.normal(own, rows[i].shape)
+        return (i + 1, rows, key), ((rows[i] + noise) ** 2).mean()
+
+    return lax.scan(step, (0, x, jax.random.key(0)), jnp.zeros_like(x))[1].mean()
+
+
+def row_by_row_in_place(x):
+    def step(rows, i):
+        rows = rows.at[i].set(jnp.tanh(rows[i]))
+        return rows, (rows[i] ** 2).mean()
+
+    return lax.scan(step, x, jnp.arange(x.shape[0]))[1].mean()
+
+
+def gradients_row_by_row(x, w):
+    """The backward pass of the loop adds up the gradient of w in its carry."""
+
+    def loss(w):
+        return lax.map(lambda row: jnp.tanh(row @ w).sum(), x).mean()
+
+    return loss(w - 0.1 * jax.grad(loss)(w))
+
+
 def guarded(e):
     mean = e.mean()
     mean = lax.cond(jnp.isfinite(mean), lambda: mean, lambda: 0.0)
@@ -403,6 +435,11 @@ ACCEPTED = {
     "rounds by a mean": lambda e: lax.while_loop(lambda mean: mean > 1, jnp.sqrt, e.mean()),
     "scan over time": over_time,
     "sum over time": added_over_time,
+    "row by row": row_by_row,
+    "row by index": row_by_index,
+    "row by row in place": row_by_row_in_place,
+    "gradients row by row": gradients_row_by_row,
+    "convolution of each row": lambda t: jax.vmap(lambda a: jnp.convolve(a, jnp.ones(3), "same"))(t[..., 0]).mean(),
     "guarded": guarded,
     "masked BatchNorm": masked_batch_norm,
 }
@@ -498,6 +535,29 @@ def simclr(x, z):
     near = both @ both.T  # <-
     near = jnp.where(jnp.eye(both.shape[0], dtype=bool), -jnp.inf, near)
     return ce(near, jnp.roll(jnp.arange(both.shape[0]), x.shape[0])).mean()
+
+
+def advantages(e):
+    _, after = lax.scan(lambda after, delta: (delta + 0.9 * after,) * 2, 0.0, e, reverse=True)  # <-
+    return (after * e).mean()
+
+
+def over_the_rows(t, w):
+    """A recurrent network of time-major data whose rows are cut along the time."""
+
+    def step(h, x):
+        h = jnp.tanh(0.5 * h + x @ w)
+        return h, h
+
+    return (lax.scan(step, jnp.zeros((6, 3)), t)[1] ** 2).mean()  # <-
+
+
+def largest_so_far(x):
+    def step(largest, i):
+        largest = jnp.maximum(largest, x[i].mean())
+        return largest, largest
+
+    return lax.scan(step, 0.0, jnp.arange(x.shape[0]))[1].mean()  # <-
 
 
 def barlow(x, z):
@@ -606,7 +666,11 @@ REFUSED = {
         lambda x: (jax.nn.softmax(x @ x.T / 2) @ x).mean(),
         lambda x, z: jnp.diag(x @ z.T).mean(),
         lambda e, x: jax.vmap(lambda a: jax.vmap(lambda b: jnp.exp(a @ b))(x))(x).sum(1).mean(),
+        lambda e: lax.conv(e[None, None], jnp.ones((1, 1, 3)), (1,), "SAME").mean(),
         simclr,
+        advantages,
+        over_the_rows,
+        largest_so_far,
     ],
 }
 
@@ -635,6 +699,7 @@ def test_what_is_no_mean_over_so_many_rows_is_refused():
 
 
 COUNTS = {
+    "smoothed": (lambda e: (jnp.convolve(e, jnp.ones(3) / 3, mode="same") ** 2).mean(), "pairs"),
     "sum / len": (lambda e: e.sum() / len(e), None),
     "sum / float": (lambda e: e.sum() / float(len(e)), None),
     "sum / array": (lambda e: e.sum() / jnp.array(len(e)), None),
