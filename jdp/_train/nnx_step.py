@@ -16,7 +16,7 @@ from .._core.outline import page_of
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
-from .._model.config import BatchAxes, Wrapper, with_objects
+from .._model.config import Wrapper, with_objects
 from .._model.nnx import own_values
 from .._page import Page, in_notebook
 from .check import LossCheck, checked
@@ -63,7 +63,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,
-        axes: BatchAxes | None,
+        in_axes: Tree,
         criterion: Callable[..., Any] | None,
     ) -> None:
         check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
@@ -97,7 +97,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         if criterion is not None:
             judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
-        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
+        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
         self._program.see(*divide((dp.module, []), {}, self._argnums, True, [None, 0], VERB).replicas)
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 

@@ -180,7 +180,8 @@ class Batches:
                 own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
                 scattered = together(own, self._prepared, self._cutting, self._size)
             else:
-                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
+                layouts = config.batch_layouts
+                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None, layouts), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
         finally:
             unregister(threads.stop)
@@ -224,7 +225,7 @@ class Batches:
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
         """Returns a batch, and what the other processes are told of it."""
-        axes = axes_of_batch(self._config, batch, None)
+        axes = axes_of_batch(self._config, batch)
         found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
         assert found.outline is not None
         return found._replace(outline=(*found.outline, (f"dp.{VERB}", self._plan)))

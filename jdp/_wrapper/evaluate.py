@@ -126,7 +126,7 @@ _KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its stat
 
 def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
     """Dispatches one batch; returns what it adds and the number of its rows, or None where it has none."""
-    axes = axes_of_batch(config, batch, None)
+    axes = axes_of_batch(config, batch)
     one = divide((variables, batch), {}, [], True, [None, 0], VERB)
     where = None if axes is None else ((axes,), config.dim)
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)

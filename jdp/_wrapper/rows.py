@@ -46,7 +46,7 @@ class Columns:
         if any(map(is_scattered, leaves)):
             raise TypeError(f"jdp.{VERB}: data holds a jdp.Scattered; it is cut already. Pass the arrays.")
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
-        how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
+        how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
         self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
         if not self._layout.is_cut:
@@ -146,7 +146,7 @@ class Rows:
         assert self._first is not None
         config, (_, treedef, _) = self._config, self._first
         row = treedef.unflatten(parts[0])
-        axes = axes_of_batch(config, row, None)
+        axes = axes_of_batch(config, row)
         axes = [config.dim] * len(parts[0]) if axes is None else axes_of(axes, row, VERB)
         leaves = zip(*parts, strict=True)
         return treedef.unflatten([_stacked(x, axis) for x, axis in zip(leaves, axes, strict=True)])
