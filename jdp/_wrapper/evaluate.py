@@ -127,17 +127,18 @@ _KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its stat
 def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
     """Dispatches one batch; returns what it adds and the number of its rows, or None where it has none."""
     axes = axes_of_batch(config, batch)
-    one = divide((variables, batch), {}, [], True, [None, 0], VERB)
+    (args, kwargs), nodes = take_nodes(((variables, batch), {}))
+    # No gradient is taken, so that `diff` holds no arrays.
+    division, (diff, held) = divide(args, nodes, [], True, [None, 0], VERB)
     where = None if axes is None else ((axes,), config.dim)
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
-    inputs = split((one.inputs, one.kwargs), how)
+    inputs = split((args[1:], kwargs), how)
     layout = inputs._layout
     rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))
     if not rows:
         return None
-    diff, held = one.replicas  # no gradient is taken, so that diff holds no arrays
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
-    program = _evaluation(config, metrics_fn, one.division)
+    program = _evaluation(config, metrics_fn, division)
     cut, keywords = children(inputs)
     reads: Reads = kept(metrics_fn, "reads", lambda _: {})
     return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
