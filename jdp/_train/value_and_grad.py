@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -187,22 +187,17 @@ def _again(
     return found, gradient_trees(ran.extra, found, args)
 
 
-class GradArguments(TypedDict, total=False):
-    """The keywords of `value_and_grad`, which `grad` takes, too."""
-
-    in_axes: Tree
-    accumulate_steps: int
-    reduce_dtype: DTypeLike | None
-    sync_batch_norm: bool
-
-
 def grad(
     dp: Wrapper,
     loss_fn: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     criterion: Callable[..., Any] | None = None,
-    **options: Unpack[GradArguments],
+    *,
+    in_axes: Tree = None,
+    accumulate_steps: int = 1,
+    reduce_dtype: DTypeLike | None = None,
+    sync_batch_norm: bool = False,
 ) -> Callable[..., Any]:
     """Returns the function that gives the gradient alone: `grads = dp.grad(loss_fn)(params, *batch)`.
 
@@ -214,7 +209,17 @@ def grad(
         >>> float(dp.grad(lambda w, x: jnp.mean(dp(w, x)))(2.0, np.arange(3.0)))
         1.0
     """
-    both = value_and_grad(dp, loss_fn, argnums, has_aux, criterion, **options)
+    both = value_and_grad(
+        dp,
+        loss_fn,
+        argnums,
+        has_aux,
+        criterion,
+        in_axes=in_axes,
+        accumulate_steps=accumulate_steps,
+        reduce_dtype=reduce_dtype,
+        sync_batch_norm=sync_batch_norm,
+    )
 
     @functools.wraps(both)
     def grad(*args: Any, **kwargs: Any) -> Any:
