@@ -24,8 +24,8 @@ VERB = "parallel"
 class Numbered:
     """An operand or a result of a step, with its index among all of them; to `jax.tree` it is a leaf.
 
-    A result that is a leaf of state also has its `name`, by which the caller reaches it, and the `old` operand, its
-    value before the step.
+    A result that is a leaf of state also has its `name` among the caller's arguments, and the `old` operand, its value
+    before the step.
     """
 
     value: Any
