@@ -174,7 +174,7 @@ class Program(Computation):
     def of(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both.
 
-        `args` are these leaves. If the program will run, it is compiled for them at once: a Ctrl-C is not held back here.
+        `args` are these leaves. A program that will run is compiled for them at once: a Ctrl-C is not held back here.
         """
         traced = not trace_state_clean()
         key = layout, treedef, traced
