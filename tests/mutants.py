@@ -392,8 +392,8 @@ MUTANTS = (
     Mutant(
         "layouts-of-another-door",
         "jdp/_model/config.py",
-        "layouts = config.batch_layouts if own is None else own.layouts",
-        "layouts = config.batch_layouts",
+        "return self.batch_layouts if in_axes is None else Recent()",
+        "return self.batch_layouts",
         "a step with in_axes of its own cuts a batch as the wrapper cut one of its shapes before",
         ("train/test_arguments.py::test_what_the_wrapper_has_cut_a_step_cuts_along_its_own_axis",),
     ),

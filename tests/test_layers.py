@@ -173,6 +173,28 @@ def test_a_module_of_the_kernel_is_short(path):
     assert lines <= MOST_LINES
 
 
+# The most classes in each wing of the kernel: who reads it has to know all of these nouns.
+MOST_CLASSES = {
+    "_model": 5,
+    "_train": 33,
+    "_wrapper": 10,
+}
+
+
+def classes(wing):
+    """The classes of a wing, each with its module; those inside of others and of functions count, too."""
+    paths = [path for path in IN_KERNEL if path.parts[0] == wing]
+    nodes = [(path, node) for path in paths for node in ast.walk(ast.parse((ROOT / path).read_text()))]
+    return [f"{path}: {node.name}" for path, node in nodes if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("wing", MOST_CLASSES)
+def test_a_wing_of_the_kernel_has_few_classes(wing):
+    """A new class takes the place of another one, or has a reason that raises the number here."""
+    found = classes(wing)
+    assert 0 < len(found) <= MOST_CLASSES[wing], "\n".join(found)
+
+
 def foreign(path, source=None):
     """What a file imports and its package may not, of other projects."""
     package = package_of(path)

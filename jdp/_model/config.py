@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -103,6 +103,10 @@ class Config:
         self.layouts: Recent[Any, Layout] = Recent()
         self.batch_layouts: Recent[Any, Layout] = Recent()
         self.calls: Calls = Calls()  # that ran, and may go straight to their programs
+
+    def layouts_of(self, in_axes: Tree) -> Recent[Any, Layout]:
+        """Returns where a door keeps the layouts of batches that it cuts by its own `in_axes`, or by ours (None)."""
+        return self.batch_layouts if in_axes is None else Recent()
 
     @property
     def is_described(self) -> bool:
@@ -312,7 +316,7 @@ class Wrapper(Protocol):
     _config: Config
 
     @property
-    def module(self) -> Any: ...
+    def module(self) -> object: ...
     @property
     def devices(self) -> tuple[Device, ...]: ...
 
@@ -324,41 +328,26 @@ class NNXWrapper(Wrapper, Protocol):
     def module(self) -> nnx.Module: ...
 
 
-class OtherWrapper(Wrapper, Protocol):
-    """A wrapper of something else: a Linen module or a function."""
-
-    @property
-    def module(self) -> object: ...
-
-
-class BatchAxes(NamedTuple):
-    """The `in_axes` of a door of its own, and the layouts of the batches that were cut by them."""
-
-    in_axes: Tree
-    layouts: Recent[Any, Layout]
-
-
-def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
+def leaf_by_leaf_of(config: Config, batch: Tree, in_axes: Tree, layouts: Recent[Any, Layout]) -> Tree:
     """Returns a batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
-    rows, nodes = scatter_batch(config, batch, "prefetch", own)
+    rows, nodes = scatter_batch(config, batch, "prefetch", in_axes, layouts)
     return placed(rows) if type(batch) is Scattered else put_nodes(leaf_by_leaf(placed(rows)), nodes)
 
 
 def scatter_batch(
-    config: Config, batch: Tree, verb: str, own: BatchAxes | None = None
+    config: Config, batch: Tree, verb: str, in_axes: Tree, layouts: Recent[Any, Layout]
 ) -> tuple[Scattered, dict[int, Any]]:
-    """Returns one batch, scattered by the `in_axes` of a door of its `own`, else by the wrapper's.
+    """Returns one batch, scattered by `in_axes` (None: the wrapper's); `layouts` are those of `config.layouts_of`.
 
     Also returns the NNX objects of the batch by number; stand-ins are in their places.
     """
     if type(batch) is Scattered and (batch._layout.mesh, batch._layout.per_device) == (config.mesh, config.per_device):
         return batch, {}
-    layouts = config.batch_layouts if own is None else own.layouts
     inputs, nodes = take_objects(config, batch, verb)
     if not nodes and not isinstance(batch, (*ARRAYS, *NESTED)):
         if jax.tree_util.treedef_is_leaf(jax.tree.structure(batch, is_leaf=no_further)):
             refuse_loader(batch, verb)
-    axes = axes_of_batch(config, batch, own)
+    axes = axes_of_batch(config, batch, in_axes)
     how = Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False)
     return split(inputs, how._replace(replicas=config.replicas)), nodes
 
@@ -372,13 +361,16 @@ def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int
     return inputs if nodes else batch, dict(enumerate(nodes, first))
 
 
-def axes_of_batch(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:
-    """Returns an axis, or None, for each part of a batch: of a list and a tuple either stands for the other."""
-    axes = config.in_axes if own is None else own.in_axes
+def axes_of_batch(config: Config, batch: Tree, in_axes: Tree = None) -> Tree:
+    """Returns an axis, or None, for each part of a batch: of a list and a tuple either stands for the other.
+
+    `in_axes` are those of a door; None stands for the wrapper's.
+    """
+    axes = config.in_axes if in_axes is None else in_axes
     if type(axes) not in (tuple, list):
         return axes
     fits = isinstance(batch, tuple | list) and len(batch) == len(axes)
-    if own is None and not fits:
+    if in_axes is None and not fits:
         return axes[0] if axes else config.dim
     return type(batch)(axes) if type(batch) in (tuple, list) else axes
 

@@ -17,7 +17,7 @@ Learning Batch Size under Memory Limited Setup" (2021), known as GradCache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from .._core.parallel_apply import CallOf, GatherTime, on_replicas
 from .._core.replica_mesh import cut_along
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
 from .._model.sync_batch_norm import apart
-from .forms import First, Forms, SeveralTerms
+from .forms import Forms, SeveralTerms
 from .gradients import (
     Added,
     Gradients,
@@ -49,14 +49,11 @@ Run = Callable[[Tree, Scattered, Scattered | None], Scattered]
 """A function of `(replicas, inputs, kwargs)`, from which a program is compiled."""
 
 
-class Forward(NamedTuple):
-    """The results of a forward pass."""
+Forward = tuple[Tree, Tree, Tree, list[Any], Forms]
+"""The results of a forward pass: outputs, aux, state, counts and forms.
 
-    outputs: Tree  # with a criterion, its input; else the sums that the loss is made of
-    aux: Tree
-    state: Tree
-    counts: list[Any]
-    forms: Forms
+The outputs are the input of the criterion; without one, the sums that the loss is made of.
+"""
 
 
 def forward(loss: Loss, steps: int) -> CallOf:
@@ -83,11 +80,11 @@ def forward(loss: Loss, steps: int) -> CallOf:
             forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
             if loss.criterion:
                 found, counts = forms.marked(sums, added.rows, weight)
-                return Forward(found, (), left, counts, forms)
+                return found, (), left, counts, forms
             weight = weight_of_all(signature.layout, steps)
             (_, aux), counts = forms.marked(sums, added.rows, weight)
             found = [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]]
-            return Forward(found, aux, left, counts, forms)
+            return found, aux, left, counts, forms
 
         return call
 
@@ -180,21 +177,21 @@ class Passes:
         # One copy for each replica, so that each gets its own gradients. They are then reduced as those of any loss.
         copies = [_constrained(jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))), 0, layout) for x in params]
 
-        def run(copies: list[Any]) -> tuple[list[Any], Tree]:
+        def run(copies: list[Any]) -> tuple[list[Any], Forward]:
             each = treedef.unflatten([Scattered((x,), stack) for x in copies])
-            found: Forward = leaf_by_leaf(self.forward((each, held), inputs, kwargs))
-            outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
-            return [x for x in jax.tree.leaves(outputs) if has_cotangent(x)], found._replace(outputs=outputs)
+            outputs, *others = leaf_by_leaf(self.forward((each, held), inputs, kwargs))
+            outputs = jax.tree.map(_array_of_all_rows, outputs, is_leaf=is_scattered)
+            return [x for x in jax.tree.leaves(outputs) if has_cotangent(x)], (outputs, *others)
 
-        _, pull, found = jax.vjp(run, copies, has_aux=True)
-        (loss, metrics), cotangents, (direct, _) = self.differentiated(found, found.outputs, replicas, inputs, kwargs)
+        _, pull, (outputs, aux, state, counts, forms) = jax.vjp(run, copies, has_aux=True)
+        (loss, metrics), cotangents, (direct, _) = self.differentiated(forms, outputs, replicas, inputs, kwargs)
         (grads,) = pull(cotangents)
         whole = Layout(treedef, (Stack(),) * len(params), (1,) * mesh.size, mesh, layout.dim, 1)
         reduced = leaf_by_leaf(self.reduce((), _one_scattered(_a_tuple(Scattered(grads, whole)), layout), None))
-        grads = _plus(reduced.grads, direct)
-        aux = metrics if self.loss.criterion else found.aux
+        grads = _plus(reduced, direct)
+        aux = metrics if self.loss.criterion else aux
         out = _whole(loss, layout), _replicated_tree(aux, layout)
-        return _settled(_one_scattered(Gradients(out, grads, {}, found.state, found.counts), layout))
+        return _settled(_one_scattered(Gradients(out, grads, {}, state, counts), layout))
 
     def in_two(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         more, (loss, metrics), (direct, of_rows) = self.cotangents(replicas, inputs, kwargs)
@@ -213,15 +210,15 @@ class Passes:
         These are the batch, with the cotangents of the outputs as its last argument. Also returns `(loss, metrics)`,
         and the gradients of the loss that bypass the outputs.
         """
-        found: Forward = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
-        outputs = jax.tree.map(_array_of_all_rows, found.outputs, is_leaf=is_scattered)
-        out, cotangents, direct = self.differentiated(found, outputs, replicas, inputs, kwargs)
-        leaves = [s._layout.arrays[0] for s in _scattered_leaves(found.outputs) if has_cotangent(s._arrays[0])]
+        cut, *_, forms = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
+        outputs = jax.tree.map(_array_of_all_rows, cut, is_leaf=is_scattered)
+        out, cotangents, direct = self.differentiated(forms, outputs, replicas, inputs, kwargs)
+        leaves = [s._layout.arrays[0] for s in _scattered_leaves(cut) if has_cotangent(s._arrays[0])]
         arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
         return with_last(inputs, arrays, leaves), out, direct
 
     def differentiated(
-        self, found: Forward, outputs: Tree, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
+        self, forms: Forms, outputs: Tree, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
         """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
@@ -232,13 +229,12 @@ class Passes:
 
         def value(mine: list[Any], direct: tuple[Tree, dict[int, Tree]]) -> tuple[Any, Tree]:
             rest = iter(mine)
-            outputs = treedef.unflatten([next(rest) if has_cotangent(x) else x for x in values])
+            leaves = [next(rest) if has_cotangent(x) else x for x in values]
             if loss.criterion is None:
-                form = found.forms.each[0]
-                return form.value(iter(outputs), weight_of_all(counted._layout, self.steps)), ()
-            outputs = jax.tree.map(lambda x: x.rows[0] if _is_first(x) else x, outputs, is_leaf=_is_first)
+                return forms.each[0].value(iter(leaves), weight_of_all(counted._layout, self.steps)), ()
+            leaves = [x[0] if form.kind == "first" else x for x, form in zip(leaves, forms.each, strict=True)]
             params, rows = direct if loss.is_direct else (diff, {})
-            return loss.criterion(outputs, params, held, [rows.get(i, x) for i, x in enumerate(args)])
+            return loss.criterion(treedef.unflatten(leaves), params, held, [rows.get(i, x) for i, x in enumerate(args)])
 
         with jax.named_scope("criterion"):
             number, pull, metrics = jax.vjp(value, mine, direct, has_aux=True)
@@ -250,23 +246,19 @@ class Passes:
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
     """Returns what a replica runs on its gradients: it marks each one for the sum over the replicas."""
 
-    def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
-        def call(*operands: Any) -> Gradients:
+    def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
+        def call(*operands: Any) -> Tree:
             _, (grads,), _ = signature.fill(signature.of_replica(operands, replica))
 
             def mark(x: Any) -> Marked:
                 sent, axis = sent_as(wire, x.dtype), scatter and scatter(x)
                 return Marked(x, None, "sum", wire=sent, dtype=x.dtype, scatter=axis)
 
-            return Gradients(((), ()), jax.tree.map(mark, grads), {}, (), [])
+            return jax.tree.map(mark, grads)
 
         return call
 
     return call_of
-
-
-def _is_first(x: Any) -> bool:
-    return isinstance(x, First)
 
 
 def _scattered_leaves(tree: Tree) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from .._core.tree import (
     segments,
 )
 from .computation import Computation
-from .criterion import Forward, Passes, padded, with_last
+from .criterion import Passes, padded, with_last
 from .criterion import forward as forward_of
 from .forms import SeveralTerms
 from .gradients import gradients, has_cotangent
@@ -46,7 +47,7 @@ class OnDevices:
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         self.mesh = mesh
-        self.devices: list[Any] = list((mesh.own if mesh.spans_processes else mesh).devices)
+        self.devices: list[Any] = list(mesh.own.devices)
         self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id: the last arrays put together, with their parts
 
     def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
@@ -78,16 +79,6 @@ class OnDevices:
         return arrays
 
 
-class Lowered(NamedTuple):
-    """The single-device programs: their text, which the processes compare, and the function that compiles them."""
-
-    text: str
-    compile: Callable[[], CompiledStep]
-
-    def as_text(self) -> str:
-        return self.text
-
-
 class TurnPrograms(NamedTuple):
     """The programs that each replica runs in its turn."""
 
@@ -96,16 +87,6 @@ class TurnPrograms(NamedTuple):
     out: Outputs  # describes the outputs that `parts` belong to
     programs: list[list[Any]] = []  # for each segment, one for each device
     pick_own: Any = None  # picks one replica's cotangents out of those of all replicas
-
-
-class CompiledStep(NamedTuple):
-    """The compiled programs for operands of certain shapes."""
-
-    turn: TurnPrograms
-    update: list[Any]  # for each device
-    trees: list[Any]  # treedefs of what the update returns: of the state, and of the metrics and updates
-    forward: TurnPrograms | None = None  # if the loss is computed from all rows
-    judge: list[Any] = []  # for each device: computes the loss from the results of the forward pass
 
 
 def _shape_key(operands: Any) -> Any:
@@ -136,7 +117,10 @@ class Deterministic:
     def __init__(self, step: Computation, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._on = step, layout, on
-        self._compiled: dict[Any, CompiledStep] = {}  # by the shapes of the operands
+        # By the shapes of the operands, the compiled programs: the turns (a loss of all rows has a forward pass before
+        # the other one); for each device that of the loss, if it is of all rows, and of the update; the treedefs of
+        # what the update returns, of the state, and of the metrics and updates.
+        self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
@@ -159,26 +143,26 @@ class Deterministic:
         key = _shape_key((states[0], batches[0]))
         if key not in self._compiled:
             self.lower(state, arrays).compile()
-        programs = self._compiled[key]
+        turns, judges, updates, (of_state, of_others) = self._compiled[key]
         judged: list[Any] = [None] * len(states)
         cotangents: list[list[Any]] = [[] for _ in states]
-        if programs.forward is not None:
-            first = self._turns(programs.forward, states, batches, cotangents)
+        if judges:
+            forward, _ = turns
+            first = self._turns(forward, states, batches, cotangents)
             sums, _ = self._together([x.sums for x in first], [[] for _ in first])
-            rows, whole = self._everywhere(programs.forward.out, first, arrays)
-            operands = zip(programs.judge, states, whole, rows, sums, strict=True)
+            rows, whole = self._everywhere(forward.out, first, arrays)
+            operands = zip(judges, states, whole, rows, sums, strict=True)
             found = [judge(*of_device) for judge, *of_device in operands]
             cotangents = [x for _, x in found]
             judged = [x for x, _ in found] if self._step.loss.criterion else judged
-        parts = self._turns(programs.turn, states, batches, cotangents)
+        parts = self._turns(turns[-1], states, batches, cotangents)
         sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
-        operands = zip(programs.update, states, map(self._whole, batches), found, judged, strict=True)
+        operands = zip(updates, states, map(self._whole, batches), found, judged, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
-        of_state, of_others = programs.trees
         state = of_state.unflatten(self._on.whole(after, remember=True))
-        metrics, updates = of_others.unflatten(self._on.whole(others))
-        return self._placed(state), self._with_rows(metrics, parts, programs.turn.out), updates
+        metrics, changed = of_others.unflatten(self._on.whole(others))
+        return self._placed(state), self._with_rows(metrics, parts, turns[-1].out), changed
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
@@ -298,8 +282,8 @@ class Deterministic:
         out, passes = forward.out, Passes(self._step.loss, self._step.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
-        marks: Forward = out.treedef.unflatten(range(len(out.rules)))
-        each: list[int] = jax.tree.leaves(marks.outputs)
+        outputs, *_ = out.treedef.unflatten(range(len(out.rules)))
+        each: list[int] = jax.tree.leaves(outputs)
         leaves: list[Leaf] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
 
         def judge(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
@@ -308,8 +292,8 @@ class Deterministic:
             values = put_together(Parts(sums, [[None]] * len(out.rules), [None] * len(out.rules), []), out)
             for i, x in zip(numbers, rows, strict=True):
                 (values[i],) = unpadded(Scattered((x,), alone.of(LEAF, [leaf_of[i]])))
-            found: Forward = out.treedef.unflatten(values)
-            judged, cotangents, _ = passes.differentiated(found, found.outputs, replicas, inputs, None)
+            outputs, *_, forms = out.treedef.unflatten(values)
+            judged, cotangents, _ = passes.differentiated(forms, outputs, replicas, inputs, None)
             return judged, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
 
         judge.__name__ = judge.__qualname__ = f"criterion_of_{self._step.label}"
@@ -351,15 +335,15 @@ class Deterministic:
         update.__name__ = update.__qualname__ = f"update_{self._step.label}"
         return jax.jit(update, donate_argnums=0 if self._step.options.donate else ()), trees
 
-    def lower(self, state: TrainState, arrays: Sequence[Any]) -> Lowered:
-        """Returns the step's programs, which the processes compare. `compile` compiles each once per device."""
+    def lower(self, state: TrainState, arrays: Sequence[Any]) -> types.SimpleNamespace:
+        """Returns the step's programs: `as_text()`, which the processes compare, and `compile()`, for every device."""
         (states, batches), devices = self._apart(state, arrays), self._on.devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
         lowered += [judge.lower(*_on_device(shapes, d)) for d in devices] if judge else []
 
-        def compile() -> CompiledStep:
+        def compile() -> None:
             judged: list[Any] = [None] * len(devices)
             if self._step.loss.criterion:
                 result = jax.eval_shape(judge, *shapes)[0]
@@ -371,11 +355,10 @@ class Deterministic:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
             ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
             judges = [next(programs) for _ in devices] if judge else []
-            made = CompiledStep(ready[-1], [*programs], trees, ready[0] if judge else None, judges)
-            self._compiled[_shape_key((states[0], batches[0]))] = made
-            return made
+            self._compiled[_shape_key((states[0], batches[0]))] = ready, judges, [*programs], trees
 
-        return Lowered("\n".join(x.as_text() for x in lowered[:: len(devices)]), compile)
+        text = "\n".join(x.as_text() for x in lowered[:: len(devices)])
+        return types.SimpleNamespace(as_text=lambda: text, compile=compile)
 
     def _shapes_of_all(self, forward: TurnPrograms, batch: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the shapes that a criterion's program takes: of gathered outputs, the whole batch, and the sums."""

@@ -77,27 +77,39 @@ class Followed:
         return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
 
     @functools.cached_property
-    def _sizes(self) -> Sizes:
-        def more(rows: int) -> Tree:
+    def _by_sizes(self) -> tuple[list[int | str | None], str]:
+        """The axis of each leaf by its shapes for other numbers of rows; without these no axes, and why."""
+        rows = self.rows or 0
+
+        def run(number: int) -> Tree:
             leaves, treedef = jax.tree.flatten(self._operands)
             shapes = []
             for x, axis in zip(leaves, self._cut, strict=True):
-                shape = tuple(size + rows * (i == axis) for i, size in enumerate(jnp.shape(x)))
+                shape = tuple(size + (number - rows) * (i == axis) for i, size in enumerate(jnp.shape(x)))
                 shapes.append(jax.ShapeDtypeStruct(shape, jnp.result_type(x)))
             return jax.eval_shape(self._run, *treedef.unflatten(shapes))
 
-        return Sizes(self.leaves, self.rows or 0, self._total, more)
+        return axes_by_sizes(self.leaves, rows, self._total, run)
 
     @property
     def is_known(self) -> bool:
         """Whether some result has a shape, and the function could be traced with other numbers of rows."""
-        return self.rows is not None and any(self.leaves) and (self._traced is not None or bool(self._sizes.seen))
+        if self.rows is None or not any(self.leaves):
+            return False
+        return self._traced is not None or bool(self._by_sizes[0])
 
     def axis(self, index: int) -> int | str | None:
         """Returns the leaf's one axis that is proportional to the rows; None if none depends on them; else why not."""
         if self.rows is None or not self.leaves[index]:
             return None  # saves a trace: most losses are markers and scalars
-        return self._sizes.axis(index) if self._traced is None else self._traced.axis(index)
+        if self._traced is not None:
+            return self._traced.axis(index)
+        axes, problem = self._by_sizes
+        if axes:
+            return axes[index]
+        if not any(size and size % self.rows == 0 for size in self.leaves[index]):
+            return None  # no axis can consist of rows
+        return f"loss_fn fails for other numbers of rows ({problem}), so that nothing tells what its axes are"
 
     def depends(self, index: int) -> bool:
         """Returns True for a leaf whose values depend on those of the rows."""
@@ -187,64 +199,65 @@ def _what(found: row_traces.Offence) -> str:
     return f"{_WHAT[found.kind]}{where and f' ({where})'}"
 
 
-Shapes = list[tuple[int, list[tuple[int, ...]]]]
-"""Numbers of rows, each with the shapes of all leaves."""
+Shapes = dict[int, list[tuple[int, ...]]]
+"""By number of rows, the shapes of all leaves."""
 
 
-class Sizes:
-    """How shapes depend on the number of rows, found by tracing with other numbers of rows."""
+def axes_by_sizes(
+    leaves: list[tuple[int, ...]], rows: int, total: int, run: Callable[[int], Tree]
+) -> tuple[list[int | str | None], str]:
+    """Finds the axis of each leaf, as `Followed.axis` returns it, by the shapes of `run(number)` for other numbers.
 
-    def __init__(self, leaves: list[tuple[int, ...]], rows: int, total: int, more: Callable[[int], Tree]) -> None:
-        self.leaves, self.rows, self._more = leaves, rows, more
-        self.seen: Shapes = []  # for more rows
-        self._fewer: Shapes = []
-        self._problem = ""  # why the last trace failed
-        # Try more rows first, because a model may need a minimum. Twice as many still form pairs or groups of rows.
-        if not self._see(rows * 2, self.seen) and not self._see(rows + 1, self.seen):
-            return
-        # An axis that does not change may be padded to a size that holds twice as many rows. It seldom holds all rows
-        # of the batch, or `_MANY`.
-        self._see(-(-max(total, _MANY) // rows) * rows, self.seen)
-        if any(x and not self._apart(i) for i, x in enumerate(self.leaves)):
-            # An axis may follow the rows up to a limit (`x[:10]`), which may be `rows` or less. Zero rows are below
-            # every limit, but not every model accepts zero rows.
-            if not self._see(0, self._fewer):
-                self._see(1, self._fewer)
+    If the function accepts no other number of rows, there are no axes, and the string says why.
+    """
+    # Try more rows first, because a model may need a minimum. Twice as many still form pairs or groups of rows.
+    seen, problem = _first_accepted((rows * 2, rows + 1), run, leaves)
+    if not seen:
+        return [], problem
+    # An axis that does not change may be padded to a size that holds twice as many rows. It seldom holds all rows of
+    # the batch, or `_MANY`.
+    many, _ = _first_accepted((-(-max(total, _MANY) // rows) * rows,), run, leaves)
+    seen |= many
+    fewer: Shapes = {}
+    if any(shape and not _apart(shape, i, seen) for i, shape in enumerate(leaves)):
+        # An axis may follow the rows up to a limit (`x[:10]`), which may be `rows` or less. Zero rows are below every
+        # limit, but not every model accepts zero rows.
+        fewer, _ = _first_accepted((0, 1), run, leaves)
+    return [_axis_by_sizes(shape, i, rows, seen, fewer) for i, shape in enumerate(leaves)], ""
 
-    def _see(self, rows: int, seen: Shapes) -> bool:
-        """Adds the shapes for `rows` rows to `seen`; returns False if the function does not accept that number."""
+
+def _first_accepted(
+    numbers: Sequence[int], run: Callable[[int], Tree], leaves: list[tuple[int, ...]]
+) -> tuple[Shapes, str]:
+    """Returns the shapes for the first of these numbers of rows that the function accepts; for none of them, why."""
+    problem = ""
+    for rows in numbers:
         try:
             with warnings.catch_warnings(action="ignore"):  # the user's own, for example about zero rows
-                found = [jnp.shape(x) for x in jax.tree.leaves(self._more(rows - self.rows))]
+                found = [jnp.shape(x) for x in jax.tree.leaves(run(rows))]
         except Exception as error:  # the model may accept only one number of rows
             text = (str(error).splitlines() or [""])[0][:200]
-            self._problem = f"{type(error).__name__}{f': {text}' if text else ''}"
-            return False
-        if [*map(len, found)] != [*map(len, self.leaves)]:
-            self._problem = "another tree or rank"
-            return False
-        seen.append((rows, found))
-        return True
+            problem = f"{type(error).__name__}{f': {text}' if text else ''}"
+            continue
+        if [*map(len, found)] == [*map(len, leaves)]:
+            return {rows: found}, ""
+        problem = "another tree or rank"
+    return {}, problem
 
-    def _apart(self, index: int, seen: Shapes | None = None) -> set[int]:
-        """Returns the axes of a leaf whose size differs for some number of rows in `seen` (None: `self.seen`)."""
-        shape, seen = self.leaves[index], self.seen if seen is None else seen
-        return {i for _, shapes in seen for i in range(len(shape)) if shape[i] != shapes[index][i]}
 
-    def axis(self, index: int) -> int | str | None:
-        """Returns the leaf's one axis that is proportional to the rows; None if none depends on them; else why not."""
-        shape, rows = self.leaves[index], self.rows
-        if not self.seen:
-            if not any(size and size % rows == 0 for size in shape):
-                return None  # no axis can consist of rows
-            return f"loss_fn fails for other numbers of rows ({self._problem}), so that nothing tells what its axes are"
-        apart = self._apart(index)
-        ended = set() if apart else self._apart(index, self._fewer)  # one row has no pairs, yet pairs follow the rows
-        for others, shapes in self._fewer if ended else self.seen:
-            other = shapes[index]
-            if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
-                return f"{list(other)} for {others} rows, which is not in proportion along one axis"
-        return apart.pop() if apart else None
+def _apart(shape: tuple[int, ...], index: int, seen: Shapes) -> set[int]:
+    """Returns the axes of a leaf whose size differs for some number of rows."""
+    return {i for shapes in seen.values() for i in range(len(shape)) if shape[i] != shapes[index][i]}
+
+
+def _axis_by_sizes(shape: tuple[int, ...], index: int, rows: int, seen: Shapes, fewer: Shapes) -> int | str | None:
+    apart = _apart(shape, index, seen)
+    ended = set() if apart else _apart(shape, index, fewer)  # one row has no pairs, yet pairs follow the rows
+    for others, shapes in (fewer if ended else seen).items():
+        other = shapes[index]
+        if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+            return f"{list(other)} for {others} rows, which is not in proportion along one axis"
+    return apart.pop() if apart else None
 
 
 _MANY = 129  # rows: more than arrays are usually padded to

@@ -52,9 +52,7 @@ class Form(NamedTuple):
         if self.kind == "combination":
             found = [part.marked(sums, rows, weight, counts) for part in self.parts]
             return Combination(tuple(found[::2]), tuple(map(Sum, found[1::2])))
-        if self.kind == "first":
-            return First(Marked(next(rows), 0))
-        if self.kind == "rows":
+        if self.axis is not None:
             return Marked(next(rows), self.axis)
         over: Any = weight if self.kind == "mean" else None
         total = next(sums)
@@ -62,14 +60,6 @@ class Form(NamedTuple):
             over = next(sums)
             counts.append(Marked(over, None, "sum"))
         return Marked(total, None, "sum", over=over, dtype=self.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class First:
-    """An output with the same entry for every row, because it does not depend on the rows."""
-
-    rows: Any
 
 
 @jax.tree_util.register_static

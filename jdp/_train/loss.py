@@ -21,23 +21,18 @@ from .._core.outputs import Reduce
 from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
-from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins, take_nodes
+from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
 from .state import first_difference
 from .terms import described, finished, is_number
 
-
-class Wanted(NamedTuple):
-    """An argument to differentiate: its position, the indices of its NNX objects, and the filter of their variables."""
-
-    position: int
-    nodes: tuple[int, ...]
-    wrt: Any
+Wanted = tuple[int, tuple[int, ...], Any]
+"""An argument to differentiate: its position, the indices of its NNX objects, and the filter of their variables."""
 
 
 class Division(NamedTuple):
-    """The static part of a divided call; it is hashable, because there is one program for each."""
+    """How a call's arguments are divided; it is hashable, because there is one program for each."""
 
     wanted: tuple[Wanted, ...]
     has_aux: bool
@@ -53,42 +48,31 @@ class Division(NamedTuple):
     def rows(self) -> dict[int, int]:
         """The differentiated arguments that are cut, each with its position among the cut ones."""
         cut = self.cut
-        return {w.position: cut.index(w.position) for w in self.wanted if not w.nodes and w.position in cut}
+        return {p: cut.index(p) for p, nodes, _ in self.wanted if not nodes and p in cut}
 
     def is_diff(self, path: tuple[Any, ...], variable: Any) -> bool:
         """Returns True if a variable of the NNX objects is differentiated."""
-        return any(path[0] in w.nodes and nnx.filterlib.to_predicate(w.wrt)(path[1:], variable) for w in self.wanted)
+        filters = [wrt for _, nodes, wrt in self.wanted if path[0] in nodes]
+        return any(nnx.filterlib.to_predicate(wrt)(path[1:], variable) for wrt in filters)
 
 
-class Divided(NamedTuple):
-    """A divided call: `replicas` is `(diff, held)`; `inputs` and `kwargs` are not cut yet."""
-
-    division: Division
-    replicas: tuple[tuple[dict[int, Tree], Tree], Held]
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    nodes: list[Any]
-    args: tuple[Any, ...]  # all positional ones, with stand-ins for the NNX objects
-
-    @property
-    def first(self) -> Tree:
-        """The first argument's arrays; results are placed where these are."""
-        (_, diff), held = self.replicas
-        states = [state for state in (diff, held.variables) if state is not None]
-        return self.args[0], [state[i] for state in states for i in stand_ins(self.args[0]) if i in state]
+Replicated = tuple[tuple[dict[int, Tree], Tree], Held]
+"""What of a call is replicated: `((plain arguments, variables of NNX objects), held)`; the pair is differentiated."""
 
 
 def divide(
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    nodes: list[Any],
     argnums: Sequence[tuple[int, Any]],
     has_aux: bool,
     in_axes: Sequence[Any],
     verb: str,
-) -> Divided:
-    """Divides a call's arguments: `argnums` are positions and NNX filters, `in_axes` one axis or None per argument."""
-    (taken, keywords), nodes = take_nodes((tuple(args), dict(kwargs)))
-    wanted = tuple(Wanted(p, stand_ins(taken[p]), wrt) for p, wrt in argnums)
+) -> tuple[Division, Replicated]:
+    """Divides a call's positional arguments, which have stand-ins for the NNX objects `nodes`.
+
+    `argnums` are positions and NNX filters, `in_axes` one axis or None per argument.
+    """
+    wanted = tuple((p, stand_ins(args[p]), wrt) for p, wrt in argnums)
     differentiated = {p for p, _ in argnums}
     whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
     division = Division(wanted, has_aux, whole, len(args))
@@ -96,21 +80,21 @@ def divide(
     if nodes:
         graph, diff_state, rest = nnx.split(nodes, division.is_diff, ...)
         _refuse_shared(nodes, wanted, verb)
-        for w in wanted:
-            _refuse_mixed(w, taken[w.position], verb)
-    plain = {w.position for w in wanted if not w.nodes}
-    diff = {p: taken[p] for p in whole if p in plain}
-    held = Held({p: taken[p] for p in whole if p not in plain}, graph, rest)
-    inputs = tuple(taken[p] for p in division.cut)
-    return Divided(division, ((diff, diff_state), held), inputs, keywords, nodes, taken)
+        for position, mine, _ in wanted:
+            if mine:
+                _refuse_mixed(position, args[position], verb)
+    plain = {position for position, mine, _ in wanted if not mine}
+    diff = {p: args[p] for p in whole if p in plain}
+    held = Held({p: args[p] for p in whole if p not in plain}, graph, rest)
+    return division, ((diff, diff_state), held)
 
 
-def _refuse_mixed(wanted: Wanted, argument: Tree, verb: str) -> None:
+def _refuse_mixed(position: int, argument: Tree, verb: str) -> None:
     """Raises a `TypeError` for arrays next to an NNX object in one argument that is differentiated."""
-    for path, x in jax.tree_util.tree_leaves_with_path(argument) if wanted.nodes else ():
+    for path, x in jax.tree_util.tree_leaves_with_path(argument):
         if is_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
-                f"jdp.{verb}: args[{wanted.position}]{jax.tree_util.keystr(path)} is {described(x)} next to an NNX "
+                f"jdp.{verb}: args[{position}]{jax.tree_util.keystr(path)} is {described(x)} next to an NNX "
                 f"object; an argument that is differentiated is made of NNX objects, or of arrays. Pass the arrays as "
                 f"an argument of their own, and name it in argnums."
             )
@@ -181,7 +165,7 @@ def loss_of(
         loss, aux = _two(out, verb, criterion) if division.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
-    is_direct = any(w.position for w in division.wanted)
+    is_direct = any(position for position, _, _ in division.wanted)
     loss = Loss(compute, verb, left, Recent(), tuple(division.rows.values()), sync)
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
@@ -240,11 +224,11 @@ def gradient_trees(division: Division, found: Gradients, args: Sequence[Any]) ->
     """Returns one tree of gradients for each argument that is differentiated."""
     known, state = found.grads
     known |= {p: found.row_grads[i] for p, i in division.rows.items()}
-    for w in division.wanted:
-        if w.nodes:
-            own = {i: state[i] if i in state else nnx.State({}) for i in w.nodes}
-            known[w.position] = put_nodes(args[w.position], own)
-    return tuple(known[w.position] for w in division.wanted)
+    for position, nodes, _ in division.wanted:
+        if nodes:
+            own = {i: state[i] if i in state else nnx.State({}) for i in nodes}
+            known[position] = put_nodes(args[position], own)
+    return tuple(known[position] for position, _, _ in division.wanted)
 
 
 VERB = "train_step"

@@ -16,8 +16,8 @@ from .._core.outline import page_of
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
-from .._model.config import BatchAxes, Wrapper, with_objects
-from .._model.nnx import own_values
+from .._model.config import Wrapper, with_objects
+from .._model.nnx import own_values, take_nodes
 from .._page import Page, in_notebook
 from .check import LossCheck, checked
 from .computation import of_model
@@ -25,7 +25,7 @@ from .loss import (
     FORMS,
     VERB,
     Division,
-    Wanted,
+    Replicated,
     check_signature,
     divide,
     loss_of,
@@ -63,7 +63,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,
-        axes: BatchAxes | None,
+        in_axes: Tree,
         criterion: Callable[..., Any] | None,
     ) -> None:
         check_signature(loss_fn, "model", role="loss_fn" if criterion is None else "forward")
@@ -91,14 +91,14 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])
             return loss, metrics
 
-        config, self._argnums = dp._config, ((0, hashable(tx.wrt)),)
-        division = Division((Wanted(0, (0,), self._argnums[0][1]),), has_aux=True, whole=(0,), arity=2)
+        config, wrt = dp._config, hashable(tx.wrt)
+        division = Division(((0, (0,), wrt),), has_aux=True, whole=(0,), arity=2)
         judge = None
         if criterion is not None:
             judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
-        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, axes)
-        self._program.see(*divide((dp.module, []), {}, self._argnums, True, [None, 0], VERB).replicas)
+        super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
+        self._program.see(*self._divided([]))
         self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
 
     @outside_of_mesh
@@ -227,9 +227,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
     def _ready(self, batch: Tree, donates: bool = False) -> Ready:
         scattered, nodes = self._scattered(batch)
-        # The objects in the batch are divided together with the model, because they may share variables with it.
-        call = divide((self._dp.module, nodes), {}, self._argnums, True, [None, 0], VERB)
-        params, held = call.replicas
+        params, held = self._divided(nodes)
         if nodes:  # whose state is not donated, and so no part of the step's own
             mine, given = of_model(held.variables)
             scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
@@ -241,6 +239,12 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             state = self._program.placed(state, self._owned(donates))
             leaves = jax.tree.leaves(state)
         return state, scattered, (leaves, treedef), nodes
+
+    def _divided(self, nodes: list[Any]) -> Replicated:
+        """Divides the model together with the objects in the batch, because they may share variables with it."""
+        args, taken = take_nodes((self._dp.module, nodes))
+        _, replicas = divide(args, taken, [(0, hashable(self.optimizer.wrt))], True, [None, 0], VERB)
+        return replicas
 
     def _keep(
         self, nodes: Sequence[Any], state: TrainState, leaves: list[Any], metrics: dict[str, Any], updates: Tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,74 +22,68 @@ VERB = "parallel"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Numbered:
-    """An operand or a result of a step, with its index among all of them; to `jax.tree` it is a leaf."""
+    """An operand or a result of a step, with its index among all of them; to `jax.tree` it is a leaf.
+
+    A result that is a leaf of state also has its `name` among the caller's arguments, and the `old` operand, its value
+    before the step.
+    """
 
     value: Any
     number: int
     known: Value
+    name: str = ""
+    old: Any = None
 
 
 def numbered(values: Sequence[Any], known: Sequence[Value]) -> list[Numbered]:
     return [Numbered(x, i, v) for i, (x, v) in enumerate(zip(values, known, strict=True))]
 
 
-class Kept(NamedTuple):
-    """A leaf of state: how the caller reaches it, and its value before and after the step."""
+def states_of(whole: dict[int, Tree]) -> dict[str, Tree]:
+    """Returns by name what may come back as state: replicated arguments, and entries of those that are tuples, lists.
 
-    name: str
-    old: Numbered
-    new: Numbered
-
-
-class State(NamedTuple):
-    """A replicated argument, or an entry of one that is a tuple or a list; it may come back as a result."""
-
-    name: str
-    tree: Tree
-
-    def is_like(self, result: Tree) -> bool:
-        """Returns True if a result has the same tree and the same shapes."""
-        leaves, found = jax.tree.leaves(self.tree), jax.tree.leaves(result)
-        return jax.tree.structure(self.tree) == jax.tree.structure(result) and all(
-            jnp.shape(x.value) == jnp.shape(y.value) for x, y in zip(leaves, found, strict=True)
-        )
+    The arguments come first.
+    """
+    found = {f"args[{p}]": tree for p, tree in sorted(whole.items())}
+    several = {name: tree for name, tree in found.items() if type(tree) in (tuple, list)}
+    return found | {f"{name}[{i}]": x for name, tree in several.items() for i, x in enumerate(tree)}
 
 
-def states_of(whole: dict[int, Tree]) -> list[State]:
-    """Returns the replicated arguments, and the entries of those that are tuples or lists."""
-    found = [State(f"args[{p}]", tree) for p, tree in sorted(whole.items())]
-    return found + [
-        State(f"{name}[{i}]", x) for name, tree in found if type(tree) in (tuple, list) for i, x in enumerate(tree)
-    ]
+def _is_like(state: Tree, result: Tree) -> bool:
+    """Returns True if a result has the tree and the shapes of a state."""
+    leaves, found = jax.tree.leaves(state), jax.tree.leaves(result)
+    return jax.tree.structure(state) == jax.tree.structure(result) and all(
+        jnp.shape(x.value) == jnp.shape(y.value) for x, y in zip(leaves, found, strict=True)
+    )
 
 
 def mark_results(
-    out: Any, states: list[State], out_axes: Any, default: tuple[int | None, int], reduce: Reduce
-) -> tuple[Tree, list[Kept]]:
+    out: Any, states: dict[str, Tree], out_axes: Any, default: tuple[int | None, int], reduce: Reduce
+) -> tuple[Tree, list[Numbered]]:
     """Marks each result as replicated (axis None) or cut along its axis; also returns the leaves of state among them.
 
     `default` holds the axis of the first result and that of the others.
     """
     several = type(out) in (tuple, list)
-    if several and out_axes is None and default[0] is None and any(s.is_like(out) for s in states):
+    if several and out_axes is None and default[0] is None and any(_is_like(tree, out) for tree in states.values()):
         several = False  # one result: a state that is a tuple
     results = list(out) if several else [out]
     axes = [default[0], *[default[1]] * (len(results) - 1)]
     if out_axes is not None:
         axes = each(out_axes, len(results), "out_axes", "results")
-    kept: list[Kept] = []
+    kept: list[Numbered] = []
     marked, unused = [], states
     for k, (result, axis) in enumerate(zip(results, axes, strict=True)):
-        same = next((s for s in unused if s.is_like(result)), None)
+        same = next((name for name, tree in unused.items() if _is_like(tree, result)), None)
         leaves, treedef = jax.tree.flatten(result)
         if same is not None and axis is None:
-            unused = [s for s in unused if not s.name.startswith(same.name) and not same.name.startswith(s.name)]
-            olds = zip(jax.tree_util.tree_leaves_with_path(same.tree), leaves, strict=True)
-            kept += [Kept(same.name + jax.tree_util.keystr(path), old, new) for (path, old), new in olds]
-        elif same is not None and out_axes is None and same.name != "args[0]" and 0 < len(leaves) < treedef.num_nodes:
+            unused = {s: tree for s, tree in unused.items() if not s.startswith(same) and not same.startswith(s)}
+            olds = zip(jax.tree_util.tree_leaves_with_path(states[same]), leaves, strict=True)
+            kept += [_as_state(new, same + jax.tree_util.keystr(path), old) for (path, old), new in olds]
+        elif same is not None and out_axes is None and same != "args[0]" and 0 < len(leaves) < treedef.num_nodes:
             fits = tuple(None if i == k else a for i, a in enumerate(axes))
             raise ValueError(
-                f"jdp.{VERB}: output[{k}] has the tree and the shapes of {same.name}, which is whole; of {len(axes)} "
+                f"jdp.{VERB}: output[{k}] has the tree and the shapes of {same}, which is whole; of {len(axes)} "
                 f"results the first alone is whole by itself, the others are gathered. Pass out_axes={fits} to "
                 f"dp.parallel for a state, or an int in the place of its None for what is gathered."
             )
@@ -99,6 +93,10 @@ def mark_results(
         marks = [_mark(x, a, gathered, reduce) for x, a in zip(leaves, where, strict=True)]
         marked.append(treedef.unflatten(marks))
     return type(out)(marked) if several else marked[0], kept
+
+
+def _as_state(result: Numbered, name: str, old: Numbered) -> Numbered:
+    return dataclasses.replace(result, name=name, old=old)
 
 
 def each(axes: Any, count: int, name: str, what: str) -> list[Any]:
@@ -127,30 +125,31 @@ def mark_nodes(before: Tree, after: Tree, reduce: Reduce) -> Tree:
     return jax.tree.map(settle, updates)
 
 
-def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Kept]:
+def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Numbered]:
     """Returns the leaves of NNX state, without sown values and keys; `names` gives each object's argument."""
-    was, kept = dict(nnx.to_flat_state(before)), []
+    was: dict[Any, Any] = dict(nnx.to_flat_state(before))
+    kept: list[Numbered] = []
     for path, variable in nnx.to_flat_state(after):
         if path in was and not isinstance(variable, nnx.Intermediate | nnx.RngKey):
             name = ".".join([names.get(path[0], "kwargs"), *map(str, path[1:])])
             pairs = zip(jax.tree.leaves(was[path]), jax.tree.leaves(variable), strict=False)
-            kept += [Kept(name, old, new) for old, new in pairs]
+            kept += [_as_state(new, name, old) for old, new in pairs]
     return kept
 
 
 def refuse_one_replicas_rows(
-    jaxpr: Any, results: Sequence[Numbered], kept: Sequence[Kept], axis_name: str, n: int, reduce: Reduce
+    jaxpr: Any, results: Sequence[Numbered], kept: Sequence[Numbered], axis_name: str, n: int, reduce: Reduce
 ) -> None:
     """Raises a `ValueError` for state that differs between replicas because each computed it from its own rows.
 
     Statistics may differ, such as a BatchNorm's in training: one replica's are kept, as in torch, or their mean.
     """
-    changed = [k for k in kept if k.new.value is not k.old.value]
-    apart = [k for k in changed if k.new.known.varying and k.new.known.reduced is None and not _is_key(k.new.value)]
+    changed = [k for k in kept if k.value is not k.old.value]
+    apart = [k for k in changed if k.known.varying and k.known.reduced is None and not _is_key(k.value)]
     # The mean over the replicas is right for statistics. For trained state it is right with SGD, and wrong with other
     # optimizers, which is why other state must not depend on it. A metric may: it does not make statistics trained.
-    others = [k.new for k in kept] if reduce == "mean" else results
-    own = {id(k.new.value) for k in apart}  # by identity, because a value may be returned twice
+    others = kept if reduce == "mean" else results
+    own = {id(k.value) for k in apart}  # by identity, because a value may be returned twice
     pmean = (
         f"what is trained is the same on all replicas, or it learns from one's rows alone. Pass the gradients through "
         f"jax.lax.pmean(grads, {axis_name!r}) before the update"
@@ -162,7 +161,7 @@ def refuse_one_replicas_rows(
             f"out_axes)."
         )
     if reduce == "mean":
-        apart = [k for k in apart if not jnp.issubdtype(k.new.value.dtype, jnp.inexact)]
+        apart = [k for k in apart if not jnp.issubdtype(k.value.dtype, jnp.inexact)]
     jaxpr = without_calls(jaxpr) if apart else jaxpr
     if total := next((k for k in apart if _is_sum(jaxpr, k, axis_name)), None):
         raise ValueError(
@@ -170,7 +169,7 @@ def refuse_one_replicas_rows(
             f"would be that of one replica's rows alone. Pass what is added through jax.lax.psum(x, {axis_name!r}) "
             f"(a maximum through jax.lax.pmax)."
         )
-    if apart and not any(is_exchanged(k.new.known) for k in changed):
+    if apart and not any(is_exchanged(k.known) for k in changed):
         raise ValueError(
             f"jdp.{VERB}: {apart[0].name} differs between {n} replicas after the step, and nothing in the state has "
             f"come through a collective over {axis_name!r}; {pmean} (statistics: reduce_state='mean' of "
@@ -178,29 +177,29 @@ def refuse_one_replicas_rows(
         )
 
 
-def _trained(apart: Sequence[Kept], others: Sequence[Numbered]) -> list[Kept]:
+def _trained(apart: Sequence[Numbered], others: Sequence[Numbered]) -> list[Numbered]:
     """Returns the leaves on which one of the other results depends, or which depend on each other.
 
     One statistic may be computed from another, as a bias-corrected average from the average, but not in a circle.
     """
 
-    def goes_into(k: Kept, result: Numbered) -> bool:
+    def goes_into(k: Numbered, result: Numbered) -> bool:
         return bool(result.known.sources >> k.old.number & 1)
 
     trained = [
         k
         for k in apart
         if any(goes_into(k, x) for x in others)
-        or any(goes_into(k, other.new) and goes_into(other, k.new) for other in apart if other is not k)
+        or any(goes_into(k, other) and goes_into(other, k) for other in apart if other is not k)
     ]
-    while more := [k for k in apart if k not in trained and any(goes_into(k, t.new) for t in trained)]:
+    while more := [k for k in apart if k not in trained and any(goes_into(k, t) for t in trained)]:
         trained += more
     return [k for k in apart if k in trained]
 
 
-def _is_sum(jaxpr: Any, k: Kept, axis_name: str) -> bool:
+def _is_sum(jaxpr: Any, k: Numbered, axis_name: str) -> bool:
     """Returns True if a leaf is its old value plus something that does not depend on it: a count, a total."""
-    to_it = added(jaxpr, k.old.number, k.new.number)
+    to_it = added(jaxpr, k.old.number, k.number)
     alone = [Value(False, None, int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
     return to_it is not None and not any(v.sources for v in varying(jaxpr, alone, axis_name, to_it))
 

@@ -8,8 +8,7 @@ again; our function raises `Retraced` in that trace, and the step takes the usua
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -80,7 +79,6 @@ class Program(Computation):
         # The program, and the treedefs of state and batch, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
-        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
         self.steps = 0  # calls so far
         self.check: Check | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
@@ -158,10 +156,7 @@ class Program(Computation):
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
-            program = self.of(state, layout, treedef)
-            if program not in self._compiled and is_plain():
-                program.lower(*args).compile()  # takes long, too
-                self._compiled.add(program)
+            program = self.of(state, layout, treedef, args)
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         except (TypeError, ValueError) as error:
             if "operands[" not in str(error):
@@ -176,16 +171,21 @@ class Program(Computation):
         intercepted(self, state, batch)
         return self.of(state, batch._layout).lower(state, batch._arrays)
 
-    def of(self, state: TrainState, layout: Layout, treedef: Any = None) -> Any:
-        """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both."""
-        # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
-        traced = takes_options(self.config.mesh) and not trace_state_clean()
+    def of(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
+        """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both.
+
+        `args` are these leaves. A program that will run is compiled for them at once: a Ctrl-C is not held back here.
+        """
+        traced = not trace_state_clean()
         key = layout, treedef, traced
         found = self.compiled.used(key)
         if found is None:
+            # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
             options = {} if traced else self.compiler_options(state)
             if treedef is not None:
                 found = jit_of_leaves(self, state, treedef, layout, options)
+                if is_plain():
+                    found.lower(*args).compile()
             else:
                 found = jit_of_state(self, state, layout, options)
                 if layout.mesh.spans_processes:

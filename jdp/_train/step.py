@@ -21,7 +21,7 @@ from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
 from .._core.shards import cut_axis_of
 from .._jax.private import trace_state_clean
-from .._model.config import BatchAxes, Wrapper, scatter_batch, with_objects
+from .._model.config import Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .check import LossCheck, checked
 from .computation import Leaves
@@ -68,9 +68,10 @@ class Step(Generic[Last]):
         tx: Any,
         view: Callable[[Tree], Tree],
         options: StepOptions,
-        axes: BatchAxes | None,
+        in_axes: Tree,
     ) -> None:
-        self._dp, self._loss_fn, self._axes, self._batches = dp, loss_fn, axes, KnownBatches()
+        self._dp, self._loss_fn, self._batches = dp, loss_fn, KnownBatches()
+        self._in_axes, self._layouts = in_axes, dp._config.layouts_of(in_axes)
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._options = options  # as the caller gave them
         self._program = Program(dp._config, loss_of, tx, view, resolved(options, dp._config), label)
@@ -119,8 +120,9 @@ class Step(Generic[Last]):
         known = self._batches.again(batch)
         if known is not None:
             return known, []
-        self._program.config.refuse_other_mesh()
-        scattered, objects = scatter_batch(self._program.config, batch, VERB, self._axes)
+        config = self._program.config
+        config.refuse_other_mesh()
+        scattered, objects = scatter_batch(config, batch, VERB, self._in_axes, self._layouts)
         refuse_no_rows(VERB, scattered)
         if not objects:
             self._batches.remember(batch, scattered)
@@ -147,13 +149,13 @@ class TrainStep(Step[TrainState]):
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,
-        axes: BatchAxes | None,
+        in_axes: Tree,
         criterion: Callable[..., Any] | None,
     ) -> None:
         tx, config = checked_optimizer(tx), dp._config
         rules = options.reserved, config.reduce_state, config.axis_name
         loss = functools.partial(variables_loss, loss_fn, *rules, criterion)
-        super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, axes)
+        super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, in_axes)
         self._shapes: TrainState | None = None  # of the states that it takes
         self._places = self._program.places  # where the parameters of the last state lie
         self._first = first_state(tx)

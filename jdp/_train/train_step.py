@@ -10,8 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._core.layout import Tree
-from .._core.programs import Recent
-from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper
+from .._model.config import NNXWrapper, Wrapper
 from .loss import VERB, checked_criterion
 from .nnx_step import NNXTrainStep
 from .step import TrainStep
@@ -45,7 +44,7 @@ def train_step(  # pyright: ignore[reportOverlappingOverload]: one of an unknown
 ) -> NNXTrainStep: ...
 @overload
 def train_step(
-    dp: OtherWrapper, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Unpack[StepArguments]
+    dp: Wrapper, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Unpack[StepArguments]
 ) -> TrainStep: ...
 def train_step(
     dp: Wrapper,
@@ -161,6 +160,5 @@ def train_step(
         way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
     dp._config.refuse_state_axes(VERB)
-    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
-    return kind(dp, loss_fn, tx, options, axes, checked_criterion(criterion, VERB))
+    return kind(dp, loss_fn, tx, options, in_axes, checked_criterion(criterion, VERB))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,11 @@ from .._core.scatter import Cutting, split
 from .._core.scattered import Scattered, children, is_scattered
 from .._core.unread import unread
 from .._model.config import Config, Wrapper
-from .._model.nnx import Held
+from .._model.nnx import Held, stand_ins, take_nodes
 from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
-from .loss import Divided, Division, called, checked_criterion, checked_scalar, divide, gradient_trees, loss_of
+from .loss import Division, Replicated, called, checked_criterion, checked_scalar, divide, gradient_trees, loss_of
 from .state import refuse_no_rows
 from .terms import finished, is_marker
 
@@ -143,23 +143,30 @@ def _first(
     """Runs a call with all its steps; returns what it found, and the gradients of the arguments."""
     config.refuse_other_mesh()
     config.refuse_state_axes(VERB)
-    one, inputs = _divided(config, options, in_axes, args, kwargs)
-    (plain, state), held = one.replicas
+    (taken, keywords), nodes = take_nodes((args, kwargs))
+    division, ((plain, state), held), inputs = _divided(config, options, in_axes, taken, keywords, nodes)
+    home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
     state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
     cut, keywords = children(inputs)
     replicas = (plain, state), Held(others, held.graph, variables)
-    program = _program_of(config, loss_fn, options, one.division)
+    program = _program_of(config, loss_fn, options, division)
     run = lambda rows: dispatch(program, config.mesh, replicas, rows, keywords)  # noqa: E731
     outputs = unread(run, cut, calls.reads) if cut._layout.holds_statics else run(cut)
-    if not one.nodes:
-        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), (replicas, cut, keywords), one.division)
-    found: Gradients = join(outputs, "sharded" if lives_replicated(one.first, config.mesh) else None)
+    if not nodes:
+        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), (replicas, cut, keywords), division)
+    found: Gradients = join(outputs, "sharded" if lives_replicated(home, config.mesh) else None)
     if config.mesh.inner_axes:
         found = found._replace(grads=placed_like(found.grads, (plain, state), config.mesh))
-    if one.nodes:
-        nnx.update(one.nodes, found.state)
-    return found, gradient_trees(one.division, found, one.args)
+    if nodes:
+        nnx.update(nodes, found.state)
+    return found, gradient_trees(division, found, taken)
+
+
+def _first_arrays(first: Tree, state: Tree, held: Held) -> Tree:
+    """Returns the first argument's arrays; results are placed where these are."""
+    states = [x for x in (state, held.variables) if x is not None]
+    return first, [x[i] for x in states for i in stand_ins(first) if i in x]
 
 
 def _again(
@@ -175,18 +182,9 @@ def _again(
     ran, out = again
     found: Gradients = out[-1] if ran.program.layout(out).is_gathered else join(ran.program.scattered(out), "sharded")
     if config.mesh.inner_axes:
-        plain = {0: args[0]} if 0 in [w.position for w in ran.extra.wanted] else {}
+        plain = {0: args[0]} if 0 in [position for position, _, _ in ran.extra.wanted] else {}
         found = found._replace(grads=placed_like(found.grads, (plain, None), config.mesh))
     return found, gradient_trees(ran.extra, found, args)
-
-
-class GradArguments(TypedDict, total=False):
-    """The keywords of `value_and_grad`, which `grad` takes, too."""
-
-    in_axes: Tree
-    accumulate_steps: int
-    reduce_dtype: DTypeLike | None
-    sync_batch_norm: bool
 
 
 def grad(
@@ -195,7 +193,11 @@ def grad(
     argnums: Argnums = 0,
     has_aux: bool = False,
     criterion: Callable[..., Any] | None = None,
-    **options: Unpack[GradArguments],
+    *,
+    in_axes: Tree = None,
+    accumulate_steps: int = 1,
+    reduce_dtype: DTypeLike | None = None,
+    sync_batch_norm: bool = False,
 ) -> Callable[..., Any]:
     """Returns the function that gives the gradient alone: `grads = dp.grad(loss_fn)(params, *batch)`.
 
@@ -207,7 +209,17 @@ def grad(
         >>> float(dp.grad(lambda w, x: jnp.mean(dp(w, x)))(2.0, np.arange(3.0)))
         1.0
     """
-    both = value_and_grad(dp, loss_fn, argnums, has_aux, criterion, **options)
+    both = value_and_grad(
+        dp,
+        loss_fn,
+        argnums,
+        has_aux,
+        criterion,
+        in_axes=in_axes,
+        accumulate_steps=accumulate_steps,
+        reduce_dtype=reduce_dtype,
+        sync_batch_norm=sync_batch_norm,
+    )
 
     @functools.wraps(both)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -245,9 +257,14 @@ def hashable(wrt: Any) -> Any:
 
 
 def _divided(
-    config: Config, options: GradOptions, in_axes: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Divided, Scattered]:
-    """Returns a call, divided, and what of it is cut, scattered."""
+    config: Config,
+    options: GradOptions,
+    in_axes: Tree,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    nodes: list[Any],
+) -> tuple[Division, Replicated, Scattered]:
+    """Returns how a call is divided, what of it is replicated, and what is cut, scattered."""
     if not args:
         raise TypeError(f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the parameters.")
     count = len(args)
@@ -259,23 +276,23 @@ def _divided(
                 f"jdp.{VERB}: argnums has {p} for {count} arguments; it is the position of one. Pass 0 to {count - 1}."
             )
     wanted = [(p % count, wrt) for p, wrt in options.wanted]
-    one = divide(args, kwargs, wanted, options.has_aux, axes, VERB)
-    (plain, state), _ = one.replicas
-    rows = one.division.rows
-    one = one._replace(inputs=tuple(_numbers(x) if i in rows.values() else x for i, x in enumerate(one.inputs)))
-    check_differentiable(VERB, {**plain, **{p: one.inputs[i] for p, i in rows.items()}}, "args")
+    division, replicas = divide(args, nodes, wanted, options.has_aux, axes, VERB)
+    (plain, state), _ = replicas
+    rows, cut = division.rows, division.cut
+    given = tuple(_numbers(args[p]) if p in rows else args[p] for p in cut)
+    check_differentiable(VERB, {**plain, **{p: given[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
-    where = tuple(axes[p] for p in one.division.cut), config.dim
+    where = tuple(axes[p] for p in cut), config.dim
     roots = ("args", "kwargs")
     how = Cutting(config.mesh, config.dim, VERB, roots, axes=where, place=False, replicas=config.replicas)
-    inputs = split((one.inputs, one.kwargs), how)
+    inputs = split((given, kwargs), how)
     refuse_no_rows(VERB, inputs)
     if rows and options.accumulate_steps > 1:
         raise ValueError(
             f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "
             f"gradients of rows have no microbatches to add. Pass accumulate_steps=1."
         )
-    return one, inputs
+    return division, replicas, inputs
 
 
 def _numbers(argument: Tree) -> Tree:

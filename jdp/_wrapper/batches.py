@@ -180,7 +180,8 @@ class Batches:
                 own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
                 scattered = together(own, self._prepared, self._cutting, self._size)
             else:
-                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None), self._size)
+                layouts = config.batch_layouts
+                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None, layouts), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
         finally:
             unregister(threads.stop)
@@ -193,10 +194,10 @@ class Batches:
     def _read(self, threads: Threads) -> Iterator[tuple[Tree, Sequence[int]]]:
         """Yields the rows of this process in each batch (None if it has none), and the number for each replica."""
         own = map(self._own, self._rows())
-        reading: collections.deque[Reading] = collections.deque()
+        reading: collections.deque[Future[tuple[Tree, Sequence[int]]]] = collections.deque()
         while True:
             for rows, sizes in itertools.islice(own, 1 + max(1, self._size) - len(reading)):
-                reading.append(Reading(self._data, rows, sizes, threads))
+                reading.append(begin_to_read(self._data, rows, sizes, threads))
             if not reading:
                 return
             yield reading.popleft().result()
@@ -224,7 +225,7 @@ class Batches:
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
         """Returns a batch, and what the other processes are told of it."""
-        axes = axes_of_batch(self._config, batch, None)
+        axes = axes_of_batch(self._config, batch)
         found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
         assert found.outline is not None
         return found._replace(outline=(*found.outline, (f"dp.{VERB}", self._plan)))
@@ -236,47 +237,41 @@ def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)
 
 
-class Reading:
-    """A batch that is being read, part by part, by whichever thread comes; the last one makes the batch of them."""
+def begin_to_read(
+    data: Columns | Rows, rows: np.ndarray, sizes: Sequence[int], threads: Threads
+) -> Future[tuple[Tree, Sequence[int]]]:
+    """Lets the threads read a batch part by part; the one that reads the last part makes the batch of them.
 
-    def __init__(self, data: Columns | Rows, rows: np.ndarray, sizes: Sequence[int], threads: Threads) -> None:
-        self._data, self._sizes = data, sizes
-        self._parts: Sequence[Any] = data.parts(rows)
-        self._values: list[Any] = [None] * len(self._parts)
-        self._left, self._lock = len(self._parts), threading.Lock()
-        self._batch: Future[Tree] = Future()
-        if not self._parts:
-            self._batch.set_result(None)
-        for i in range(len(self._parts)):
-            threads.do(self._read, i)
+    Returns what will hold the batch and its sizes, or the exception of the first part that failed.
+    """
+    parts: Sequence[Any] = data.parts(rows)
+    values: list[Any] = [None] * len(parts)
+    errors: dict[int, BaseException] = {}
+    left, lock = len(parts), threading.Lock()
+    batch: Future[tuple[Tree, Sequence[int]]] = Future()
 
-    def result(self) -> tuple[Tree, Sequence[int]]:
-        """Waits for the batch, and returns it and its sizes; raises the exception of the first part that failed."""
-        return self._batch.result(), self._sizes
-
-    def _read(self, i: int) -> None:
+    def read(i: int) -> None:
+        nonlocal left
         try:
-            value = self._data.read(self._parts[i])
+            values[i] = data.read(parts[i])
         except BaseException as error:
-            value = Failed(error)
-        with self._lock:
-            self._values[i], self._left = value, self._left - 1
-            if self._left:
+            errors[i] = error
+        with lock:
+            left -= 1
+            if left:
                 return
         try:
-            for value in self._values:
-                if isinstance(value, Failed):
-                    raise value.error
-            self._batch.set_result(self._data.join(self._values))
+            if errors:
+                raise errors[min(errors)]
+            batch.set_result((data.join(values), sizes))
         except BaseException as error:
-            self._batch.set_exception(error)
+            batch.set_exception(error)
 
-
-class Failed:
-    """What stands for a part that raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    if not parts:
+        batch.set_result((None, sizes))
+    for i in range(len(parts)):
+        threads.do(read, i)
+    return batch
 
 
 class Threads:

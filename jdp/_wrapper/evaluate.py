@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -124,28 +124,21 @@ def _arguments(dp: Wrapper, metrics_fn: Any, arguments: Sequence[Any]) -> tuple[
 _KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its state,", "function": "a function"}
 
 
-class Totals(NamedTuple):
-    """Holds what one batch adds, over all replicas."""
-
-    sums: list[Any]
-    rows: list[Any]
-    forms: Forms
-
-
 def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
-    """Dispatches one batch; returns its `Totals` and the number of its rows, or None where it has none."""
-    axes = axes_of_batch(config, batch, None)
-    one = divide((variables, batch), {}, [], True, [None, 0], VERB)
+    """Dispatches one batch; returns what it adds and the number of its rows, or None where it has none."""
+    axes = axes_of_batch(config, batch)
+    (args, kwargs), nodes = take_nodes(((variables, batch), {}))
+    # No gradient is taken, so that `diff` holds no arrays.
+    division, (diff, held) = divide(args, nodes, [], True, [None, 0], VERB)
     where = None if axes is None else ((axes,), config.dim)
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
-    inputs = split((one.inputs, one.kwargs), how)
+    inputs = split((args[1:], kwargs), how)
     layout = inputs._layout
     rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))
     if not rows:
         return None
-    diff, held = one.replicas  # no gradient is taken, so that diff holds no arrays
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
-    program = _evaluation(config, metrics_fn, one.division)
+    program = _evaluation(config, metrics_fn, division)
     cut, keywords = children(inputs)
     reads: Reads = kept(metrics_fn, "reads", lambda _: {})
     return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
@@ -171,10 +164,10 @@ def _evaluation(config: Config, metrics_fn: Any, division: Division) -> Compiled
 
 
 def _totals(loss: Loss) -> CallOf:
-    """Returns what a replica runs: `((diff, held), *args)` to its `Totals`, whose sums are added over the replicas."""
+    """Returns what a replica runs: `((diff, held), *args)` to `(sums, entries for each row, forms)`."""
 
-    def call_of(signature: Signature, replica: int) -> Callable[..., Totals]:
-        def call(*operands: Any) -> Totals:
+    def call_of(signature: Signature, replica: int) -> Callable[..., tuple[list[Marked], list[Marked], Forms]]:
+        def call(*operands: Any) -> tuple[list[Marked], list[Marked], Forms]:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = enter(before, signature.axis_name)
@@ -182,7 +175,7 @@ def _totals(loss: Loss) -> CallOf:
             size = signature.layout.sizes[replica] if signature.layout.is_cut else 1
             forms, sums, rows = formed(loss, signature, (none, metrics), (diff, values, state), size, float(size))
             entries = [Marked(x, axis) for x, axis in zip(rows, forms.axes, strict=True)]
-            return Totals([Marked(x, None, "sum") for x in sums], entries, forms)
+            return [Marked(x, None, "sum") for x in sums], entries, forms
 
         return call
 
@@ -201,13 +194,13 @@ class _Total:
 
     def add(self, found: Scattered, count: float) -> None:
         """Adds one batch of `count` rows, and waits for it."""
-        totals: Totals = join(found, None)
-        sums, rows = ([np.asarray(x) for x in part] for part in (totals.sums, totals.rows))
-        shapes = list(_metric_shapes(totals.forms, iter(sums), iter(rows)))
+        *arrays, forms = join(found, None)
+        sums, rows = ([np.asarray(x) for x in part] for part in arrays)
+        shapes = list(_metric_shapes(forms, iter(sums), iter(rows)))
         if self._forms is None:
-            self._forms, self._shapes = totals.forms, shapes
+            self._forms, self._shapes = forms, shapes
             self._sums, self._rows = [0] * len(sums), [[] for _ in rows]
-        self._refuse_others(totals.forms, shapes)
+        self._refuse_others(forms, shapes)
         self._count += count
         self._sums = [a + b.astype(_host_dtype(b.dtype)) for a, b in zip(self._sums, sums, strict=True)]
         for entries, x in zip(self._rows, rows, strict=True):

@@ -80,9 +80,10 @@ def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
             return _known_result(dp, *known, stateful)
     if not in_replica():
         return _run(dp, variables, args, kwargs, stateful)
+    module: Any = dp.module
     if config.kind == "linen":
-        return dp.module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
-    return dp.module(variables, *args, **kwargs)
+        return module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
+    return module(variables, *args, **kwargs)
 
 
 def _known_result(dp: Steps, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:

@@ -16,10 +16,9 @@ import numpy as np
 from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
-from .._core.programs import Recent
 from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
-from .._model.config import BatchAxes, Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
+from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
 from .._processes.coordination import DesyncError
 
@@ -100,8 +99,7 @@ class Prefetched(Iterator[Tree]):
 
 def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree) -> Generator[Tree]:
     """Returns the batches, scattered `size` ahead."""
-    own = None if in_axes is None else BatchAxes(in_axes, Recent())
-    convert = _to_numpy(batches)
+    layouts, convert = config.layouts_of(in_axes), _to_numpy(batches)
 
     def host(batch: Tree) -> Tree:
         leaves, treedef = flat(batch, "prefetch", "batch", stop_at_objects)
@@ -109,7 +107,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
     source = map(host, (batch for batch in batches))  # a loader that ends may begin again when it is asked once more
     if not config.mesh.spans_processes:
-        return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, own), size)
+        return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, in_axes, layouts), size)
 
     how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
 
@@ -117,7 +115,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
         if holds_scattered(batch):
             raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
         inputs, nodes = take_objects(config, batch, "prefetch")
-        return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, own)))._replace(nodes=nodes)
+        return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, in_axes)))._replace(nodes=nodes)
 
     return together(map(begin, source), begin, how, size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Columns:
         if any(map(is_scattered, leaves)):
             raise TypeError(f"jdp.{VERB}: data holds a jdp.Scattered; it is cut already. Pass the arrays.")
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
-        how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data, None))
+        how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
         self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
         if not self._layout.is_cut:
@@ -94,21 +94,14 @@ def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
     return np.take(x, rows, axis, out, mode="clip")  # in any other mode numpy fills a buffer first
 
 
-class Row(NamedTuple):
-    """What the rows are like, as the one that was read first is."""
-
-    number: int
-    treedef: Any
-    kinds: list[tuple[np.dtype, tuple[int, ...]]]
-
-
 class Rows:
     """Data that is indexed. A batch has a part for each row, and is stacked of them leaf by leaf."""
 
     def __init__(self, config: Config, data: Any) -> None:
         self._config, self._data = config, data
         self.count: int = _checked_count(data, len(data))
-        self._like: list[Row] = []  # none before one was read
+        # What the rows are like: the number, the treedef, and the dtypes and shapes of the one that was read first.
+        self._first: tuple[int, Any, list[tuple[np.dtype, tuple[int, ...]]]] | None = None
         self._lock = threading.Lock()
 
     def parts(self, rows: np.ndarray) -> Sequence[int]:
@@ -131,28 +124,29 @@ class Rows:
             raise TypeError(f"jdp.{VERB}: data[{number}] is {row!r:.80}; a row holds numbers or arrays. Return them.")
         kinds = [(x.dtype, x.shape) for x in arrays]
         with self._lock:
-            if not self._like:
-                self._like.append(Row(number, treedef, kinds))
-        first = self._like[0]
-        if treedef != first.treedef:
+            if self._first is None:
+                self._first = number, treedef, kinds
+            first, first_treedef, first_kinds = self._first
+        if treedef != first_treedef:
             raise ValueError(
-                f"jdp.{VERB}: data[{number}] is a {treedef}, data[{first.number}] is a {first.treedef}; all rows have "
-                f"the same parts. Make them so."
+                f"jdp.{VERB}: data[{number}] is a {treedef}, data[{first}] is a {first_treedef}; all rows have the "
+                f"same parts. Make them so."
             )
-        for k, (kind, other) in enumerate(zip(kinds, first.kinds, strict=True)):
+        for k, (kind, other) in enumerate(zip(kinds, first_kinds, strict=True)):
             if kind != other:
                 raise ValueError(
-                    f"jdp.{VERB}: {name(k)} is {_text(kind)}, in data[{first.number}] it is {_text(other)}; all rows "
-                    f"have one shape and dtype. Pad or convert it (arrays that are columns go in a tuple or a dict, "
-                    f"not in a list)."
+                    f"jdp.{VERB}: {name(k)} is {_text(kind)}, in data[{first}] it is {_text(other)}; all rows have one "
+                    f"shape and dtype. Pad or convert it (arrays that are columns go in a tuple or a dict, not in a "
+                    f"list)."
                 )
         return arrays
 
     def join(self, parts: Sequence[list[np.ndarray]]) -> Tree:
         """Returns the batch of its rows."""
-        config, treedef = self._config, self._like[0].treedef
+        assert self._first is not None
+        config, (_, treedef, _) = self._config, self._first
         row = treedef.unflatten(parts[0])
-        axes = axes_of_batch(config, row, None)
+        axes = axes_of_batch(config, row)
         axes = [config.dim] * len(parts[0]) if axes is None else axes_of(axes, row, VERB)
         leaves = zip(*parts, strict=True)
         return treedef.unflatten([_stacked(x, axis) for x, axis in zip(leaves, axes, strict=True)])

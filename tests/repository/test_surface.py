@@ -152,14 +152,18 @@ def test_the_signature_of_a_subclass_and_of_a_wrapper_are_their_own():
     [
         (jdp.DataParallel.__init__, data_parallel.WrapperArguments, {"shard_params"}),
         (train_step.train_step, train_step.StepArguments, set()),
-        (value_and_grad.value_and_grad, value_and_grad.GradArguments, set()),
     ],
-    ids=["DataParallel", "train_step", "grad"],
+    ids=["DataParallel", "train_step"],
 )
 def test_the_keywords_that_a_type_checker_knows_are_those_of_the_signature(function, arguments, beside):
     keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     hints = typing.get_type_hints(function)
     assert typing.get_type_hints(arguments) == {p.name: hints[p.name] for p in keywords if p.name not in beside}
+
+
+def test_grad_takes_what_value_and_grad_takes():
+    both, alone = (inspect.signature(one) for one in (value_and_grad.value_and_grad, value_and_grad.grad))
+    assert alone.parameters == both.parameters
 
 
 @pytest.mark.parametrize("name, function", list(public_functions()))
