@@ -168,8 +168,8 @@ _NAP = 1e-3  # seconds between two looks
 
 
 def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
-    """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
-    if not trace_state_clean():
+    """Tells the others, if there are any, that this process has failed at a call; not what fails in all's tracing."""
+    if mesh.exchange is None or not trace_state_clean():
         return
     try:
         finish(begin(mesh, verb, (), None, failure))

@@ -18,8 +18,8 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
-from .replica_mesh import ReplicaMesh, replicated
+from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched
+from .replica_mesh import ReplicaMesh
 from .replicate import all_lie
 from .scatter import filled
 from .scattered import Scattered
@@ -53,7 +53,7 @@ class Ran:
         """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
         run = self.program.run
         if self.waits is None:  # most often JAX has the trace from the first run
-            self.waits = may_deadlock(mesh) and (
+            self.waits = mesh.may_deadlock and (
                 bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
             )
         return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
@@ -80,7 +80,7 @@ class Calls(Recent[Any, Known]):
         ran = known.programs.used(treedef)
         if ran is None or not leaves:
             return None
-        if not all_lie(leaves, replicated(mesh)) if ran.inside is None else _shardings(leaves) != ran.inside:
+        if not all_lie(leaves, mesh.replicated) if ran.inside is None else _shardings(leaves) != ran.inside:
             return None
         return ran, ran.again(mesh, leaves, *(batch if known.arrays is None else [batch[i] for i in known.arrays]))
 
@@ -95,14 +95,14 @@ class Calls(Recent[Any, Known]):
         """Remembers a call that ran with these operands, if scatter and replicate passed its arrays on unchanged."""
         (params, args, kwargs), (replicas, inputs, kw) = call, operands
         mesh = inputs._layout.mesh
-        if mesh.spans_processes or inputs._layout.holds_statics and may_hide(inputs._layout):
+        if not _is_known_by_arrays(inputs._layout):
             return
         key, leaves = known_by(args, kwargs)
         at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
         if key is None or not _are([leaves[i] for i in at], [*inputs._arrays, *kw._arrays]):
             return
         (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
-        lie = all_lie(found, replicated(mesh))
+        lie = all_lie(found, mesh.replicated)
         if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
         known = self.used(key)
@@ -139,7 +139,7 @@ class KnownBatches(Recent[Any, KnownBatch]):
     def remember(self, batch: Tree, scattered: Scattered) -> None:
         """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
         layout = scattered._layout
-        if scattered is batch or layout.mesh.spans_processes or layout.holds_statics and may_hide(layout):
+        if scattered is batch or not _is_known_by_arrays(layout):
             return
         key, leaves = known_by((batch,), {})
         at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
@@ -147,6 +147,11 @@ class KnownBatches(Recent[Any, KnownBatch]):
         same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
         if key is not None and same and is_plain():
             self[key] = KnownBatch(layout, None if len(at) == len(leaves) else at)
+
+
+def _is_known_by_arrays(layout: Layout) -> bool:
+    """Returns True if the arrays of a batch alone tell how it is cut, and with which program it runs."""
+    return not layout.mesh.spans_processes and not may_hide(layout)
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._processes.agree import difference, same_program
-from .._processes.exchange import exchange_of
+from .._processes.agree import difference
 from .._processes.watch import limits
 from .layout import Tree, is_key
 from .programs import dispatch
-from .replica_mesh import ReplicaMesh, outside_of_mesh, replicated
+from .replica_mesh import ReplicaMesh, outside_of_mesh
 
 _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
@@ -65,7 +64,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
     Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
     already are left out. Every process has to call it, and raises the same error.
     """
-    if not mesh.spans_processes:
+    if mesh.exchange is None:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     mine = {
@@ -73,10 +72,9 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
         for path, x in leaves
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     }
-    exchange = exchange_of(mesh.processes)
     all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len({*exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
-        found = difference(exchange.tell(f"{verb} (what differs)", mine, limits.step))
+    if len({*mesh.exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
+        found = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
         raise ValueError(
             f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
             f"{found or 'in another order'}; each device has its part of one value. Make them of one seed on all "
@@ -110,7 +108,7 @@ class Check:
         if (least == ~most).all():
             return
         # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
-        hashes = np.asarray(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(self.own))
+        hashes = np.asarray(jax.jit(lambda x: x, out_shardings=self.mesh.replicated)(self.own))
         found = []
         for i, path in enumerate(self.paths):
             of = dict(zip(self.mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
@@ -149,7 +147,7 @@ def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_ha
     # Not checked: whether the copies are equal is the question.
     program = jax.jit(jax.shard_map(compare, mesh=mesh.jax_mesh, in_specs=of, out_specs=out, check_vma=False))
     # Processes with different trees would wait for each other, each in another collective.
-    return same_program(program, mesh.all_devices, ("tree",)) if mesh.spans_processes else program
+    return mesh.same_program(program, ("tree",))
 
 
 @functools.cache
@@ -169,7 +167,7 @@ def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:
 
 def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
     """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
-    target = replicated(mesh)
+    target = mesh.replicated
     if x.sharding == target or not x.is_fully_replicated:
         return x
     if is_key(x):
@@ -217,7 +215,8 @@ def fingerprint(tree: Tree) -> np.ndarray:
             cut.setdefault(getattr(x.sharding, "mesh", None), []).append(i)
     for mesh, own in cut.items():
         where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found |= dict(zip(own, np.asarray(_hash_all(where)([leaves[i] for i in own])), strict=True))
+        hashes = jax.jit(hash_leaves, out_shardings=where)([leaves[i] for i in own])
+        found |= dict(zip(own, np.asarray(hashes), strict=True))
     return np.array([np.asarray(found[i]) for i in range(len(leaves))], np.uint32).reshape(-1, 2)
 
 
@@ -252,11 +251,6 @@ def hash_words(low: Any, high: Any = None) -> jax.Array:
     # in two. Sums that wrap around do not depend on their order.
     add = lambda s, t: (s[0] + t[0], s[1] + t[1])  # noqa: E731
     return jnp.stack(jax.lax.reduce((a, b), (_ZERO, _ZERO), add, tuple(range(low.ndim))))
-
-
-@functools.cache
-def _hash_all(where: NamedSharding | None) -> Any:
-    return jax.jit(hash_leaves, out_shardings=where)
 
 
 _hash_one = jax.jit(hash_leaf)

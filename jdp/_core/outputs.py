@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import row_traces
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
-from .replica_mesh import HALVES, ReplicaMesh, cut_along
+from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
@@ -214,7 +214,7 @@ class Outputs:
             x = next(cuts)
             x = jnp.moveaxis(x, 0, axis) if axis else x
             # A replica's device has all of the replica's rows, also where the model has cut them over the inner axes.
-            arrays.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, axis)) if mesh.inner_axes else x)
+            arrays.append(jax.lax.with_sharding_constraint(x, mesh.along(axis)) if mesh.inner_axes else x)
             leaves.append(Shard(axis) if rule.scatter is not None else Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, layout.of(self.treedef, leaves))
 

@@ -30,7 +30,7 @@ from .inputs import (
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
 from .programs import SIZES, Recent, capturing
-from .replica_mesh import ReplicaMesh, cut_along, mesh_of, outside_of_mesh
+from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
 
@@ -101,8 +101,7 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
     try:
         batch = prepare(inputs, how)
     except Exception as error:
-        if how.mesh.spans_processes:
-            fail(how.mesh, how.verb, error)
+        fail(how.mesh, how.verb, error)
         raise
     arrays, layout = batch.arrays, batch.layout
     if batch.outline is not None:
@@ -278,7 +277,7 @@ def _look(
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())
                 if how.stacked is not None and how.stacked(x):
                     spec = Stack()
-                elif how.mesh.spans_processes:
+                else:
                     x = _rows_here(x, spec.axis, how, called)
         values.append(x)
         specs.append(spec)
@@ -289,7 +288,7 @@ def _rows_here(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
     """Returns this process's rows of an array: all of them, or of a global one those on its devices."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
-    if not x.sharding.is_equivalent_to(cut_along(how.mesh, axis), x.ndim):
+    if not x.sharding.is_equivalent_to(how.mesh.along(axis), x.ndim):
         raise ValueError(
             f"jdp.{how.verb}: {name()} is an array over several processes, {x.sharding}; what is not cut over the "
             f"replicas along axis {axis} has no rows of this process's own. Pass those as a numpy array."

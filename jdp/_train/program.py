@@ -37,7 +37,6 @@ from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
 from .._model.config import Config
-from .._processes.agree import same_program
 from .compiler_options import CompilerOptions, compiler_options
 from .computation import (
     Computation,
@@ -188,8 +187,7 @@ class Program(Computation):
                 found = jit_of_leaves(self, state, treedef, layout, options)
             else:
                 found = jit_of_state(self, state, layout, options)
-                if layout.mesh.spans_processes:
-                    found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
+                found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
 
@@ -199,8 +197,7 @@ class Program(Computation):
         found = self.compiled.used(key)
         if found is None:
             found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
-            if layout.mesh.spans_processes:
-                found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
+            found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
 
