@@ -21,6 +21,10 @@ Reduce = Literal["primary", "mean", "same", "sum", "summed"]
 """How the replicas' values become one for all: the primary's is kept ("primary"), or their mean ("mean") or sum ("sum")
 is taken. Nothing is done if they are equal ("same"), or are parts of a sum already ("summed")."""
 
+Way = Literal["rows", "sum", "same", "taken"]
+"""How the values of replicas that run one by one become one: they are put together or added, are equal, or the
+primary's is taken."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marked:
@@ -145,6 +149,19 @@ class Outputs:
         """Returns True if what is one for all is the mean over the replicas, weighted by their rows."""
         has_rows = self.layout.is_cut and any(self.layout.rows)
         return rule.reduce == "mean" and has_rows and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+    @property
+    def ways(self) -> list[Way]:
+        """How the replicas' values of each output become one."""
+
+        def way(x: Any, rule: Marked) -> Way:
+            if rule.axis is not None:
+                return "rows"
+            if rule.reduce == "sum" or self.is_mean(x, rule):
+                return "sum"
+            return "same" if rule.reduce == "same" else "taken"
+
+        return [way(x, rule) for x, rule in zip(self.values, self.rules, strict=True)]
 
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
         """Returns, inside the program, the arrays of the device, chunk axis first, and those that are one for all.

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -181,26 +181,19 @@ def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
     return make_mesh(resolve_devices(verb, devices))
 
 
-class OnMesh(Protocol):
-    """A wrapper that runs replicas on a mesh; `replicas` is None unless the user has chosen their number."""
-
-    mesh: ReplicaMesh
-    replicas: int | None
+_on_meshes: weakref.WeakKeyDictionary[Any, tuple[ReplicaMesh, int | None]] = weakref.WeakKeyDictionary()
 
 
-_on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
+def will_run(wrapper: Any, mesh: ReplicaMesh, replicas: int | None) -> None:
+    """Registers a wrapper that runs on a mesh, as long as it lives; the user has chosen `replicas`, or it is None."""
+    _on_meshes[wrapper] = mesh, replicas
 
 
-def will_run(one: OnMesh) -> None:
-    """Registers a wrapper as long as it lives."""
-    _on_meshes.add(one)
-
-
-def replicas_on(mesh: Any) -> tuple[set[int], bool]:
+def replicas_on(jax_mesh: Any) -> tuple[set[int], bool]:
     """Returns the numbers of replicas that wrappers run on a jax mesh, and whether the user chose them."""
-    here = [one for one in list(_on_meshes) if one.mesh.jax_mesh == mesh]
-    chosen = {one.replicas for one in here if one.replicas is not None}
-    return (chosen, True) if chosen else ({one.mesh.size for one in here} or {mesh.size}, False)
+    here = [(mesh, replicas) for mesh, replicas in list(_on_meshes.values()) if mesh.jax_mesh == jax_mesh]
+    chosen = {replicas for _, replicas in here if replicas is not None}
+    return (chosen, True) if chosen else ({mesh.size for mesh, _ in here} or {jax_mesh.size}, False)
 
 
 _NO_MESH = Mesh(np.empty((), object), ())

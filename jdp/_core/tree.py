@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,29 +193,15 @@ def unpacked(vectors: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> 
     return values
 
 
-PartKind = Literal["sum", "taken", "same", "rows"]
-
-
-def _kinds(out: Outputs) -> list[PartKind]:
-    def kind(x: Any, rule: Marked) -> PartKind:
-        if rule.axis is not None:
-            return "rows"
-        if rule.reduce == "sum" or out.is_mean(x, rule):
-            return "sum"
-        return "same" if rule.reduce == "same" else "taken"
-
-    return [kind(x, rule) for x, rule in zip(out.values, out.rules, strict=True)]
-
-
 def _as_parts(out: Outputs) -> Parts:
     parts = Parts([], [], [], [])
     added = []
-    for x, kind, rule in zip(out.values, _kinds(out), out.rules, strict=True):
-        if kind == "sum":
+    for x, way, rule in zip(out.values, out.ways, out.rules, strict=True):
+        if way == "sum":
             added.append(_to_send(x, rule, out.layout))
-        elif kind == "taken":
+        elif way == "taken":
             parts.taken.append(x[None])
-        elif kind == "same":
+        elif way == "same":
             parts.same.append(x)
         else:
             parts.rows.append(x if x.ndim else x[None])
@@ -240,16 +226,16 @@ def _widened(x: Any, dtype: Any) -> Any:
 
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
     """Returns the value of each output, of the parts of all replicas together; None for what is gathered."""
-    kinds, taken, same = _kinds(out), iter(parts.taken), iter(parts.same)
-    each = [*zip(out.values, kinds, out.rules, strict=True)]
-    sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, kind, rule in each if kind == "sum"]))
-    totals = [next(sums) if kind == "sum" else None for kind in kinds]
+    ways, taken, same = out.ways, iter(parts.taken), iter(parts.same)
+    each = [*zip(out.values, ways, out.rules, strict=True)]
+    sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, way, rule in each if way == "sum"]))
+    totals = [next(sums) if way == "sum" else None for way in ways]
     values = []
-    for (x, kind, rule), total in zip(each, totals, strict=True):
-        if kind == "sum":
+    for (x, way, rule), total in zip(each, totals, strict=True):
+        if way == "sum":
             values.append(_finished(total, x.dtype, rule, _divisor(rule, out.layout), totals))
         else:
-            values.append(next(taken)[0] if kind == "taken" else next(same) if kind == "same" else None)
+            values.append(next(taken)[0] if way == "taken" else next(same) if way == "same" else None)
     return values
 
 
@@ -269,7 +255,7 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
 
 def numbers_of_rows(out: Outputs) -> list[int]:
     """Returns the numbers of the outputs that are gathered."""
-    return [i for i, kind in enumerate(_kinds(out)) if kind == "rows"]
+    return [i for i, way in enumerate(out.ways) if way == "rows"]
 
 
 @jax.jit(donate_argnums=0)
@@ -277,24 +263,16 @@ def _add_lists(first: list[Any], second: list[Any]) -> list[Any]:
     return [x + y for x, y in zip(first, second, strict=True)]
 
 
-class Counter:
-    """The sums of replicas that come one after the other, added as one adds to a binary number."""
+def add_replica(waiting: list[tuple[int, list[Any]]], sums: list[Any]) -> None:
+    """Adds a replica's sums to those that came before, as one adds 1 to a binary number.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, list[Any]]] = []  # with the number of replicas in each
-
-    def add(self, sums: list[Any]) -> None:
-        count = 1
-        while self._waiting and self._waiting[-1][0] == count:
-            sums = _add_lists(self._waiting.pop()[1], sums)
-            count *= 2
-        self._waiting.append((count, sums))
-
-    @property
-    def total(self) -> list[Any]:
-        """The sum of all, whose number is a power of two."""
-        ((_, sums),) = self._waiting
-        return sums
+    `waiting` holds sums, each with its number of replicas. Of a power of two of replicas one sum is left in the end.
+    """
+    count = 1
+    while waiting and waiting[-1][0] == count:
+        sums = _add_lists(waiting.pop()[1], sums)
+        count *= 2
+    waiting.append((count, sums))
 
 
 def exchange(mesh: ReplicaMesh, primary: int) -> Any:

@@ -95,7 +95,7 @@ class Config:
         self.per_device: int = 1 if self.replicas is None else self.replicas // self.mesh.size
         self._forget()
         warn_imbalance(self.devices)
-        will_run(self)
+        will_run(self, self.mesh, self.replicas)
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""

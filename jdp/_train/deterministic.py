@@ -22,9 +22,9 @@ from .._core.parallel_apply import CallOf
 from .._core.replica_mesh import ReplicaMesh, make_mesh
 from .._core.scattered import Scattered, unpadded
 from .._core.tree import (
-    Counter,
     Parts,
     Segment,
+    add_replica,
     exchange,
     numbers_of_rows,
     one_replica,
@@ -212,13 +212,13 @@ class Deterministic:
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
         for j, (segment, runs) in enumerate(zip(turn.segments, turn.programs, strict=True)):
             totals = self._together(sums, [[] for _ in sums])[0] if j else sums
-            counters = [Counter() for _ in states]
+            waiting: list[list[tuple[int, list[Any]]]] = [[] for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
                     values = held[d][k] if j else self._operands(state, batch, d, k, turn.pick_own, cotangents[d])
                     mine, held[d][k] = segment.run(runs[d], totals[d], values)
-                    counters[d].add(mine)
-            sums = [counter.total for counter in counters]
+                    add_replica(waiting[d], mine)
+            sums = [total for ((_, total),) in waiting]
         rest = jax.tree.structure(turn.parts._replace(sums=[]))
         axes = tuple(turn.out.rules[i].axis or 0 for i in numbers_of_rows(turn.out))
         kept = [[rest.unflatten(x) for x in own] for own in held]
