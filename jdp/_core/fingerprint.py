@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,14 +31,15 @@ def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
     process has to call it, and raises the same error. Leaves with one copy only are left out.
     """
-    start(tree, mesh, verb).result(verb)
+    start(tree, mesh, verb)(verb)
 
 
 @outside_of_mesh
-def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
+def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callable[[str], None]:
     """Begins the comparison and does not wait for it: one collective, however many leaves.
 
-    The tree may be donated to the next program right away.
+    Returns the function that waits for it, and raises as `check_replicas` does; it takes the verb in errors. The tree
+    may be donated to the next program right away.
     """
     paths, copies = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -47,7 +47,7 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
             paths.append(jax.tree_util.keystr(path) or "the array")
             copies.append(_over(x, mesh))
     if not copies:
-        return Check(mesh, paths, None, None)
+        return lambda verb: None
     specs = tuple(x.sharding.spec for x in copies) if mesh.inner_axes else ()
     if mesh.spans_processes:
         program = _comparison(mesh, specs)
@@ -55,7 +55,7 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
     else:  # a program for each shape compiles faster than one for all leaves
         program, copies = _comparison(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
-    return Check(mesh, paths, extremes, own, specs)
+    return functools.partial(_finish_comparison, mesh, paths, specs, extremes, own)
 
 
 def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
@@ -82,50 +82,44 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A comparison that has been started.
+def _compared(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:
+    """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
+    return [*zip(*mesh.groups, strict=True)] if specs and any(specs[i]) else [mesh.all_devices]
 
-    `extremes` has of each leaf's hashes the least and the complement of the greatest, the same in every process;
-    `own` each device's hashes, on that device.
+
+def _finish_comparison(
+    mesh: ReplicaMesh,
+    paths: Sequence[str],
+    specs: Sequence[PartitionSpec],
+    extremes: jax.Array,
+    own: jax.Array,
+    verb: str,
+) -> None:
+    """Waits for the comparison, and raises as `check_replicas` does.
+
+    `specs` has how each leaf is cut over the devices of a replica; `extremes` has of each leaf's hashes the least and
+    the complement of the greatest, the same in every process; `own` each device's hashes, on that device.
     """
-
-    mesh: ReplicaMesh
-    paths: Sequence[str]
-    extremes: jax.Array | None
-    own: jax.Array | None
-    specs: Sequence[PartitionSpec] = ()  # how each leaf is cut over the devices of a replica
-
-    def _compared(self, i: int) -> Sequence[Sequence[Any]]:
-        """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
-        return [*zip(*self.mesh.groups, strict=True)] if self.specs and any(self.specs[i]) else [self.mesh.all_devices]
-
-    def result(self, verb: str) -> None:
-        """Waits for the comparison, and raises as `check_replicas` does."""
-        if self.extremes is None or self.own is None:
-            return
-        least, most = np.asarray(self.extremes)
-        if (least == ~most).all():
-            return
-        # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
-        hashes = np.asarray(jax.jit(lambda x: x, out_shardings=self.mesh.replicated)(self.own))
-        found = []
-        for i, path in enumerate(self.paths):
-            of = dict(zip(self.mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
-            for devices in self._compared(i):
-                (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
-                odd = [d for d in devices if of[d] != usual]
-                if odd:
-                    found.append(
-                        f"{path} on {_device_names(odd)} is not what it is on {count} of {len(devices)} devices"
-                    )
-        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        raise ValueError(
-            f"jdp.{verb}: of {len(self.paths)} replicated leaves {len(found)} differ: "
-            f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf are equal, bit for bit. Go back to a checkpoint, "
-            f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)); if the cause is not an "
-            f"update that each device made on its own (a seed or batch statistics of its own), the device is suspect."
-        )
+    least, most = np.asarray(extremes)
+    if (least == ~most).all():
+        return
+    # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
+    hashes = np.asarray(jax.jit(lambda x: x, out_shardings=mesh.replicated)(own))
+    found = []
+    for i, path in enumerate(paths):
+        of = dict(zip(mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
+        for devices in _compared(mesh, specs, i):
+            (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
+            odd = [d for d in devices if of[d] != usual]
+            if odd:
+                found.append(f"{path} on {_device_names(odd)} is not what it is on {count} of {len(devices)} devices")
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    raise ValueError(
+        f"jdp.{verb}: of {len(paths)} replicated leaves {len(found)} differ: "
+        f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf are equal, bit for bit. Go back to a checkpoint, "
+        f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)); if the cause is not an "
+        f"update that each device made on its own (a seed or batch statistics of its own), the device is suspect."
+    )
 
 
 @functools.lru_cache(64)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.private import trace_state_clean
-from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
+from .agreement import Outline, begin, fail, layout_of_all, outline_of
 from .devices import Devices, names_of
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
@@ -110,9 +110,9 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
             devices = [d for d in how.mesh.devices for _ in range(how.per_device)]
             sizes = tuple(next(rows[d.process_index], 0) for d in devices)
         else:
-            pending = begin(how.mesh, how.verb, layout.by_device, batch.outline)
+            finish = begin(how.mesh, how.verb, layout.by_device, batch.outline)
             arrays = put_early(batch)
-            sizes = sizes_of_all(finish(pending).sizes, layout, how)
+            sizes = sizes_of_all(finish().sizes, layout, how)
         layout = layout_of_all(layout, how.mesh, sizes)
     return filled(arrays, layout, how.place)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._core.fingerprint import Check, start
+from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Layout, Tree
@@ -81,7 +81,7 @@ class Program(Computation):
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()  # the programs among them that XLA has compiled
         self.steps = 0  # calls so far
-        self.check: Check | None = None  # the comparison under way
+        self.check: Callable[[str], None] | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
 
     def see(self, params: Tree, others: Tree) -> None:
@@ -233,7 +233,7 @@ class Program(Computation):
         # Not read at once, because that waits for the step. All processes read it at the same step.
         if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
             check, self.check = self.check, None
-            check.result("train_step")
+            check("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         replicas, inputs, key = self.operands(state, batch)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
+from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
 from .._core.programs import Recent
@@ -243,7 +243,7 @@ def together(
     """
     last: Prepared | None = None
     mesh, verb = how.mesh, how.verb
-    told: collections.deque[tuple[Prepared | None, list[Any], Pending, BaseException | None]] = collections.deque()
+    told: collections.deque[tuple[Prepared | None, list[Any], Finish, BaseException | None]] = collections.deque()
     failed: BaseException | None = None
     while True:
         while len(told) <= size:  # also after a failure, because the others go on
@@ -254,11 +254,11 @@ def together(
                 failed = error  # it comes after the batches before it, and in all processes then
             rows = (0,) * mesh.own.size if batch is None else batch.layout.by_device
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
-            pending = begin(mesh, verb, rows, outline, failed, never)
-            told.append((batch, [] if batch is None else put_early(batch), pending, failed))
-        batch, arrays, pending, mine = told.popleft()
+            finish = begin(mesh, verb, rows, outline, failed, never)
+            told.append((batch, [] if batch is None else put_early(batch), finish, failed))
+        batch, arrays, finish, mine = told.popleft()
         try:
-            agreed = finish(pending)
+            agreed = finish()
         except DesyncError:
             if mine is not None:
                 raise mine from None
