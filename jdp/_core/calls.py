@@ -127,7 +127,7 @@ def remember_batch(known: Recent[Any, Layout], batch: Tree, scattered: Scattered
 
 def _is_known_by_arrays(layout: Layout) -> bool:
     """Returns True if the arrays of a batch alone tell how it is cut, and with which program it runs."""
-    return not layout.mesh.spans_processes and not may_hide(layout)
+    return not (layout.mesh.spans_processes or layout.holds_statics and may_hide(layout))
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -88,15 +88,14 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     """Gathers each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
-    values = [concrete(x) for x in outputs._arrays]
     if layout.mesh.spans_processes:
         refuse_traced(outputs._arrays, layout.mesh, "gather")
-        pairs = zip(values, layout.arrays, strict=True)
+        pairs = zip(outputs._arrays, layout.arrays, strict=True)
         parts = [x if isinstance(leaf, Shard) else own_part(x, leaf.axis, layout.mesh) for x, leaf in pairs]
         return _join_own(parts, layout.here, device)
     if device == "sharded" and layout.is_even:
         return layout.fill(outputs._arrays)
-    if any(value is None for value in values):
+    if any(concrete(x) is None for x in outputs._arrays):
         return layout.fill(unpadded(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))

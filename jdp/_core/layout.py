@@ -177,9 +177,9 @@ class Layout:
     @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
-        mesh, own = self.mesh.own, self.own
-        if mesh is self.mesh:
+        if self.mesh.exchange is None:
             return self
+        mesh, own = self.mesh.own, self.own
         leaves = tuple(
             Cut(leaf.axis, tuple(leaf.sizes[i] for i in own), leaf.padded) if isinstance(leaf, Cut) else leaf
             for leaf in self.leaves

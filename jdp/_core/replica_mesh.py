@@ -30,7 +30,7 @@ class ReplicaMesh:
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
         *("processes", "spans_processes", "exchange", "own_places", "is_described", "may_deadlock"),
-        *("inside", "replicated", "sums_in_32_bits", "_own"),
+        *("inside", "along", "replicated", "sums_in_32_bits", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -58,7 +58,9 @@ class ReplicaMesh:
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
         self.may_deadlock: bool = len(self.all_devices) > 1 and self.devices[0].platform == "cpu"
         """Whether few programs may be in flight at a time."""
-        self.replicated: NamedSharding = NamedSharding(mesh, PartitionSpec())
+        self.along: Callable[[int | None], NamedSharding] = functools.cache(self._along)
+        """Returns the sharding of an array that is cut over the replicas along an axis; None: replicated."""
+        self.replicated: NamedSharding = self.along(None)
         """The sharding of an array that is replicated over all devices."""
         # XLA's CPU compiler widens sums of 16 bits. If the sum is over a Manual axis of a mesh that also has Auto axes,
         # the compiler crashes, so jdp widens the values itself.
@@ -96,11 +98,9 @@ class ReplicaMesh:
         """Returns the jitted function; several processes compare it before it runs. `roots` names its arguments."""
         return program if self.exchange is None else same_program(program, self.all_devices, roots)
 
-    def along(self, axis: int | None) -> NamedSharding:
-        """Returns the sharding of an array that is cut over the replicas along `axis`; None: replicated."""
-        if axis is None:
-            return self.replicated
-        return NamedSharding(self.jax_mesh, PartitionSpec(*[None] * axis, self.axis_name))
+    def _along(self, axis: int | None) -> NamedSharding:
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis_name)
+        return NamedSharding(self.jax_mesh, spec)
 
     def holds(self, sharding: Any) -> bool:
         """Returns True if each replica holds an array with this sharding: whole, or cut over the replica's devices."""
