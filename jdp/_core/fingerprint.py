@@ -82,7 +82,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
         )
 
 
-def _compared(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:
+def _with_one_value(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:
     """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
     return [*zip(*mesh.groups, strict=True)] if specs and any(specs[i]) else [mesh.all_devices]
 
@@ -108,7 +108,7 @@ def _finish_comparison(
     found = []
     for i, path in enumerate(paths):
         of = dict(zip(mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
-        for devices in _compared(mesh, specs, i):
+        for devices in _with_one_value(mesh, specs, i):
             (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
             odd = [d for d in devices if of[d] != usual]
             if odd:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._jax.jaxprs import axes, env_of, evaluate_eqn, is_sum_over, read
-from .._jax.rewrites import OutOfReach, inlined, with_index
+from .._jax.rewrites import asks_inside_of, inlined, with_index
 from .._jax.segments import Segmented, recomputed, segmented
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
@@ -52,14 +52,15 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
         operands, signature = flatten_call(replicas, inputs, kwargs)
         operands = list(signature.fold_keys(operands, index))
         bodies = trace_bodies(functools.partial(body, signature), operands, signature)
-        try:
-            place = signature.axis_name, index
-            found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
-        except OutOfReach as hidden:
-            raise ValueError(
-                f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
-                f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
-            ) from None
+        place = signature.axis_name, index
+        for one in bodies.values():
+            hidden = asks_inside_of(one.jaxpr, signature.axis_name)
+            if hidden is not None:
+                raise ValueError(
+                    f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
+                    f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
+                )
+        found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         out = weighted(run_body(found, operands, signature, index), index)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out.values]
         return _as_parts(out), dataclasses.replace(out, values=shapes)

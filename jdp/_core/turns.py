@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.rewrites import OutOfReach, over_more, with_index
+from .._jax.rewrites import asks_inside_of, over_more, with_index
 from .layout import Cut, Layout, Stack, is_key
 from .outputs import Marked, Outputs, Way
 from .scattered import Signature
@@ -44,11 +44,10 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
         return run
 
-    if not _meet(bodies, axis_name):
-        try:
-            return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
-        except OutOfReach:  # side by side JAX itself knows a replica's index, in loops too
-            pass
+    # Side by side JAX itself knows a replica's index, in loops too.
+    is_hidden = any(asks_inside_of(body.jaxpr, axis_name) is not None for body in bodies.values())
+    if not is_hidden and not _meet(bodies, axis_name):
+        return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
     return _side_by_side(turn(lambda jaxpr, _: _over_all(jaxpr, axis_name, layout)), chunks, layout)
 
 
