@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,12 @@ _Words = tuple[int, ...]
 _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the digest of a batch
 
 
-class Agreed(NamedTuple):
-    """What all processes know of a batch."""
+Finish = Callable[[], tuple[tuple[int, ...], Outline]]
+"""Waits for the other processes, which are being told of a batch.
 
-    sizes: tuple[int, ...]  # the rows on each device
-    is_over: bool  # no process has a batch any more
-    outline: Outline = ()  # the batch of the others, if this process never had one
-
-
-Finish = Callable[[], Agreed]
-"""Waits for the other processes, which are being told of a batch."""
+Returns the rows on each device, none if no process has a batch any more; and the batch of the others, if this process
+never had one.
+"""
 
 
 def begin(
@@ -77,8 +73,8 @@ def begin(
 
 def _finish(
     group: _Group, call: Call, outline: Outline | None, failure: BaseException | None, gathered: Any, seconds: float
-) -> Agreed:
-    """Waits so long for the other processes, whose words are in `gathered`.
+) -> tuple[tuple[int, ...], Outline]:
+    """Waits so long for the other processes, whose words are in `gathered`; see `Finish`.
 
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
@@ -86,7 +82,7 @@ def _finish(
     here, words = call.exchange.here, _read(group, call, gathered, seconds)
     sizes = tuple(words[:, -2].tolist())
     if words[0, 2] and (words[:, :4] == words[0, :4]).all():  # the same call, and the same batch but for its rows
-        return Agreed(sizes, False)
+        return sizes, ()
     if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
     mesh = group.mesh
@@ -112,7 +108,7 @@ def _finish(
             call.leave(outline)
         if batches[here] == _NEVER_A_BATCH:
             theirs = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
-    return Agreed(sizes, not having, theirs)
+    return sizes if having else (), theirs
 
 
 def _text_of(failure: BaseException) -> str:

@@ -18,7 +18,7 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched
+from .programs import Compiled, Flat, Layouts, Recent, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
 from .replicate import all_lie
 from .scatter import filled
@@ -103,7 +103,7 @@ class Calls(Recent[Any, Recent[Any, Ran]]):
         known[treedef] = Ran(owner, program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
-def known_batch(known: Recent[Any, Layout], batch: Tree) -> Scattered | None:
+def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
     """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""
     if not known or type(batch) is Scattered or not trace_state_clean():
         return None
@@ -114,7 +114,7 @@ def known_batch(known: Recent[Any, Layout], batch: Tree) -> Scattered | None:
     return Scattered(arrays, layout) if layout.is_even else filled(arrays, layout, place=False)
 
 
-def remember_batch(known: Recent[Any, Layout], batch: Tree, scattered: Scattered) -> None:
+def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
     """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
     layout = scattered._layout
     if scattered is batch or not _is_known_by_arrays(layout):

@@ -53,7 +53,7 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callab
         program = _comparison(mesh, specs)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     else:  # a program for each shape compiles faster than one for all leaves
-        program, copies = _comparison(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
+        program, copies = _comparison(mesh, specs, True), [_hash_each(x, mesh, x.sharding.spec) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
     return functools.partial(_finish_comparison, mesh, paths, specs, extremes, own)
 
@@ -144,11 +144,11 @@ def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_ha
     return mesh.same_program(program, ("tree",))
 
 
-@functools.cache
-def _hash_each(mesh: ReplicaMesh, spec: PartitionSpec) -> Any:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _hash_each(x: jax.Array, mesh: ReplicaMesh, spec: PartitionSpec) -> jax.Array:
     """Returns the hashes of what each device has of an array, uint32[devices, 2], each on its device."""
     specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
-    return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs))
+    return jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs)(x)
 
 
 def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:

@@ -138,7 +138,7 @@ def is_plain() -> bool:
 
 
 _settings: Any = jax.config
-# Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
+# Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
 _held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakly, and its store; the last used last
@@ -210,6 +210,9 @@ class Recent(OrderedDict[K, T]):
         while len(self) > SIZES:
             self.popitem(last=False)
 
+
+Layouts = Recent[Any, Layout]
+"""How batches of one door are cut, by what decides it."""
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One

@@ -52,7 +52,7 @@ class ReplicaMesh:
         self.exchange: Exchange | None = exchange_of(self.processes) if self.spans_processes else None
         """How this process tells the others what it does; None if there are no others."""
         here = jax.process_index()
-        self.own_places: tuple[int, ...] = self.places_of(here if self.spans_processes else None)
+        self.own_places: tuple[int, ...] = self.places_of(None if self.exchange is None else here)
         """Which of the groups are this process's; of devices that are only described, all."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
@@ -156,7 +156,7 @@ def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
     found = ReplicaMesh(mesh, axis_name)
     for i, group in enumerate(found.groups):
         processes = sorted({d.process_index for d in group})
-        if len(processes) > 1 and found.spans_processes:
+        if len(processes) > 1 and jax.process_count() > 1:
             raise ValueError(
                 f"jdp.DataParallel: replica {i} of the mesh has devices of the processes "
                 f"{', '.join(map(str, processes))} ({names_of(group)}); each process passes the rows of its own "

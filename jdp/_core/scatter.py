@@ -29,7 +29,7 @@ from .inputs import (
     refuse_rows_of_numbers,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
-from .programs import SIZES, Recent, capturing
+from .programs import SIZES, Layouts, capturing
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
@@ -85,7 +85,7 @@ class Cutting(NamedTuple):
     sizes: Sequence[int] | None = None  # of the chunks; default: torch's rule
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
     # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
-    layouts: Recent[Any, Layout] | None = None
+    layouts: Layouts | None = None
     place: bool = True  # else numpy arrays stay on the host, and the call of the program moves them
     # The number of replicas, if it is fixed. Each process passes the rows of its replicas then, by torch's rule for the
     # batch of all processes. None: one replica for each device, and each process passes the rows that it has.
@@ -112,7 +112,8 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
         else:
             finish = begin(how.mesh, how.verb, layout.by_device, batch.outline)
             arrays = put_early(batch)
-            sizes = sizes_of_all(finish().sizes, layout, how)
+            found, _ = finish()
+            sizes = sizes_of_all(found, layout, how)
         layout = layout_of_all(layout, how.mesh, sizes)
     return filled(arrays, layout, how.place)
 

@@ -44,10 +44,7 @@ from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
 from .row_values import CONST, UNKNOWN, Fault, Kind, OtherTrace, RowValue, collected, constant, prime_power, repeated
 
-
-@functools.cache
-def _symbol() -> Any:
-    return jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
+_SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +57,7 @@ class RowCount:
     @property
     def size(self) -> Any:
         """The number itself. An even one, because a function may take the rows in pairs."""
-        return 2 * self.prime if self.prime else _symbol()
+        return 2 * self.prime if self.prime else _SYMBOL
 
     def power(self, size: Any) -> int | None:
         """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
@@ -68,8 +65,8 @@ class RowCount:
             return prime_power(size, self.prime)
         power = 0
         while not isinstance(size, int):
-            part = size // _symbol()
-            if part * _symbol() != size:
+            part = size // _SYMBOL
+            if part * _SYMBOL != size:
                 return None
             size, power = part, power + 1
         return power

@@ -24,10 +24,10 @@ from .._core.devices import (
     warn_imbalance,
 )
 from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
-from .._core.layout import Layout, Tree, Whole
+from .._core.layout import Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
-from .._core.programs import Compiled, Recent, capturing, kept
+from .._core.programs import Compiled, Layouts, capturing, kept
 from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -100,8 +100,7 @@ class Config:
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
         self._programs: dict[int, Any] = {}  # of each module, as long as it is alive elsewhere
-        self.layouts: Recent[Any, Layout] = Recent()
-        self.batch_layouts: Recent[Any, Layout] = Recent()
+        self.layouts, self.batch_layouts = Layouts(), Layouts()
         self.calls: Calls = Calls()  # that ran, and may go straight to their programs
 
     @property
@@ -335,7 +334,7 @@ class BatchAxes(NamedTuple):
     """The `in_axes` of a door of its own, and the layouts of the batches that were cut by them."""
 
     in_axes: Tree
-    layouts: Recent[Any, Layout]
+    layouts: Layouts
 
 
 def leaf_by_leaf_of(config: Config, batch: Tree, own: BatchAxes | None) -> Tree:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .._core.calls import known_batch, remember_batch
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.programs import Recent, capturing
+from .._core.programs import Layouts, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
@@ -70,7 +70,7 @@ class Step(Generic[Last]):
         options: StepOptions,
         axes: BatchAxes | None,
     ) -> None:
-        self._dp, self._loss_fn, self._axes, self._batches = dp, loss_fn, axes, Recent()
+        self._dp, self._loss_fn, self._axes, self._batches = dp, loss_fn, axes, Layouts()
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._options = options  # as the caller gave them
         self._program = Program(dp._config, loss_of, tx, view, resolved(options, dp._config), label)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._core.layout import Tree
-from .._core.programs import Recent
+from .._core.programs import Layouts
 from .._model.config import BatchAxes, NNXWrapper, OtherWrapper, Wrapper
 from .loss import VERB, checked_criterion
 from .nnx_step import NNXTrainStep
@@ -161,6 +161,6 @@ def train_step(
         way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
     dp._config.refuse_state_axes(VERB)
-    axes = None if in_axes is None else BatchAxes(in_axes, Recent())
+    axes = None if in_axes is None else BatchAxes(in_axes, Layouts())
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
     return kind(dp, loss_fn, tx, options, axes, checked_criterion(criterion, VERB))

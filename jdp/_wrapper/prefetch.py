@@ -16,7 +16,7 @@ import numpy as np
 from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
-from .._core.programs import Recent
+from .._core.programs import Layouts
 from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
 from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import BatchAxes, Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
@@ -100,7 +100,7 @@ class Prefetched(Iterator[Tree]):
 
 def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree) -> Generator[Tree]:
     """Returns the batches, scattered `size` ahead."""
-    own = None if in_axes is None else BatchAxes(in_axes, Recent())
+    own = None if in_axes is None else BatchAxes(in_axes, Layouts())
     convert = _to_numpy(batches)
 
     def host(batch: Tree) -> Tree:
@@ -258,18 +258,18 @@ def together(
             told.append((batch, [] if batch is None else put_early(batch), finish, failed))
         batch, arrays, finish, mine = told.popleft()
         try:
-            agreed = finish()
+            sizes, outline = finish()
         except DesyncError:
             if mine is not None:
                 raise mine from None
             raise
-        if agreed.is_over:
+        if not sizes:
             return
         if batch is None:
-            batch = prepare(without_rows(agreed.outline, verb)) if last is None else _without_rows(last)
+            batch = prepare(without_rows(outline, verb)) if last is None else _without_rows(last)
             arrays = batch.arrays
         last = batch
-        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(agreed.sizes, batch.layout, how)))
+        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(sizes, batch.layout, how)))
         yield put_nodes(leaf_by_leaf(s), batch.nodes)
         del s, arrays  # or this batch would lie on the devices until the next is asked for
 

@@ -30,7 +30,7 @@ begin(mesh, "call", (1, 2, 3), outline)()
 before = kept()
 for k in range(300):
     first, second = (begin(mesh, "call", (k, k + of, 7), outline) for of in (1, 2))  # two under way, as of prefetch
-    assert first().sizes == (k, k + 1, 7) and second().sizes == (k, k + 2, 7)
+    assert first()[0] == (k, k + 1, 7) and second()[0] == (k, k + 2, 7)
 unchanged = before == kept()
 for k in range(100):
     assert group.tell("text", f"text {k}", 5) == {0: f"text {k}"}
