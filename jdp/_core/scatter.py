@@ -129,7 +129,9 @@ class Prepared(NamedTuple):
 
 def prepare(inputs: Tree, how: Cutting) -> Prepared:
     """Looks at a batch: what each leaf is, and how many rows each chunk has."""
-    _refuse_trace(how)
+    several = how.mesh.spans_processes
+    if several and not trace_state_clean() and not capturing():
+        raise ValueError(_called_while_traced(how.verb))
     leaves, treedef = flat(inputs, how.verb, how.root)
     known_by, arrays = _known_by(leaves)
     key = (treedef, *known_by)
@@ -151,7 +153,6 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
     is_cut = any(are_cut)
     refuse_cut_graphs(values, are_cut, treedef, how.verb, how.root)
-    several = how.mesh.spans_processes
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
     mesh, outline = how.mesh, None
     if not agreed:
@@ -201,14 +202,13 @@ def put_early(batch: Prepared) -> list[Any]:
     return jax.device_put(batch.arrays, list(own.shardings))
 
 
-def _refuse_trace(how: Cutting) -> None:
-    """Raises a `ValueError` inside of a transformation, because it would see the rows of one process."""
-    if how.mesh.spans_processes and not trace_state_clean() and not capturing():
-        raise ValueError(
-            f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
-            f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
-            f"dp.value_and_grad and dp.train_step give gradients over all processes."
-        )
+def _called_while_traced(verb: str) -> str:
+    """Returns the error for a call inside of a transformation, which would see the rows of one process."""
+    return (
+        f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
+        f"transformations see one process's program, not the rows of the others. Call it outside of them: "
+        f"dp.value_and_grad and dp.train_step give gradients over all processes."
+    )
 
 
 def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:

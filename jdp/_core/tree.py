@@ -267,7 +267,7 @@ def _add_lists(first: list[Any], second: list[Any]) -> list[Any]:
 def add_replica(waiting: list[tuple[int, list[Any]]], sums: list[Any]) -> None:
     """Adds a replica's sums to those that came before, as one adds 1 to a binary number.
 
-    `waiting` holds sums, each with its number of replicas. Of a power of two of replicas one sum is left in the end.
+    `waiting` holds sums, each with its number of replicas; one is left if the number of all replicas is a power of two.
     """
     count = 1
     while waiting and waiting[-1][0] == count:

@@ -58,8 +58,7 @@ class LossCheck:
 def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
     """Compares the program's loss on its devices with its loss on one device and the whole batch; changes nothing."""
     mesh, options = program.config.mesh, program.options
-    one = mesh.own if mesh.spans_processes else mesh
-    one = make_mesh(one.devices[:1], mesh.axis_name)
+    one = make_mesh(mesh.own.devices[:1], mesh.axis_name)
     # Only the loss is compared, not the placement of its parameters, and not how gradients are sent.
     plain: dict[str, Any] = dict(shard_optimizer=False, shard_params=False, gather_once=False, deterministic=False)
     plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)

@@ -46,7 +46,7 @@ class OnDevices:
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         self.mesh = mesh
-        self.devices: list[Any] = list((mesh.own if mesh.spans_processes else mesh).devices)
+        self.devices: list[Any] = list(mesh.own.devices)
         self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id: the last arrays put together, with their parts
 
     def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
