@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "places-of-derivatives",
         "jdp/_jax/row_places.py",
-        "self.jaxprs(_derivative(e), _derivative(f))",
+        "_read_jaxprs(_derivative(e), _derivative(f), rows, True)",
         "pass",
         "a custom derivative may mix rows",
         ("jax/test_row_places.py::test_what_mixes_rows_is_told",),
@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "known-of-another-module",
         "jdp/_core/calls.py",
-        "if known is None or known.owner is not owner or",
-        "if known is None or",
+        "if ran is None or ran.owner is not owner or",
+        "if ran is None or",
         "a module that takes the place of another is not run",
         ("wrapper/test_known_calls.py::test_a_module_that_takes_the_place_of_another",),
     ),

@@ -175,6 +175,8 @@ def test_a_module_of_the_kernel_is_short(path):
 
 # The most classes in each wing of the kernel: who reads it has to know all of these nouns.
 MOST_CLASSES = {
+    "_jax": 14,
+    "_core": 27,
     "_model": 5,
     "_train": 33,
     "_wrapper": 10,
@@ -193,6 +195,32 @@ def test_a_wing_of_the_kernel_has_few_classes(wing):
     """A new class takes the place of another one, or has a reason that raises the number here."""
     found = classes(wing)
     assert 0 < len(found) <= MOST_CLASSES[wing], "\n".join(found)
+
+
+def lines_with(pattern, paths):
+    """The lines of these files with that in them, except imports."""
+    lines = [line for path in paths for line in (ROOT / path).read_text().splitlines()]
+    return [line for line in lines if re.search(pattern, line) and not re.match(r" *(from|import) ", line)]
+
+
+CACHE = r"lru_cache|@cache|functools\.cache|Weak|Recent|cached_property"
+
+
+@pytest.mark.parametrize(
+    "what, pattern, packages, most",
+    [
+        # What is kept by a key has to be found, bounded and dropped: who reads of one more has to ask when.
+        ("caches", CACHE, KERNEL, 43),
+        ("caches", CACHE, ("_core", "_jax"), 31),
+        # What differs between one process and several is a method of ReplicaMesh, or of what it holds.
+        ("questions", "spans_processes", ("_core",), 15),
+        ("questions", "spans_processes", KERNEL, 25),
+    ],
+)
+def test_what_a_reader_of_the_core_has_to_keep_in_mind(what, pattern, packages, most):
+    """Where one is added, another goes first; where some have gone, the new number is written here."""
+    found = lines_with(pattern, [path for path in IN_KERNEL if path.parts[0] in packages])
+    assert len(found) <= most, f"{len(found)} {what} in {', '.join(packages)}: " + "\n".join(found)
 
 
 def foreign(path, source=None):

@@ -7,8 +7,8 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,23 +31,12 @@ _Words = tuple[int, ...]
 _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the digest of a batch
 
 
-class Pending(NamedTuple):
-    """A batch that the others are being told of."""
+Finish = Callable[[], tuple[tuple[int, ...], Outline]]
+"""Waits for the other processes, which are being told of a batch.
 
-    call: Call
-    outline: Outline | None
-    failure: BaseException | None
-    group: _Group
-    gathered: Any  # a jax.Array, on all devices
-    seconds: float  # that the others may take
-
-
-class Agreed(NamedTuple):
-    """What all processes know of a batch."""
-
-    sizes: tuple[int, ...]  # the rows on each device
-    is_over: bool  # no process has a batch any more
-    outline: Outline = ()  # the batch of the others, if this process never had one
+Returns the rows on each device, none if no process has a batch any more; and the batch of the others, if this process
+never had one.
+"""
 
 
 def begin(
@@ -57,8 +46,8 @@ def begin(
     outline: Outline | None,
     failure: BaseException | None = None,
     never: bool = False,
-) -> Pending:
-    """Begins to tell the other processes about a batch, in a collective; it does not wait for the result.
+) -> Finish:
+    """Begins to tell the other processes about a batch, in a collective; returns the function that waits for them.
 
     Args:
         mesh: the devices of all replicas.
@@ -79,26 +68,26 @@ def begin(
         group.start(verb)
     call = group.exchange.next_call(verb)
     gathered = group.gather(call, tuple((*_call_name(verb), *batch, size) for size in rows), seconds)
-    return Pending(call, outline, failure, group, gathered, seconds)
+    return functools.partial(_finish, group, call, outline, failure, gathered, seconds)
 
 
-def finish(pending: Pending) -> Agreed:
-    """Waits for the other processes.
+def _finish(
+    group: _Group, call: Call, outline: Outline | None, failure: BaseException | None, gathered: Any, seconds: float
+) -> tuple[tuple[int, ...], Outline]:
+    """Waits so long for the other processes, whose words are in `gathered`; see `Finish`.
 
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
     """
-    call, seconds, here = pending.call, pending.seconds, pending.call.exchange.here
-    words = _read(pending)
+    here, words = call.exchange.here, _read(group, call, gathered, seconds)
     sizes = tuple(words[:, -2].tolist())
     if words[0, 2] and (words[:, :4] == words[0, :4]).all():  # the same call, and the same batch but for its rows
-        return Agreed(sizes, False)
+        return sizes, ()
     if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
-    mesh = pending.group.mesh
+    mesh = group.mesh
     batches = {p: tuple(words[mesh.places_of(p)[0], 2:4].tolist()) for p in mesh.processes}
     if _FAILED in batches.values():
-        failure = pending.failure
         texts = call.tell("" if failure is None else _text_of(failure), seconds)
         process = next(p for p, batch in batches.items() if batch == _FAILED)
         raise DesyncError(
@@ -107,19 +96,19 @@ def finish(pending: Pending) -> Agreed:
         )
     having = [p for p, batch in batches.items() if batch not in (_NO_BATCH, _NEVER_A_BATCH)]
     if len({batches[p] for p in having}) > 1:
-        told = call.tell(pending.outline or "", seconds)
+        told = call.tell(outline or "", seconds)
         what = difference({p: dict(told[p]) for p in having})
         raise DesyncError(
             f"jdp.{call.what}: the processes' batches differ: {what or 'in their order'}; the number of rows (*) may "
             f"differ between processes, nothing else. Pass arrays of one shape and dtype."
         )
-    outline: Outline = ()
+    theirs: Outline = ()
     if having and _NEVER_A_BATCH in batches.values():
         if here == having[0]:
-            call.leave(pending.outline)
+            call.leave(outline)
         if batches[here] == _NEVER_A_BATCH:
-            outline = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
-    return Agreed(sizes, not having, outline)
+            theirs = tuple((path, what) for path, what in call.told_by(having[:1], seconds)[having[0]])
+    return sizes if having else (), theirs
 
 
 def _text_of(failure: BaseException) -> str:
@@ -128,23 +117,22 @@ def _text_of(failure: BaseException) -> str:
     return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])
 
 
-def _read(pending: Pending) -> np.ndarray:
+def _read(group: _Group, call: Call, gathered: Any, seconds: float) -> np.ndarray:
     """Returns the words of all devices, once they are there."""
-    call = pending.call
 
-    def is_there(seconds: float) -> bool:
+    def is_there(within: float) -> bool:
         # Not block_until_ready: it handles no signals, and does not look for absent processes.
         began = time.monotonic()
-        while not pending.gathered.is_ready():
+        while not gathered.is_ready():
             waited = time.monotonic() - began
-            if waited > seconds:
+            if waited > within:
                 return False
             time.sleep(min(_NAP, waited / 4))
         return True
 
-    call.wait(is_there, pending.seconds)
+    call.wait(is_there, seconds)
     try:
-        return np.asarray(pending.gathered)[pending.group.places]
+        return np.asarray(gathered)[group.places]
     except jax.errors.JaxRuntimeError as error:
         _raise_absent(call, error)
 
@@ -168,11 +156,11 @@ _NAP = 1e-3  # seconds between two looks
 
 
 def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
-    """Tells the others that this process has failed at a call, but for what fails in the tracing of all."""
-    if not trace_state_clean():
+    """Tells the others, if there are any, that this process has failed at a call; not what fails in all's tracing."""
+    if mesh.exchange is None or not trace_state_clean():
         return
     try:
-        finish(begin(mesh, verb, (), None, failure))
+        begin(mesh, verb, (), None, failure)()
     except RuntimeError:  # a DesyncError too: its own is the one to raise
         pass
 

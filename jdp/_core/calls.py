@@ -18,8 +18,8 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import Compiled, Flat, Recent, dispatch, is_plain, is_watched, may_deadlock
-from .replica_mesh import ReplicaMesh, replicated
+from .programs import Compiled, Flat, Layouts, Recent, dispatch, is_plain, is_watched
+from .replica_mesh import ReplicaMesh
 from .replicate import all_lie
 from .scatter import filled
 from .scattered import Scattered
@@ -32,18 +32,10 @@ Kwargs = Mapping[str, Any]
 
 
 @dataclasses.dataclass(slots=True)
-class Known:
-    """A call that ran: what it takes to run its program again."""
-
-    owner: Any  # the module that ran
-    arrays: list[int] | None  # the indices of the arrays among the leaves of the arguments; None if all are arrays
-    programs: Recent[Any, Ran]  # by the treedef of the parameters
-
-
-@dataclasses.dataclass(slots=True)
 class Ran:
     """A program that ran."""
 
+    owner: Any  # the module that ran
     program: Flat
     inside: Sequence[Any] | None  # the shardings of the parameters, if some are cut inside of the replicas
     extra: Any  # what the door needs to finish a repeated call: for value_and_grad, the division of its arguments
@@ -53,14 +45,14 @@ class Ran:
         """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
         run = self.program.run
         if self.waits is None:  # most often JAX has the trace from the first run
-            self.waits = may_deadlock(mesh) and (
+            self.waits = mesh.may_deadlock and (
                 bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
             )
         return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
 
 
-class Calls(Recent[Any, Known]):
-    """The calls of one door that ran, by what decides how their batches are cut."""
+class Calls(Recent[Any, Recent[Any, Ran]]):
+    """The calls of one door that ran: by what decides how a batch is cut, then by the treedef of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,17 +64,17 @@ class Calls(Recent[Any, Known]):
         """Runs a call like one that ran; returns its program and the result, or None if the call is new."""
         if not self or not trace_state_clean():
             return None
-        key, batch = known_by(args, kwargs)
+        key, arrays = known_by(args, kwargs)
         known = self.used(key)
-        if known is None or known.owner is not owner or not is_plain() or is_watched():
+        if known is None or not is_plain() or is_watched():
             return None
         leaves, treedef = jax.tree.flatten(params)
-        ran = known.programs.used(treedef)
-        if ran is None or not leaves:
+        ran = known.used(treedef)
+        if ran is None or ran.owner is not owner or not leaves:
             return None
-        if not all_lie(leaves, replicated(mesh)) if ran.inside is None else _shardings(leaves) != ran.inside:
+        if not all_lie(leaves, mesh.replicated) if ran.inside is None else _shardings(leaves) != ran.inside:
             return None
-        return ran, ran.again(mesh, leaves, *(batch if known.arrays is None else [batch[i] for i in known.arrays]))
+        return ran, ran.again(mesh, leaves, *arrays)
 
     def remember(
         self,
@@ -95,58 +87,47 @@ class Calls(Recent[Any, Known]):
         """Remembers a call that ran with these operands, if scatter and replicate passed its arrays on unchanged."""
         (params, args, kwargs), (replicas, inputs, kw) = call, operands
         mesh = inputs._layout.mesh
-        if mesh.spans_processes or inputs._layout.holds_statics and may_hide(inputs._layout):
+        if not _is_known_by_arrays(inputs._layout):
             return
-        key, leaves = known_by(args, kwargs)
-        at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
-        if key is None or not _are([leaves[i] for i in at], [*inputs._arrays, *kw._arrays]):
+        key, arrays = known_by(args, kwargs)
+        if key is None or not _are(arrays, [*inputs._arrays, *kw._arrays]):
             return
         (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
-        lie = all_lie(found, replicated(mesh))
+        lie = all_lie(found, mesh.replicated)
         if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
         known = self.used(key)
-        if known is None or known.owner is not owner:
-            known = self[key] = Known(owner, None if len(at) == len(leaves) else at, Recent())
+        if known is None:
+            known = self[key] = Recent()
         inside = None if lie else _shardings(found)
-        known.programs[treedef] = Ran(program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
+        known[treedef] = Ran(owner, program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
 
 
-@dataclasses.dataclass(slots=True)
-class KnownBatch:
-    """A batch whose arrays were passed on unchanged, or padded on the host."""
-
-    layout: Layout
-    arrays: list[int] | None  # the indices of the arrays among the leaves of the batch; None if all are arrays
-
-    def arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the arrays of a batch with these leaves, as the program takes them."""
-        arrays = leaves if self.arrays is None else [leaves[i] for i in self.arrays]
-        return arrays if self.layout.is_even else filled(arrays, self.layout, place=False)._arrays
+def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
+    """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""
+    if not known or type(batch) is Scattered or not trace_state_clean():
+        return None
+    key, arrays = known_by((batch,), {})
+    layout = known.used(key)
+    if layout is None or not is_plain():
+        return None
+    return Scattered(arrays, layout) if layout.is_even else filled(arrays, layout, place=False)
 
 
-class KnownBatches(Recent[Any, KnownBatch]):
-    """The batches of one door whose arrays were passed on unchanged, or padded on the host."""
+def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
+    """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
+    layout = scattered._layout
+    if scattered is batch or not _is_known_by_arrays(layout):
+        return
+    key, arrays = known_by((batch,), {})
+    same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
+    if key is not None and same and is_plain():
+        known[key] = layout
 
-    def again(self, batch: Tree) -> Scattered | None:
-        """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""
-        if not self or type(batch) is Scattered or not trace_state_clean():
-            return None
-        key, leaves = known_by((batch,), {})
-        known = self.used(key)
-        return None if known is None or not is_plain() else Scattered(known.arrays_of(leaves), known.layout)
 
-    def remember(self, batch: Tree, scattered: Scattered) -> None:
-        """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
-        layout = scattered._layout
-        if scattered is batch or layout.mesh.spans_processes or layout.holds_statics and may_hide(layout):
-            return
-        key, leaves = known_by((batch,), {})
-        at = [i for i, x in enumerate(leaves) if type(x) not in _STATICS]
-        arrays = [leaves[i] for i in at]
-        same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
-        if key is not None and same and is_plain():
-            self[key] = KnownBatch(layout, None if len(at) == len(leaves) else at)
+def _is_known_by_arrays(layout: Layout) -> bool:
+    """Returns True if the arrays of a batch alone tell how it is cut, and with which program it runs."""
+    return not (layout.mesh.spans_processes or layout.holds_statics and may_hide(layout))
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -169,25 +150,25 @@ _STATICS = (bool, int, str)
 
 
 def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
-    """Returns `(key, leaves)` of a call: the key tells how the leaves are cut, and holds its bools, ints and strings.
+    """Returns `(key, arrays)` of a call: the key tells how the arrays are cut, and holds its bools, ints and strings.
 
     Returns `(None, [])` if a leaf is of another type (a float, a function, a PRNG key); no such call is remembered.
     """
     key: list[Any] = [len(args)]
-    leaves: list[Any] = []
+    arrays: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
         if type(x) is Scattered:  # cut already; JAX itself looks at the types of a program's arrays
             key.append(x._layout)
             # An array that jax.tree.map has put elsewhere is not one that the program takes.
             key += [getattr(y, "sharding", None) for y in x._arrays]
-            leaves += x._arrays
-        elif not _add_leaves(x, key, leaves):
+            arrays += x._arrays
+        elif not _add_leaves(x, key, arrays):
             return None, []
-    return tuple(key), leaves
+    return tuple(key), arrays
 
 
-def _add_leaves(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
-    """Appends one argument that is no `Scattered` to the key and to the leaves; returns False if a leaf is unusual."""
+def _add_leaves(x: Tree, key: list[Any], arrays: list[Any]) -> bool:
+    """Appends one argument that is no `Scattered` to the key and to the arrays; returns False if a leaf is unusual."""
     if is_deep(x) if type(x) in NESTED else type(x) not in USUAL and isinstance(x, Iterator):
         return False
     try:
@@ -195,14 +176,15 @@ def _add_leaves(x: Tree, key: list[Any], leaves: list[Any]) -> bool:
     except ValueError:  # keys of dicts that do not compare
         return False
     key.append(treedef)
-    leaves += found
     for x in found:
         if type(x) is np.ndarray:
             key += x.dtype, x.shape
         elif type(x) in _STATICS:
             key += type(x), x
+            continue
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer) and not is_key(x):
             key += x.sharding, x.dtype, x.shape
         else:
             return False
+        arrays.append(x)
     return True

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._processes.agree import difference, same_program
-from .._processes.exchange import exchange_of
+from .._processes.agree import difference
 from .._processes.watch import limits
 from .layout import Tree, is_key
 from .programs import dispatch
-from .replica_mesh import ReplicaMesh, outside_of_mesh, replicated
+from .replica_mesh import ReplicaMesh, outside_of_mesh
 
 _NAMED = 3  # so many leaves are named in an error, and as many devices of each
 
@@ -33,14 +31,15 @@ def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
     process has to call it, and raises the same error. Leaves with one copy only are left out.
     """
-    start(tree, mesh, verb).result(verb)
+    start(tree, mesh, verb)(verb)
 
 
 @outside_of_mesh
-def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
+def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callable[[str], None]:
     """Begins the comparison and does not wait for it: one collective, however many leaves.
 
-    The tree may be donated to the next program right away.
+    Returns the function that waits for it, and raises as `check_replicas` does; it takes the verb in errors. The tree
+    may be donated to the next program right away.
     """
     paths, copies = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -48,15 +47,15 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Check:
             paths.append(jax.tree_util.keystr(path) or "the array")
             copies.append(_over(x, mesh))
     if not copies:
-        return Check(mesh, paths, None, None)
+        return lambda verb: None
     specs = tuple(x.sharding.spec for x in copies) if mesh.inner_axes else ()
     if mesh.spans_processes:
         program = _comparison(mesh, specs)
         program = functools.update_wrapper(functools.partial(program, label=verb, names=paths), program)
     else:  # a program for each shape compiles faster than one for all leaves
-        program, copies = _comparison(mesh, specs, True), [_hash_each(mesh, x.sharding.spec)(x) for x in copies]
+        program, copies = _comparison(mesh, specs, True), [_hash_each(x, mesh, x.sharding.spec) for x in copies]
     extremes, own = dispatch(program, mesh, copies)
-    return Check(mesh, paths, extremes, own, specs)
+    return functools.partial(_finish_comparison, mesh, paths, specs, extremes, own)
 
 
 def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
@@ -65,7 +64,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
     Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
     already are left out. Every process has to call it, and raises the same error.
     """
-    if not mesh.spans_processes:
+    if mesh.exchange is None:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     mine = {
@@ -73,10 +72,9 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
         for path, x in leaves
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     }
-    exchange = exchange_of(mesh.processes)
     all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len({*exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
-        found = difference(exchange.tell(f"{verb} (what differs)", mine, limits.step))
+    if len({*mesh.exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
+        found = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
         raise ValueError(
             f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
             f"{found or 'in another order'}; each device has its part of one value. Make them of one seed on all "
@@ -84,50 +82,44 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") 
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A comparison that has been started.
+def _with_one_value(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:
+    """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
+    return [*zip(*mesh.groups, strict=True)] if specs and any(specs[i]) else [mesh.all_devices]
 
-    `extremes` has of each leaf's hashes the least and the complement of the greatest, the same in every process;
-    `own` each device's hashes, on that device.
+
+def _finish_comparison(
+    mesh: ReplicaMesh,
+    paths: Sequence[str],
+    specs: Sequence[PartitionSpec],
+    extremes: jax.Array,
+    own: jax.Array,
+    verb: str,
+) -> None:
+    """Waits for the comparison, and raises as `check_replicas` does.
+
+    `specs` has how each leaf is cut over the devices of a replica; `extremes` has of each leaf's hashes the least and
+    the complement of the greatest, the same in every process; `own` each device's hashes, on that device.
     """
-
-    mesh: ReplicaMesh
-    paths: Sequence[str]
-    extremes: jax.Array | None
-    own: jax.Array | None
-    specs: Sequence[PartitionSpec] = ()  # how each leaf is cut over the devices of a replica
-
-    def _compared(self, i: int) -> Sequence[Sequence[Any]]:
-        """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
-        return [*zip(*self.mesh.groups, strict=True)] if self.specs and any(self.specs[i]) else [self.mesh.all_devices]
-
-    def result(self, verb: str) -> None:
-        """Waits for the comparison, and raises as `check_replicas` does."""
-        if self.extremes is None or self.own is None:
-            return
-        least, most = np.asarray(self.extremes)
-        if (least == ~most).all():
-            return
-        # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
-        hashes = np.asarray(jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(self.own))
-        found = []
-        for i, path in enumerate(self.paths):
-            of = dict(zip(self.mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
-            for devices in self._compared(i):
-                (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
-                odd = [d for d in devices if of[d] != usual]
-                if odd:
-                    found.append(
-                        f"{path} on {_device_names(odd)} is not what it is on {count} of {len(devices)} devices"
-                    )
-        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        raise ValueError(
-            f"jdp.{verb}: of {len(self.paths)} replicated leaves {len(found)} differ: "
-            f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf are equal, bit for bit. Go back to a checkpoint, "
-            f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)); if the cause is not an "
-            f"update that each device made on its own (a seed or batch statistics of its own), the device is suspect."
-        )
+    least, most = np.asarray(extremes)
+    if (least == ~most).all():
+        return
+    # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
+    hashes = np.asarray(jax.jit(lambda x: x, out_shardings=mesh.replicated)(own))
+    found = []
+    for i, path in enumerate(paths):
+        of = dict(zip(mesh.all_devices, map(tuple, hashes[:, i].tolist()), strict=True))
+        for devices in _with_one_value(mesh, specs, i):
+            (usual, count), *_ = collections.Counter(of[d] for d in devices).most_common()
+            odd = [d for d in devices if of[d] != usual]
+            if odd:
+                found.append(f"{path} on {_device_names(odd)} is not what it is on {count} of {len(devices)} devices")
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    raise ValueError(
+        f"jdp.{verb}: of {len(paths)} replicated leaves {len(found)} differ: "
+        f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf are equal, bit for bit. Go back to a checkpoint, "
+        f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)); if the cause is not an "
+        f"update that each device made on its own (a seed or batch statistics of its own), the device is suspect."
+    )
 
 
 @functools.lru_cache(64)
@@ -149,14 +141,14 @@ def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_ha
     # Not checked: whether the copies are equal is the question.
     program = jax.jit(jax.shard_map(compare, mesh=mesh.jax_mesh, in_specs=of, out_specs=out, check_vma=False))
     # Processes with different trees would wait for each other, each in another collective.
-    return same_program(program, mesh.all_devices, ("tree",)) if mesh.spans_processes else program
+    return mesh.same_program(program, ("tree",))
 
 
-@functools.cache
-def _hash_each(mesh: ReplicaMesh, spec: PartitionSpec) -> Any:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _hash_each(x: jax.Array, mesh: ReplicaMesh, spec: PartitionSpec) -> jax.Array:
     """Returns the hashes of what each device has of an array, uint32[devices, 2], each on its device."""
     specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
-    return jax.jit(jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs))
+    return jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs)(x)
 
 
 def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:
@@ -169,7 +161,7 @@ def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:
 
 def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
     """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
-    target = replicated(mesh)
+    target = mesh.replicated
     if x.sharding == target or not x.is_fully_replicated:
         return x
     if is_key(x):
@@ -217,7 +209,8 @@ def fingerprint(tree: Tree) -> np.ndarray:
             cut.setdefault(getattr(x.sharding, "mesh", None), []).append(i)
     for mesh, own in cut.items():
         where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found |= dict(zip(own, np.asarray(_hash_all(where)([leaves[i] for i in own])), strict=True))
+        hashes = jax.jit(hash_leaves, out_shardings=where)([leaves[i] for i in own])
+        found |= dict(zip(own, np.asarray(hashes), strict=True))
     return np.array([np.asarray(found[i]) for i in range(len(leaves))], np.uint32).reshape(-1, 2)
 
 
@@ -252,11 +245,6 @@ def hash_words(low: Any, high: Any = None) -> jax.Array:
     # in two. Sums that wrap around do not depend on their order.
     add = lambda s, t: (s[0] + t[0], s[1] + t[1])  # noqa: E731
     return jnp.stack(jax.lax.reduce((a, b), (_ZERO, _ZERO), add, tuple(range(low.ndim))))
-
-
-@functools.cache
-def _hash_all(where: NamedSharding | None) -> Any:
-    return jax.jit(hash_leaves, out_shardings=where)
 
 
 _hash_one = jax.jit(hash_leaf)

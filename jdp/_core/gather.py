@@ -16,7 +16,7 @@ from .global_arrays import own_part, refuse_traced
 from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
 from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, is_key
 from .programs import SIZES, dispatch
-from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh, replicated
+from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .scatter import Cutting, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
 
@@ -70,8 +70,7 @@ def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tr
     ]
     if all(in_place):
         return join(s, device)
-    if layout.mesh.spans_processes:
-        refuse_traced(s._arrays, "gather")
+    refuse_traced(s._arrays, layout.mesh, "gather")
     own = layout.own
     used = [i for i in layout.used if i in own] or own[:1]
     home = layout.devices[own[0]] if device is None else device
@@ -89,15 +88,14 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     """Gathers each leaf along its own axis."""
     outputs = placed(outputs)
     layout = outputs._layout
-    if device == "sharded" and layout.is_even and not layout.mesh.spans_processes:
-        return layout.fill(outputs._arrays)
-    values = [concrete(x) for x in outputs._arrays]
     if layout.mesh.spans_processes:
-        refuse_traced(outputs._arrays, "gather")
-        pairs = zip(values, layout.arrays, strict=True)
+        refuse_traced(outputs._arrays, layout.mesh, "gather")
+        pairs = zip(outputs._arrays, layout.arrays, strict=True)
         parts = [x if isinstance(leaf, Shard) else own_part(x, leaf.axis, layout.mesh) for x, leaf in pairs]
         return _join_own(parts, layout.here, device)
-    if any(value is None for value in values):
+    if device == "sharded" and layout.is_even:
+        return layout.fill(outputs._arrays)
+    if any(concrete(x) is None for x in outputs._arrays):
         return layout.fill(unpadded(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
@@ -129,7 +127,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
     """Returns an array that device_put brings to one device well."""
     if isinstance(x, Tracer):
-        return x if isinstance(leaf, Whole) else reshard(x, replicated(layout.mesh))
+        return x if isinstance(leaf, Whole) else reshard(x, layout.mesh.replicated)
     if isinstance(leaf, Whole) and x.is_fully_replicated:
         return x.addressable_data(0)  # device_put would read it through the host, and from other processes not at all
     return x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described
 from .layout import Layout, is_key
-from .replica_mesh import ReplicaMesh, cut_along
+from .replica_mesh import ReplicaMesh
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
@@ -46,7 +45,7 @@ def own_part(x: Any, axis: int | None, mesh: ReplicaMesh) -> Any:
     if axis is None:
         return x
     own = mesh.own
-    return _of_shards(x, _shape_over(own, x.shape, axis, mesh), cut_along(own, axis))
+    return _of_shards(x, _shape_over(own, x.shape, axis, mesh), own.along(axis))
 
 
 def _shape_over(mesh: ReplicaMesh, shape: Sequence[int], axis: int | None, before: ReplicaMesh) -> tuple[int, ...]:
@@ -61,9 +60,9 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     hash, once.
     """
     mesh: Any = sharding.mesh
-    if _are_described(mesh):  # nothing can be put there, and explain needs nothing there
+    if is_described(mesh.devices.flat[0]):  # nothing can be put there, and explain needs nothing there
         return x
-    x = own_copies(x, _replicated_sharding(mesh))
+    x = own_copies(x, NamedSharding(mesh, PartitionSpec()))
     if sharding.is_fully_addressable or isinstance(x, Tracer):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -73,7 +72,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     if getattr(x, "dtype", None) is not None and is_key(x):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if sharding.is_fully_replicated:
-        return _of_shards(jax.device_put(x, _replicated_sharding(_own_devices(mesh))), np.shape(x), sharding)
+        return _of_shards(jax.device_put(x, NamedSharding(_own_devices(mesh), PartitionSpec())), np.shape(x), sharding)
     host = np.asarray(x, jnp.result_type(x))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -95,17 +94,6 @@ def own_copies(x: Any, sharding: NamedSharding) -> Any:
     return x
 
 
-@functools.cache
-def _are_described(mesh: Mesh) -> bool:
-    return is_described(mesh.devices.flat[0])
-
-
-@functools.cache
-def _replicated_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
-
-
-@functools.cache
 def _own_devices(mesh: Mesh) -> Mesh:
     """Returns a mesh, of one axis, of this process's devices among those of the mesh."""
     return Mesh(np.array([d for d in mesh.devices.flat if d.process_index == jax.process_index()]), ("own",))
@@ -115,9 +103,9 @@ def _processes(devices: set[Any]) -> set[int]:
     return {d.process_index for d in devices}
 
 
-def refuse_traced(arrays: Sequence[Any], verb: str) -> None:
-    """Raises a `ValueError` for outputs of one process under a transformation, which does not see the others."""
-    if any(isinstance(x, Tracer) for x in arrays):
+def refuse_traced(arrays: Sequence[Any], mesh: ReplicaMesh, verb: str) -> None:
+    """Raises a `ValueError` for outputs of one process of several under a transformation, which sees only these."""
+    if mesh.spans_processes and any(isinstance(x, Tracer) for x in arrays):
         raise ValueError(
             f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
             f"alone; a gradient through them would miss the rows of the other processes. Take it with "

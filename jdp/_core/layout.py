@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .devices import Device
-from .replica_mesh import ReplicaMesh, cut_along
+from .replica_mesh import ReplicaMesh
 
 Tree = Any
 """Any pytree of arrays."""
@@ -157,7 +157,7 @@ class Layout:
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding, ...]:
         """Where each array lies."""
-        return tuple(cut_along(self.mesh, leaf.axis) for leaf in self.arrays)
+        return tuple(self.mesh.along(leaf.axis) for leaf in self.arrays)
 
     @functools.cached_property
     def each(self) -> tuple[Layout, ...]:
@@ -169,17 +169,15 @@ class Layout:
         """The rows on each device."""
         return tuple(np.reshape(self.rows, (-1, self.per_device)).sum(1).tolist())
 
-    @functools.cached_property
+    @property
     def own(self) -> tuple[int, ...]:
         """The replicas on this process's devices; of devices that are only described, all."""
-        if not self.mesh.spans_processes:
-            return tuple(range(len(self.devices)))
-        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+        return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_places)
 
     @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
-        if not self.mesh.spans_processes:
+        if self.mesh.exchange is None:
             return self
         mesh, own = self.mesh.own, self.own
         leaves = tuple(

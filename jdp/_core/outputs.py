@@ -14,12 +14,16 @@ import numpy as np
 from .._jax import row_traces
 from .inputs import is_array, is_sparse, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
-from .replica_mesh import HALVES, ReplicaMesh, cut_along
+from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Scattered
 
 Reduce = Literal["primary", "mean", "same", "sum", "summed"]
 """How the replicas' values become one for all: the primary's is kept ("primary"), or their mean ("mean") or sum ("sum")
 is taken. Nothing is done if they are equal ("same"), or are parts of a sum already ("summed")."""
+
+Way = Literal["rows", "sum", "same", "taken"]
+"""How the values of replicas that run one by one become one: they are put together or added, are equal, or the
+primary's is taken."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +150,19 @@ class Outputs:
         has_rows = self.layout.is_cut and any(self.layout.rows)
         return rule.reduce == "mean" and has_rows and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
+    @property
+    def ways(self) -> list[Way]:
+        """How the replicas' values of each output become one."""
+
+        def way(x: Any, rule: Marked) -> Way:
+            if rule.axis is not None:
+                return "rows"
+            if rule.reduce == "sum" or self.is_mean(x, rule):
+                return "sum"
+            return "same" if rule.reduce == "same" else "taken"
+
+        return [way(x, rule) for x, rule in zip(self.values, self.rules, strict=True)]
+
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
         """Returns, inside the program, the arrays of the device, chunk axis first, and those that are one for all.
 
@@ -214,7 +231,7 @@ class Outputs:
             x = next(cuts)
             x = jnp.moveaxis(x, 0, axis) if axis else x
             # A replica's device has all of the replica's rows, also where the model has cut them over the inner axes.
-            arrays.append(jax.lax.with_sharding_constraint(x, cut_along(mesh, axis)) if mesh.inner_axes else x)
+            arrays.append(jax.lax.with_sharding_constraint(x, mesh.along(axis)) if mesh.inner_axes else x)
             leaves.append(Shard(axis) if rule.scatter is not None else Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, layout.of(self.treedef, leaves))
 

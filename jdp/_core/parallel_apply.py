@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import threading
@@ -259,12 +260,8 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
 _NO_AXES = AbstractMesh((), ())
 
 
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.inside: list[ReplicaMesh | None] = []  # of the replicas that this thread traces, one inside of another
-
-
-_this_thread = _Threads()
+# The meshes of the replicas that this thread traces, one inside of another; None for a replica of one device.
+_inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())
 _lock = threading.Lock()
 _threads_inside = 0
 
@@ -284,16 +281,16 @@ def replica_context(mesh: ReplicaMesh | None = None) -> Iterator[None]:
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
     with _left_out(), jax.sharding.use_abstract_mesh(mesh.inside if mesh and is_grouped else _NO_AXES):
-        _this_thread.inside.append(mesh if is_grouped else None)
+        token = _inside.set((*_inside.get(), mesh if is_grouped else None))
         try:
             yield
         finally:
-            _this_thread.inside.pop()
+            _inside.reset(token)
 
 
 def in_replica() -> bool:
     """Returns True while a replica is traced: one of jdp's, or one of a `shard_map` or a `pmap` of the user's."""
-    return bool(_this_thread.inside) or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return bool(_inside.get()) or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @contextlib.contextmanager
@@ -323,9 +320,9 @@ _of_jax = jax.lax.with_sharding_constraint
 
 @functools.wraps(_of_jax)
 def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _this_thread.inside:
+    if not _inside.get():
         return _of_jax(x, shardings, *args, **kwargs)
-    mesh = _this_thread.inside[-1]
+    mesh = _inside.get()[-1]
     if mesh is None:
         return x
 

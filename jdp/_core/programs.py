@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import operator
 import signal
 import threading
@@ -21,8 +20,6 @@ from typing import Any, TypeVar
 import jax
 
 from .._jax.private import trace_state_clean
-from .._processes.agree import same_program
-from .._processes.exchange import Exchange, exchange_of
 from .layout import Layout, Tree
 from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, concrete
@@ -77,7 +74,7 @@ class Compiled:
             of_trees.__name__ = of_trees.__qualname__ = run.__name__
             program = jax.jit(of_trees, in_shardings=(None, None, *_where(inputs, kwargs)), donate_argnums=0)
             roots = ("donated", "params", "args", "kwargs")
-            found = self.programs[key] = same_program(program, inputs._layout.mesh.all_devices, roots)
+            found = self.programs[key] = inputs._layout.mesh.same_program(program, roots)
         return found
 
     def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
@@ -141,7 +138,7 @@ def is_plain() -> bool:
 
 
 _settings: Any = jax.config
-# Not a WeakKeyDictionary: it compares keys by value, and Linen modules need not be hashable.
+# Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
 _held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakly, and its store; the last used last
@@ -214,6 +211,9 @@ class Recent(OrderedDict[K, T]):
             self.popitem(last=False)
 
 
+Layouts = Recent[Any, Layout]
+"""How batches of one door are cut, by what decides it."""
+
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
@@ -228,7 +228,7 @@ _ALONE = contextlib.nullcontext()
 
 def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
     """Runs `program(*args)`; on several CPU devices it waits for the oldest runs if too many are in flight."""
-    few, exchange = _care(mesh)
+    few, exchange = mesh.may_deadlock, mesh.exchange
     if exchange is not None:
         exchange.come_to(program.__name__)
     with exchange.dispatching() if exchange is not None else _ALONE:
@@ -246,7 +246,7 @@ def dispatch_step(
     program: Callable[..., Any], mesh: ReplicaMesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
 ) -> tuple[S, dict[str, Any]]:
     """Dispatches a training step; its loss stands for the run, because its state is donated to the next step."""
-    few, exchange = _care(mesh)
+    exchange = mesh.exchange
     if exchange is None:
         found = run_and_keep(program, args, keep)
     else:
@@ -254,15 +254,9 @@ def dispatch_step(
         with exchange.dispatching():
             found = run_and_keep(program, args, keep)
         exchange.dispatched(concrete(found[1]["loss"]))
-    if few:
+    if mesh.may_deadlock:
         _wait_for_earlier(program, found[1]["loss"])
     return found
-
-
-@functools.cache
-def _care(mesh: ReplicaMesh) -> tuple[bool, Exchange | None]:
-    """Returns whether only few runs may be in flight, and the exchange that tells the other processes of each."""
-    return may_deadlock(mesh), exchange_of(mesh.processes) if mesh.spans_processes else None
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:
@@ -299,11 +293,6 @@ def _hold_back(number: int, frame: FrameType | None) -> None:
 def _deliver() -> None:
     while len(_held_back) > 1:
         _held_back[0](_SIGINT, _held_back.pop())
-
-
-@functools.cache
-def may_deadlock(mesh: ReplicaMesh) -> bool:
-    return len(mesh.all_devices) > 1 and mesh.devices[0].platform == "cpu"
 
 
 def _wait_for_earlier(program: Any, output: Any) -> None:

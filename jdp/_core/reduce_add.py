@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._processes.agree import same_program
 from .devices import DeviceLike, resolve_output
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
 from .inputs import name_of
 from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch
-from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh, replicated
+from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
@@ -70,8 +69,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             other = next((shape for shape in shapes if shape != shapes[0]), None)
             if other is not None:
                 raise ValueError(_differ(_path_of(s, i), "size", shapes[0], other))
-    if layout.mesh.spans_processes:
-        refuse_traced(s._arrays, "reduce_add")
+    refuse_traced(s._arrays, layout.mesh, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sums_of_leaves(s))
     sums = dispatch(_summing(layout.mesh), layout.mesh, s)
@@ -107,12 +105,12 @@ def _sums_of_leaves(s: Scattered) -> list[Any]:
 
 @jax.jit
 def _sum_everywhere(s: Scattered) -> list[Any]:
-    return [jax.lax.with_sharding_constraint(x, replicated(s._layout.mesh)) for x in _sums_of_leaves(s)]
+    return [jax.lax.with_sharding_constraint(x, s._layout.mesh.replicated) for x in _sums_of_leaves(s)]
 
 
 @functools.cache
 def _summing(mesh: ReplicaMesh) -> Any:
-    return same_program(_sum_everywhere, mesh.all_devices, ("outputs",)) if mesh.spans_processes else _sum_everywhere
+    return mesh.same_program(_sum_everywhere, ("outputs",))
 
 
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
@@ -132,7 +130,7 @@ def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
         if everywhere:
             devices = tuple(dict.fromkeys(d for x in column if (d := device_of(x)) is not None))
             if devices:
-                total = jax.device_put(total, replicated(make_mesh(devices)))
+                total = jax.device_put(total, make_mesh(devices).replicated)
         sums.append(total)
     return jax.tree.unflatten(treedef, sums)
 

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described, trace_state_clean
+from .._processes.agree import same_program
+from .._processes.exchange import Exchange, exchange_of
 from .devices import Device, Devices, names_of, resolve_devices
 
 HALVES = (jnp.bfloat16, jnp.float16)
@@ -27,7 +29,8 @@ class ReplicaMesh:
 
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
-        *("processes", "spans_processes", "is_described", "inside", "sums_in_32_bits", "_own"),
+        *("processes", "spans_processes", "exchange", "own_places", "is_described", "may_deadlock"),
+        *("inside", "along", "replicated", "sums_in_32_bits", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -46,8 +49,19 @@ class ReplicaMesh:
         # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
         self.spans_processes: bool = jax.process_count() > 1 and len(self.processes) > 1
         """Whether other processes hold some of the devices, so that each has rows of its own."""
+        self.exchange: Exchange | None = exchange_of(self.processes) if self.spans_processes else None
+        """How this process tells the others what it does; None if there are no others."""
+        here = jax.process_index()
+        self.own_places: tuple[int, ...] = self.places_of(None if self.exchange is None else here)
+        """Which of the groups are this process's; of devices that are only described, all."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
+        self.may_deadlock: bool = len(self.all_devices) > 1 and self.devices[0].platform == "cpu"
+        """Whether few programs may be in flight at a time."""
+        self.along: Callable[[int | None], NamedSharding] = functools.cache(self._along)
+        """Returns the sharding of an array that is cut over the replicas along an axis; None: replicated."""
+        self.replicated: NamedSharding = self.along(None)
+        """The sharding of an array that is replicated over all devices."""
         # XLA's CPU compiler widens sums of 16 bits. If the sum is over a Manual axis of a mesh that also has Auto axes,
         # the compiler crashes, so jdp widens the values itself.
         self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
@@ -65,13 +79,9 @@ class ReplicaMesh:
     def __deepcopy__(self, memo: Any) -> ReplicaMesh:
         return self
 
-    def places_of(self, process: int) -> tuple[int, ...]:
-        """Returns which of the groups are a process's."""
-        return tuple(i for i, d in enumerate(self.devices) if d.process_index == process)
-
-    @property
-    def own_places(self) -> tuple[int, ...]:
-        return self.places_of(jax.process_index())
+    def places_of(self, process: int | None) -> tuple[int, ...]:
+        """Returns which of the groups are a process's; None: all groups."""
+        return tuple(i for i, d in enumerate(self.devices) if process in (None, d.process_index))
 
     @property
     def own(self) -> ReplicaMesh:
@@ -79,10 +89,18 @@ class ReplicaMesh:
         if self._own is None:
             axis = self.jax_mesh.axis_names.index(self.axis_name)
             self._own = self
-            if self.spans_processes:
+            if self.exchange is not None:
                 own = np.take(self.jax_mesh.devices, self.own_places, axis)
                 self._own = replica_mesh(Mesh(own, self.jax_mesh.axis_names), self.axis_name)
         return self._own
+
+    def same_program(self, program: Any, roots: tuple[str, ...]) -> Any:
+        """Returns the jitted function; several processes compare it before it runs. `roots` names its arguments."""
+        return program if self.exchange is None else same_program(program, self.all_devices, roots)
+
+    def _along(self, axis: int | None) -> NamedSharding:
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis_name)
+        return NamedSharding(self.jax_mesh, spec)
 
     def holds(self, sharding: Any) -> bool:
         """Returns True if each replica holds an array with this sharding: whole, or cut over the replica's devices."""
@@ -106,7 +124,7 @@ class ReplicaMesh:
         How it lies inside of a replica of several devices is left to the compiler.
         """
         if not self.inner_axes:
-            return jax.lax.with_sharding_constraint(x, cut_along(self, axis))
+            return jax.lax.with_sharding_constraint(x, self.along(axis))
         entries = [self.axis_name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
 
@@ -138,7 +156,7 @@ def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
     found = ReplicaMesh(mesh, axis_name)
     for i, group in enumerate(found.groups):
         processes = sorted({d.process_index for d in group})
-        if len(processes) > 1 and found.spans_processes:
+        if len(processes) > 1 and jax.process_count() > 1:
             raise ValueError(
                 f"jdp.DataParallel: replica {i} of the mesh has devices of the processes "
                 f"{', '.join(map(str, processes))} ({names_of(group)}); each process passes the rows of its own "
@@ -163,39 +181,19 @@ def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
     return make_mesh(resolve_devices(verb, devices))
 
 
-@functools.cache
-def cut_along(mesh: ReplicaMesh, axis: int | None) -> NamedSharding:
-    """Returns the sharding of an array that is cut over the replicas along `axis`; None: replicated."""
-    spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_name)
-    return NamedSharding(mesh.jax_mesh, spec)
+_on_meshes: weakref.WeakKeyDictionary[Any, tuple[ReplicaMesh, int | None]] = weakref.WeakKeyDictionary()
 
 
-@functools.cache
-def replicated(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding of an array that is replicated over all devices of the mesh."""
-    return cut_along(mesh, None)
+def will_run(wrapper: Any, mesh: ReplicaMesh, replicas: int | None) -> None:
+    """Registers a wrapper that runs on a mesh, as long as it lives; the user has chosen `replicas`, or it is None."""
+    _on_meshes[wrapper] = mesh, replicas
 
 
-class OnMesh(Protocol):
-    """A wrapper that runs replicas on a mesh; `replicas` is None unless the user has chosen their number."""
-
-    mesh: ReplicaMesh
-    replicas: int | None
-
-
-_on_meshes: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def will_run(one: OnMesh) -> None:
-    """Registers a wrapper as long as it lives."""
-    _on_meshes.add(one)
-
-
-def replicas_on(mesh: Any) -> tuple[set[int], bool]:
+def replicas_on(jax_mesh: Any) -> tuple[set[int], bool]:
     """Returns the numbers of replicas that wrappers run on a jax mesh, and whether the user chose them."""
-    here = [one for one in list(_on_meshes) if one.mesh.jax_mesh == mesh]
-    chosen = {one.replicas for one in here if one.replicas is not None}
-    return (chosen, True) if chosen else ({one.mesh.size for one in here} or {mesh.size}, False)
+    here = [(mesh, replicas) for mesh, replicas in list(_on_meshes.values()) if mesh.jax_mesh == jax_mesh]
+    chosen = {replicas for _, replicas in here if replicas is not None}
+    return (chosen, True) if chosen else ({mesh.size for mesh, _ in here} or {jax_mesh.size}, False)
 
 
 _NO_MESH = Mesh(np.empty((), object), ())

@@ -18,7 +18,7 @@ from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
 from .layout import Tree
 from .programs import capturing
-from .replica_mesh import ReplicaMesh, cut_along, mesh_of, outside_of_mesh, replicated
+from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import concrete, is_scattered, put_all
 from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
 
@@ -66,7 +66,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     gathers it, "whole", or "kept" as it is.
     """
     refuse_deep(tree, verb, "params")
-    target = replicated(mesh)
+    target = mesh.replicated
     if all_lie(jax.tree.leaves(tree), target) or mesh.is_described:
         return tree
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
@@ -94,11 +94,9 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
-    if mesh.spans_processes:
-        refuse_traced([leaves[i] for i in away], verb)
-        moved = [put(leaves[i], target) for i in away]
-    else:
-        moved = put_all([leaves[i] for i in away], [target] * len(away))
+    values = [leaves[i] for i in away]
+    refuse_traced(values, mesh, verb)
+    moved = [put(x, target) for x in values] if mesh.spans_processes else put_all(values, [target] * len(values))
     for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
@@ -124,12 +122,12 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
         if isinstance(x, Tracer) and concrete(x) is None:
             return x  # there is nothing to put anywhere yet
         if cut_axis_of(x, mesh) is None:
-            x = own_copies(x, replicated(mesh))
+            x = own_copies(x, mesh.replicated)
             _check(x, mesh, verb, tree, index, root)
         return x if hasattr(x, "ndim") else jnp.asarray(x)
 
     def place(x: Any) -> Any:
-        target = cut_along(mesh, shard_axis(x, mesh.size))
+        target = mesh.along(shard_axis(x, mesh.size))
         return x if isinstance(x, Tracer) or getattr(x, "sharding", None) == target else put(x, target)
 
     refuse_too_large(tree, mesh, verb, root)
@@ -153,7 +151,7 @@ def all_lie(leaves: list[Any], where: Sharding) -> bool:
 def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
     """Returns True if the arrays of a tree are replicated over the mesh, by whatever name, or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
-    target = replicated(mesh)
+    target = mesh.replicated
     return bool(values) and all(
         isinstance(x, jax.Array)
         and (

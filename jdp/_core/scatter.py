@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._jax.private import trace_state_clean
-from .agreement import Outline, begin, fail, finish, layout_of_all, outline_of
+from .agreement import Outline, begin, fail, layout_of_all, outline_of
 from .devices import Devices, names_of
 from .global_arrays import assemble, global_shapes, own_part
 from .inputs import (
@@ -29,8 +29,8 @@ from .inputs import (
     refuse_rows_of_numbers,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
-from .programs import SIZES, Recent, capturing
-from .replica_mesh import ReplicaMesh, cut_along, mesh_of, outside_of_mesh
+from .programs import SIZES, Layouts, capturing
+from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
 
@@ -85,7 +85,7 @@ class Cutting(NamedTuple):
     sizes: Sequence[int] | None = None  # of the chunks; default: torch's rule
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
     # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
-    layouts: Recent[Any, Layout] | None = None
+    layouts: Layouts | None = None
     place: bool = True  # else numpy arrays stay on the host, and the call of the program moves them
     # The number of replicas, if it is fixed. Each process passes the rows of its replicas then, by torch's rule for the
     # batch of all processes. None: one replica for each device, and each process passes the rows that it has.
@@ -101,8 +101,7 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
     try:
         batch = prepare(inputs, how)
     except Exception as error:
-        if how.mesh.spans_processes:
-            fail(how.mesh, how.verb, error)
+        fail(how.mesh, how.verb, error)
         raise
     arrays, layout = batch.arrays, batch.layout
     if batch.outline is not None:
@@ -111,9 +110,10 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
             devices = [d for d in how.mesh.devices for _ in range(how.per_device)]
             sizes = tuple(next(rows[d.process_index], 0) for d in devices)
         else:
-            pending = begin(how.mesh, how.verb, layout.by_device, batch.outline)
+            finish = begin(how.mesh, how.verb, layout.by_device, batch.outline)
             arrays = put_early(batch)
-            sizes = sizes_of_all(finish(pending).sizes, layout, how)
+            found, _ = finish()
+            sizes = sizes_of_all(found, layout, how)
         layout = layout_of_all(layout, how.mesh, sizes)
     return filled(arrays, layout, how.place)
 
@@ -129,7 +129,9 @@ class Prepared(NamedTuple):
 
 def prepare(inputs: Tree, how: Cutting) -> Prepared:
     """Looks at a batch: what each leaf is, and how many rows each chunk has."""
-    _refuse_trace(how)
+    several = how.mesh.spans_processes
+    if several and not trace_state_clean() and not capturing():
+        raise ValueError(_called_while_traced(how.verb))
     leaves, treedef = flat(inputs, how.verb, how.root)
     known_by, arrays = _known_by(leaves)
     key = (treedef, *known_by)
@@ -151,7 +153,6 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
     is_cut = any(are_cut)
     refuse_cut_graphs(values, are_cut, treedef, how.verb, how.root)
-    several = how.mesh.spans_processes
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
     mesh, outline = how.mesh, None
     if not agreed:
@@ -201,14 +202,13 @@ def put_early(batch: Prepared) -> list[Any]:
     return jax.device_put(batch.arrays, list(own.shardings))
 
 
-def _refuse_trace(how: Cutting) -> None:
-    """Raises a `ValueError` inside of a transformation, because it would see the rows of one process."""
-    if how.mesh.spans_processes and not trace_state_clean() and not capturing():
-        raise ValueError(
-            f"jdp.{how.verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; "
-            f"JAX's transformations see one process's program, not the rows of the others. Call it outside of them: "
-            f"dp.value_and_grad and dp.train_step give gradients over all processes."
-        )
+def _called_while_traced(verb: str) -> str:
+    """Returns the error for a call inside of a transformation, which would see the rows of one process."""
+    return (
+        f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
+        f"transformations see one process's program, not the rows of the others. Call it outside of them: "
+        f"dp.value_and_grad and dp.train_step give gradients over all processes."
+    )
 
 
 def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -278,7 +278,7 @@ def _look(
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())
                 if how.stacked is not None and how.stacked(x):
                     spec = Stack()
-                elif how.mesh.spans_processes:
+                else:
                     x = _rows_here(x, spec.axis, how, called)
         values.append(x)
         specs.append(spec)
@@ -289,7 +289,7 @@ def _rows_here(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
     """Returns this process's rows of an array: all of them, or of a global one those on its devices."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
-    if not x.sharding.is_equivalent_to(cut_along(how.mesh, axis), x.ndim):
+    if not x.sharding.is_equivalent_to(how.mesh.along(axis), x.ndim):
         raise ValueError(
             f"jdp.{how.verb}: {name()} is an array over several processes, {x.sharding}; what is not cut over the "
             f"replicas along axis {axis} has no rows of this process's own. Pass those as a numpy array."

@@ -19,7 +19,7 @@ from .._page import Page, bars, in_notebook, text
 from .devices import Device, names_of
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key, unpad
 from .outline import outline_of_leaf, page_of
-from .replica_mesh import ReplicaMesh, cut_along, replicated
+from .replica_mesh import ReplicaMesh
 
 
 @jax.tree_util.register_pytree_node_class
@@ -182,7 +182,7 @@ def placed(s: Scattered) -> Scattered:
         if mesh.size == 1 and found is not None and _is_there(found, to):
             continue  # a device of its own, which JAX has several names for
         if value is not x:
-            arrays[i] = reshard(jax.device_put(x, replicated(mesh)), to)
+            arrays[i] = reshard(jax.device_put(x, mesh.replicated), to)
         elif isinstance(x, jax.Array) and not x.is_fully_addressable:
             arrays[i] = reshard(x, to)
         else:
@@ -269,7 +269,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
             return of_replica(turn_of(local, leaf, i % layout.per_device, layout.per_device), leaf, i)
-        if layout.mesh.spans_processes:
+        if i not in layout.own:
             raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
                 f"{jax.process_index()}; each sees its own. Pass one of {list(layout.own)}."
@@ -309,7 +309,7 @@ class Signature(NamedTuple):
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        return tuple(cut_along(self.layout.mesh, leaf.axis).spec for leaf in self.leaves)
+        return tuple(self.layout.mesh.along(leaf.axis).spec for leaf in self.leaves)
 
     @property
     def holds_shards(self) -> bool:

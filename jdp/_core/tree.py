@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._jax.jaxprs import axes, env_of, evaluate_eqn, is_sum_over, read
-from .._jax.rewrites import OutOfReach, inlined, with_index
+from .._jax.rewrites import asks_inside_of, inlined, with_index
 from .._jax.segments import Segmented, recomputed, segmented
 from .layout import Layout, Tree, is_key
 from .outputs import Marked, Outputs, divided
@@ -52,14 +52,15 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
         operands, signature = flatten_call(replicas, inputs, kwargs)
         operands = list(signature.fold_keys(operands, index))
         bodies = trace_bodies(functools.partial(body, signature), operands, signature)
-        try:
-            place = signature.axis_name, index
-            found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
-        except OutOfReach as hidden:
-            raise ValueError(
-                f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
-                f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
-            ) from None
+        place = signature.axis_name, index
+        for one in bodies.values():
+            hidden = asks_inside_of(one.jaxpr, signature.axis_name)
+            if hidden is not None:
+                raise ValueError(
+                    f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
+                    f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
+                )
+        found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         out = weighted(run_body(found, operands, signature, index), index)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out.values]
         return _as_parts(out), dataclasses.replace(out, values=shapes)
@@ -193,29 +194,15 @@ def unpacked(vectors: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> 
     return values
 
 
-PartKind = Literal["sum", "taken", "same", "rows"]
-
-
-def _kinds(out: Outputs) -> list[PartKind]:
-    def kind(x: Any, rule: Marked) -> PartKind:
-        if rule.axis is not None:
-            return "rows"
-        if rule.reduce == "sum" or out.is_mean(x, rule):
-            return "sum"
-        return "same" if rule.reduce == "same" else "taken"
-
-    return [kind(x, rule) for x, rule in zip(out.values, out.rules, strict=True)]
-
-
 def _as_parts(out: Outputs) -> Parts:
     parts = Parts([], [], [], [])
     added = []
-    for x, kind, rule in zip(out.values, _kinds(out), out.rules, strict=True):
-        if kind == "sum":
+    for x, way, rule in zip(out.values, out.ways, out.rules, strict=True):
+        if way == "sum":
             added.append(_to_send(x, rule, out.layout))
-        elif kind == "taken":
+        elif way == "taken":
             parts.taken.append(x[None])
-        elif kind == "same":
+        elif way == "same":
             parts.same.append(x)
         else:
             parts.rows.append(x if x.ndim else x[None])
@@ -240,16 +227,16 @@ def _widened(x: Any, dtype: Any) -> Any:
 
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
     """Returns the value of each output, of the parts of all replicas together; None for what is gathered."""
-    kinds, taken, same = _kinds(out), iter(parts.taken), iter(parts.same)
-    each = [*zip(out.values, kinds, out.rules, strict=True)]
-    sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, kind, rule in each if kind == "sum"]))
-    totals = [next(sums) if kind == "sum" else None for kind in kinds]
+    ways, taken, same = out.ways, iter(parts.taken), iter(parts.same)
+    each = [*zip(out.values, ways, out.rules, strict=True)]
+    sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, way, rule in each if way == "sum"]))
+    totals = [next(sums) if way == "sum" else None for way in ways]
     values = []
-    for (x, kind, rule), total in zip(each, totals, strict=True):
-        if kind == "sum":
+    for (x, way, rule), total in zip(each, totals, strict=True):
+        if way == "sum":
             values.append(_finished(total, x.dtype, rule, _divisor(rule, out.layout), totals))
         else:
-            values.append(next(taken)[0] if kind == "taken" else next(same) if kind == "same" else None)
+            values.append(next(taken)[0] if way == "taken" else next(same) if way == "same" else None)
     return values
 
 
@@ -269,7 +256,7 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
 
 def numbers_of_rows(out: Outputs) -> list[int]:
     """Returns the numbers of the outputs that are gathered."""
-    return [i for i, kind in enumerate(_kinds(out)) if kind == "rows"]
+    return [i for i, way in enumerate(out.ways) if way == "rows"]
 
 
 @jax.jit(donate_argnums=0)
@@ -277,24 +264,16 @@ def _add_lists(first: list[Any], second: list[Any]) -> list[Any]:
     return [x + y for x, y in zip(first, second, strict=True)]
 
 
-class Counter:
-    """The sums of replicas that come one after the other, added as one adds to a binary number."""
+def add_replica(waiting: list[tuple[int, list[Any]]], sums: list[Any]) -> None:
+    """Adds a replica's sums to those that came before, as one adds 1 to a binary number.
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, list[Any]]] = []  # with the number of replicas in each
-
-    def add(self, sums: list[Any]) -> None:
-        count = 1
-        while self._waiting and self._waiting[-1][0] == count:
-            sums = _add_lists(self._waiting.pop()[1], sums)
-            count *= 2
-        self._waiting.append((count, sums))
-
-    @property
-    def total(self) -> list[Any]:
-        """The sum of all, whose number is a power of two."""
-        ((_, sums),) = self._waiting
-        return sums
+    `waiting` holds sums, each with its number of replicas; one is left if the number of all replicas is a power of two.
+    """
+    count = 1
+    while waiting and waiting[-1][0] == count:
+        sums = _add_lists(waiting.pop()[1], sums)
+        count *= 2
+    waiting.append((count, sums))
 
 
 def exchange(mesh: ReplicaMesh, primary: int) -> Any:

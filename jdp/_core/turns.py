@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.rewrites import OutOfReach, over_more, with_index
+from .._jax.rewrites import asks_inside_of, over_more, with_index
 from .layout import Cut, Layout, Stack, is_key
-from .outputs import Marked, Outputs
+from .outputs import Marked, Outputs, Way
 from .scattered import Signature
 from .uneven import Bodies, BodyOf, collectives, run_body, trace_bodies
 
@@ -44,11 +44,10 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
         return run
 
-    if not _meet(bodies, axis_name):
-        try:
-            return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
-        except OutOfReach:  # side by side JAX itself knows a replica's index, in loops too
-            pass
+    # Side by side JAX itself knows a replica's index, in loops too.
+    is_hidden = any(asks_inside_of(body.jaxpr, axis_name) is not None for body in bodies.values())
+    if not is_hidden and not _meet(bodies, axis_name):
+        return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
     return _side_by_side(turn(lambda jaxpr, _: _over_all(jaxpr, axis_name, layout)), chunks, layout)
 
 
@@ -78,58 +77,48 @@ def weighted(out: Outputs, index: Any) -> Outputs:
     return dataclasses.replace(out, values=[part(x, rule) for x, rule in zip(out.values, out.rules, strict=True)])
 
 
-class _Way(NamedTuple):
-    """How the values of a device's replicas become one."""
-
-    axis: int | None = None  # along which chunks are put together
-    taken: int | None = None  # the replica whose value it is; where both are None, they are added
-    stacks: bool = True  # whether the values of all are there at a time
-
-    def of(self, x: Any) -> Any:
-        """Makes one value of those of all replicas, which lie along the first axis."""
-        if self.taken is not None:
-            return x[self.taken]
-        if self.axis is None:
-            return x.sum(0, dtype=x.dtype)
-        return x if x.ndim == 1 else jax.lax.collapse(jnp.moveaxis(x, 0, self.axis), self.axis, self.axis + 2)
+def _one_of_all(x: Any, way: Way, rule: Marked, layout: Layout) -> Any:
+    """Makes one value of those of a device's replicas, which lie along the first axis."""
+    if way == "sum":
+        return x.sum(0, dtype=x.dtype)
+    if way == "rows":
+        axis = rule.axis or 0
+        return x if x.ndim == 1 else jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
+    return x[_turn_of_primary(layout)]
 
 
-def _ways(out: Outputs) -> list[_Way]:
-    layout = out.layout
-    primary = layout.used[0] % layout.per_device if layout.used else 0
-
-    def way(x: Any, rule: Marked) -> _Way:
-        if rule.axis is not None:
-            return _Way(axis=rule.axis)
-        if rule.reduce == "sum" or out.is_mean(x, rule):
-            return _Way(stacks=False)
-        return _Way(taken=primary, stacks=is_key(x))  # a loop cannot begin with a key of zeros
-
-    return [way(x, rule) for x, rule in zip(out.values, out.rules, strict=True)]
+def _turn_of_primary(layout: Layout) -> int:
+    return layout.used[0] % layout.per_device if layout.used else 0
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
     """Runs the replicas in a loop, in the memory of one: what is added, or is one replica's, is there once."""
-    numbers = jnp.arange(layout.per_device, dtype=jnp.int32)
+    numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
-    ways = _ways(out)
+    each = [*zip(out.values, out.ways, out.rules, strict=True)]
+    # The others are stacked: what has rows, and keys, because a loop cannot begin with a key of zeros.
+    are_carried = [way == "sum" or way != "rows" and not is_key(x) for x, way, _ in each]
 
     def step(before: list[Any], xs: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
         number, mine = xs
         found, stacked = [], []
         kept = iter(before)
-        for x, way in zip(turn(number, mine).values, ways, strict=True):
-            if way.stacks:
+        for x, way, is_carried in zip(turn(number, mine).values, out.ways, are_carried, strict=True):
+            if not is_carried:
                 stacked.append(x)
-            elif way.taken is None:
+            elif way == "sum":
                 found.append(next(kept) + x)
             else:
-                found.append(jnp.where(number == way.taken, x, next(kept)))
+                found.append(jnp.where(number == primary, x, next(kept)))
         return found, stacked
 
-    start = [jnp.zeros(x.shape, x.dtype) for x, way in zip(out.values, ways, strict=True) if not way.stacks]
+    start = [jnp.zeros(x.shape, x.dtype) for x, is_carried in zip(out.values, are_carried, strict=True) if is_carried]
     kept, stacked = map(iter, jax.lax.scan(step, start, (numbers, chunks)))
-    return dataclasses.replace(out, values=[way.of(next(stacked)) if way.stacks else next(kept) for way in ways])
+    values = [
+        next(kept) if is_carried else _one_of_all(next(stacked), way, rule, layout)
+        for is_carried, (_, way, rule) in zip(are_carried, each, strict=True)
+    ]
+    return dataclasses.replace(out, values=values)
 
 
 _LANES = "jdp_replicas_of_a_device"
@@ -144,8 +133,9 @@ def _side_by_side(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
         return found[-1].values
 
     stacked = jax.vmap(run, axis_name=_LANES)(jnp.arange(layout.per_device, dtype=jnp.int32), chunks)
-    ways = _ways(found[-1])
-    return dataclasses.replace(found[-1], values=[way.of(x) for x, way in zip(stacked, ways, strict=True)])
+    out = found[-1]
+    values = [_one_of_all(x, way, rule, layout) for x, way, rule in zip(stacked, out.ways, out.rules, strict=True)]
+    return dataclasses.replace(out, values=values)
 
 
 def _over_all(jaxpr: Any, axis_name: str, layout: Layout) -> Any:

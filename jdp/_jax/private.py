@@ -26,7 +26,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend
@@ -39,7 +39,6 @@ Tried: nothing public says where it is kept; `nnx.capture` itself sets it, and r
 """
 
 
-@functools.cache
 def _found(module: str, name: str) -> Any:
     """Returns what a module has by this name, dots in it allowed; None where this version has it not."""
     try:
@@ -115,17 +114,12 @@ def is_described(device: Any) -> bool:
     return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
 
 
-class Job(NamedTuple):
-    """What JAX knows of a job of one process."""
-
-    client: Any = None
-    process_id: int = 0
-    num_processes: int = 1
-    coordinator_address: str | None = None
+JOB_OF_ONE = types.SimpleNamespace(client=None, process_id=0, num_processes=1, coordinator_address=None)
+"""What JAX knows of a job of one process."""
 
 
 def job() -> Any:
-    """Returns JAX's own record of a job of several processes, as a `Job`. Without it jdp runs in one process only.
+    """Returns what JAX knows of a job of several processes, as `JOB_OF_ONE` has it. Without it jdp runs in one only.
 
     Tried: `jax.process_index()` and `jax.process_count()` start the backend, which waits for that of every other
     process. For the keys and values of the coordination service there is nothing public;
@@ -143,7 +137,7 @@ def job() -> Any:
             "through which the processes of a job tell each other what they do",
             "Install a version that has it, or run one process.",
         )
-    return Job()
+    return JOB_OF_ONE
 
 
 def found_by_cluster(
@@ -253,7 +247,7 @@ def keep_programs(programs: Any, folder: str) -> bool:
     write = _found("jax._src.compiler", "_cache_write")
     if write is not None:
         # The same function, but every process is process 0 to it.
-        alone = types.SimpleNamespace(global_state=Job())
+        alone = types.SimpleNamespace(global_state=JOB_OF_ONE)
         every = types.FunctionType(write.__code__, {**write.__globals__, "distributed": alone}, write.__name__)
         module = importlib.import_module("jax._src.compiler")
         module._cache_write = every

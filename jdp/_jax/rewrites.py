@@ -102,24 +102,34 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
     return jax.make_jaxpr(lambda *operands: inline(jaxpr, operands))(*[v.aval for v in jaxpr.jaxpr.invars])
 
 
-class OutOfReach(Exception):
-    """What is looked for stands in a loop or in a branch."""
+def _asks(eqn: Any, axis_name: str) -> bool:
+    """Returns True if an equation asks for its place on the axis."""
+    return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
+
+
+def asks_inside_of(jaxpr: Any, axis_name: str) -> str | None:
+    """Returns the name of a loop or a branch that asks for its place on the axis; None if there is none."""
+    for eqn in opened(jaxpr).eqns:
+        bodies = [*inside(eqn)]
+        if not any(_asks(e, axis_name) for body in bodies for e in equations(body)):
+            continue
+        name: str = eqn.primitive.name
+        found = asks_inside_of(bodies[0], axis_name) if name in CALLS else name
+        if found is not None:
+            return found
+    return None
 
 
 def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """Returns the closed jaxpr with `index` as its place on the axis; raises `OutOfReach` if a loop or branch asks."""
-
-    def asks(eqn: Any) -> bool:
-        return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
-
-    if not any(map(asks, equations(jaxpr))):
+    """Returns the closed jaxpr, of which no loop and no branch asks for its place, with `index` as its place."""
+    if not any(_asks(eqn, axis_name) for eqn in equations(jaxpr)):
         return jaxpr
-    flat = inlined(jaxpr, asks, lambda eqn: OutOfReach(eqn.primitive.name))
+    flat = inlined(jaxpr, lambda eqn: _asks(eqn, axis_name), lambda eqn: ValueError(eqn.primitive.name))
 
     def run(*operands: Any) -> list[Any]:
         env = env_of(flat, operands)
         for eqn in flat.jaxpr.eqns:
-            if asks(eqn):
+            if _asks(eqn, axis_name):
                 env[eqn.outvars[0]] = index
             else:
                 evaluate_eqn(eqn, env)

@@ -18,9 +18,7 @@ from jax.core import Tracer
 
 from .jaxprs import CALLS, axes, bind, inside, is_literal, opened, read
 
-
-class Mixed(Exception):
-    """Rows may meet, or change their places."""
+_MIXED = "rows may meet, or change their places"
 
 
 def keeps_places(one: Any, other: Any, rows: tuple[int, int]) -> bool:
@@ -28,8 +26,8 @@ def keeps_places(one: Any, other: Any, rows: tuple[int, int]) -> bool:
     try:
         if one.effects or other.effects:
             return False  # what is printed or called for each row would be for more of them
-        _Pair(rows).jaxprs(one, other)
-    except (Mixed, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
+        _read_jaxprs(one, other, rows)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
         return False  # also where this version of JAX has other parameters than those known here
     return True
 
@@ -51,82 +49,77 @@ class _Eqn(NamedTuple):
     def j(self) -> int:
         """The axis of the first result."""
         if self.outs[0] is None:
-            raise Mixed
+            raise ValueError(_MIXED)
         return self.outs[0]
 
 
-class _Pair:
-    """Two traces of one function, read side by side."""
+def _axis(v: Any, w: Any, rows: tuple[int, int]) -> int | None:
+    """Returns the axis that has rows: the only one where the shapes differ, in proportion to the rows."""
+    a, b = v.aval.shape, w.aval.shape
+    if len(a) != len(b) or v.aval.dtype != w.aval.dtype:
+        raise ValueError(_MIXED)
+    apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if not apart:
+        return None
+    (i,) = apart
+    if a[i] % rows[0] or a[i] // rows[0] * rows[1] != b[i]:
+        raise ValueError(_MIXED)
+    return i
 
-    def __init__(self, rows: tuple[int, int]) -> None:
-        self.rows, self.in_derivative = rows, False
 
-    def axis(self, v: Any, w: Any) -> int | None:
-        """Returns the axis that has rows: the only one where the shapes differ, in proportion to the rows."""
-        a, b = v.aval.shape, w.aval.shape
-        if len(a) != len(b) or v.aval.dtype != w.aval.dtype:
-            raise Mixed
-        apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-        if not apart:
-            return None
-        (i,) = apart
-        if a[i] % self.rows[0] or a[i] // self.rows[0] * self.rows[1] != b[i]:
-            raise Mixed
-        return i
+def _read_jaxprs(one: Any, other: Any, rows: tuple[int, int], in_derivative: bool = False) -> None:
+    """Reads two traces of one function side by side; raises an error where a row may not keep its place."""
+    a, b = opened(one), opened(other)
+    same = dict(zip(a.invars, b.invars, strict=True))
+    same.update(zip(getattr(a, "constvars", ()), getattr(b, "constvars", ()), strict=True))
+    consts = zip(getattr(one, "consts", ()), getattr(other, "consts", ()), strict=True)
+    if not all(_is_same(x, y) for x, y in consts):
+        raise ValueError(_MIXED)
 
-    def jaxprs(self, one: Any, other: Any) -> None:
-        a, b = opened(one), opened(other)
-        same = dict(zip(a.invars, b.invars, strict=True))
-        same.update(zip(getattr(a, "constvars", ()), getattr(b, "constvars", ()), strict=True))
-        consts = zip(getattr(one, "consts", ()), getattr(other, "consts", ()), strict=True)
-        if not all(_is_same(x, y) for x, y in consts):
-            raise Mixed
+    def matches(v: Any, w: Any) -> bool:
+        if is_literal(v) or is_literal(w):
+            return is_literal(v) and is_literal(w) and _is_same(read({}, v), read({}, w))
+        return same[v] is w
 
-        def matches(v: Any, w: Any) -> bool:
-            if is_literal(v) or is_literal(w):
-                return is_literal(v) and is_literal(w) and _is_same(read({}, v), read({}, w))
-            return same[v] is w
+    for e, f in zip(a.eqns, b.eqns, strict=True):
+        if e.primitive is not f.primitive or not all(map(matches, e.invars, f.invars)):
+            raise ValueError(_MIXED)
+        _read_equations(e, f, rows, in_derivative)
+        same.update(zip(e.outvars, f.outvars, strict=True))
+    if not all(map(matches, a.outvars, b.outvars)):
+        raise ValueError(_MIXED)
 
-        for e, f in zip(a.eqns, b.eqns, strict=True):
-            if e.primitive is not f.primitive or not all(map(matches, e.invars, f.invars)):
-                raise Mixed
-            self.equations(e, f)
-            same.update(zip(e.outvars, f.outvars, strict=True))
-        if not all(map(matches, a.outvars, b.outvars)):
-            raise Mixed
 
-    def equations(self, e: Any, f: Any) -> None:
-        name = e.primitive.name.replace("-", "_")
-        ins = [self.axis(v, w) for v, w in zip(e.invars, f.invars, strict=True)]
-        outs = [self.axis(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
-        if name in CALLS or name in _LOOPS:
-            if name == "custom_vjp_call" and any(axis is not None for axis in ins):
-                raise Mixed  # its derivative may do anything with the rows
-            if any(e.params.get(key) != f.params.get(key) for key in _LOOPS.get(name, ())):
-                raise Mixed
-            for pair in zip(inside(e), inside(f), strict=True):
-                self.jaxprs(*pair)
-            if name == "custom_jvp_call" and not self.in_derivative:  # which may call the function itself
-                self.in_derivative = True
-                self.jaxprs(_derivative(e), _derivative(f))
-                self.in_derivative = False
-            return
-        sized = _SIZED.get(name, ())
-        for key in e.params:
-            if key not in sized and not _is_same(e.params[key], f.params[key]):
-                raise Mixed
-        if all(axis is None for axis in (*ins, *outs)):
-            meets = name != "axis_index" and not all(hasattr(axis, "__index__") for axis in axes(e))  # numbers, of axes
-            if meets or any(e.params[key] != f.params[key] for key in sized):
-                raise Mixed
-            return
-        eqn = _Eqn(e.params, [v.aval.shape for v in e.invars], ins, outs)
-        is_made = all(axis is None for axis in ins)
-        rule = (_MADE if is_made else _RULES).get(name)
-        if name.startswith("random_") and not _draws_by_place(e.invars[0].aval, e.outvars[0].aval):
-            raise Mixed
-        if rule is None or not rule(eqn):
-            raise Mixed
+def _read_equations(e: Any, f: Any, rows: tuple[int, int], in_derivative: bool) -> None:
+    name = e.primitive.name.replace("-", "_")
+    ins = [_axis(v, w, rows) for v, w in zip(e.invars, f.invars, strict=True)]
+    outs = [_axis(v, w, rows) for v, w in zip(e.outvars, f.outvars, strict=True)]
+    if name in CALLS or name in _LOOPS:
+        if name == "custom_vjp_call" and any(axis is not None for axis in ins):
+            raise ValueError(_MIXED)  # its derivative may do anything with the rows
+        if any(e.params.get(key) != f.params.get(key) for key in _LOOPS.get(name, ())):
+            raise ValueError(_MIXED)
+        for pair in zip(inside(e), inside(f), strict=True):
+            _read_jaxprs(*pair, rows, in_derivative)
+        if name == "custom_jvp_call" and not in_derivative:  # which may call the function itself
+            _read_jaxprs(_derivative(e), _derivative(f), rows, True)
+        return
+    sized = _SIZED.get(name, ())
+    for key in e.params:
+        if key not in sized and not _is_same(e.params[key], f.params[key]):
+            raise ValueError(_MIXED)
+    if all(axis is None for axis in (*ins, *outs)):
+        meets = name != "axis_index" and not all(hasattr(axis, "__index__") for axis in axes(e))  # numbers, of axes
+        if meets or any(e.params[key] != f.params[key] for key in sized):
+            raise ValueError(_MIXED)
+        return
+    eqn = _Eqn(e.params, [v.aval.shape for v in e.invars], ins, outs)
+    is_made = all(axis is None for axis in ins)
+    rule = (_MADE if is_made else _RULES).get(name)
+    if name.startswith("random_") and not _draws_by_place(e.invars[0].aval, e.outvars[0].aval):
+        raise ValueError(_MIXED)
+    if rule is None or not rule(eqn):
+        raise ValueError(_MIXED)
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -61,10 +61,7 @@ from .row_values import (
     sum_degree,
 )
 
-
-@functools.cache
-def _symbol() -> Any:
-    return jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
+_SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ class RowCount:
     @property
     def size(self) -> Any:
         """The number itself. An even one, because a function may take the rows in pairs."""
-        return 2 * self.prime if self.prime else _symbol()
+        return 2 * self.prime if self.prime else _SYMBOL
 
     def power(self, size: Any) -> int | None:
         """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
@@ -85,8 +82,8 @@ class RowCount:
             return prime_power(size, self.prime)
         power = 0
         while not isinstance(size, int):
-            part = size // _symbol()
-            if part * _symbol() != size:
+            part = size // _SYMBOL
+            if part * _SYMBOL != size:
                 return None
             size, power = part, power + 1
         return power

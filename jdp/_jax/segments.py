@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from .jaxprs import is_literal
 
 
-@dataclasses.dataclass(frozen=True)
 class Segmented:
     """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
 
-    jaxpr: Any
-    segments: list[list[Any]]
-    cuts: list[Any]
-
-    @functools.cached_property
-    def reads(self) -> list[list[Any]]:
+    def __init__(self, jaxpr: Any, segments: list[list[Any]], cuts: list[Any]) -> None:
+        self.jaxpr, self.segments, self.cuts = jaxpr, segments, cuts
+        self.reads: list[list[Any]] = self._reads()
         """The variables that each segment needs and does not make: for itself, and for the cut or the outputs after."""
+        self.later: list[set[Any]] = [set()]
+        """The variables that segments after each one need of those before them."""
+        for reads in self.reads[:0:-1]:
+            self.later.insert(0, self.later[0].union(reads))
+
+    def _reads(self) -> list[list[Any]]:
         found = []
         after = [*(eqn.invars for eqn in self.cuts), self.jaxpr.jaxpr.outvars]
         for eqns, last in zip(self.segments, after, strict=True):
@@ -28,14 +28,6 @@ class Segmented:
             needed = dict.fromkeys(v for v in [*(v for eqn in eqns for v in eqn.invars), *last] if not is_literal(v))
             found.append([v for v in needed if v not in own])
         return found
-
-    @functools.cached_property
-    def later(self) -> list[set[Any]]:
-        """The variables that segments after each one need of those before them."""
-        found = [set[Any]()]
-        for reads in self.reads[:0:-1]:
-            found.append(found[-1].union(reads))
-        return found[::-1]
 
     def keeps(self, j: int) -> list[Any]:
         """Returns the variables that segment j makes and a later segment needs."""
@@ -84,4 +76,4 @@ def recomputed(code: Segmented) -> Segmented:
             add(v)
         return [*found.values()]
 
-    return dataclasses.replace(code, segments=[[*again(j), *eqns] for j, eqns in enumerate(code.segments)])
+    return Segmented(code.jaxpr, [[*again(j), *eqns] for j, eqns in enumerate(code.segments)], code.cuts)

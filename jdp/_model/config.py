@@ -24,10 +24,10 @@ from .._core.devices import (
     warn_imbalance,
 )
 from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
-from .._core.layout import Layout, Tree, Whole
+from .._core.layout import Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
-from .._core.programs import Compiled, Recent, capturing, kept
+from .._core.programs import Compiled, Layouts, capturing, kept
 from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -95,18 +95,17 @@ class Config:
         self.per_device: int = 1 if self.replicas is None else self.replicas // self.mesh.size
         self._forget()
         warn_imbalance(self.devices)
-        will_run(self)
+        will_run(self, self.mesh, self.replicas)
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
         self._programs: dict[int, Any] = {}  # of each module, as long as it is alive elsewhere
-        self.layouts: Recent[Any, Layout] = Recent()
-        self.batch_layouts: Recent[Any, Layout] = Recent()
+        self.layouts, self.batch_layouts = Layouts(), Layouts()
         self.calls: Calls = Calls()  # that ran, and may go straight to their programs
 
-    def layouts_of(self, in_axes: Tree) -> Recent[Any, Layout]:
+    def layouts_of(self, in_axes: Tree) -> Layouts:
         """Returns where a door keeps the layouts of batches that it cuts by its own `in_axes`, or by ours (None)."""
-        return self.batch_layouts if in_axes is None else Recent()
+        return self.batch_layouts if in_axes is None else Layouts()
 
     @property
     def is_described(self) -> bool:
@@ -328,14 +327,14 @@ class NNXWrapper(Wrapper, Protocol):
     def module(self) -> nnx.Module: ...
 
 
-def leaf_by_leaf_of(config: Config, batch: Tree, in_axes: Tree, layouts: Recent[Any, Layout]) -> Tree:
+def leaf_by_leaf_of(config: Config, batch: Tree, in_axes: Tree, layouts: Layouts) -> Tree:
     """Returns a batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
     rows, nodes = scatter_batch(config, batch, "prefetch", in_axes, layouts)
     return placed(rows) if type(batch) is Scattered else put_nodes(leaf_by_leaf(placed(rows)), nodes)
 
 
 def scatter_batch(
-    config: Config, batch: Tree, verb: str, in_axes: Tree, layouts: Recent[Any, Layout]
+    config: Config, batch: Tree, verb: str, in_axes: Tree, layouts: Layouts
 ) -> tuple[Scattered, dict[int, Any]]:
     """Returns one batch, scattered by `in_axes` (None: the wrapper's); `layouts` are those of `config.layouts_of`.
 

@@ -19,7 +19,7 @@ from .._core.inputs import axes_of, is_array, is_unbound_axis
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.parallel_apply import replica_context
-from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
+from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import concrete
 from .._core.shards import refuse_too_large, shard_axis
 
@@ -200,14 +200,14 @@ def init_as_program(
         return init(module, axis_name, rngs, args, kwargs)
 
     # A key may lie on another device.
-    arrays = [x if isinstance(x, Tracer) else put(x, replicated(mesh)) for x in (leaves[i] for i in at)]
+    arrays = [x if isinstance(x, Tracer) else put(x, mesh.replicated) for x in (leaves[i] for i in at)]
     shapes = jax.eval_shape(make, *arrays)
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
     if mesh.inner_axes:
         return jax.jit(make, out_shardings=annotated_shardings(shapes, mesh))(*arrays)
     refuse_too_large(shapes, mesh, "init", "variables")
-    params = jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size)), shapes.get("params", {}))
-    where = {name: params if name == "params" else replicated(mesh) for name in shapes}
+    params = jax.tree.map(lambda x: mesh.along(shard_axis(x, mesh.size)), shapes.get("params", {}))
+    where = {name: params if name == "params" else mesh.replicated for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)
 
 
@@ -216,7 +216,7 @@ def annotated_shardings(variables: Tree, mesh: ReplicaMesh) -> Tree:
 
     def where(path: Any, x: Any) -> NamedSharding:
         if not _is_box(x):
-            return replicated(mesh)
+            return mesh.replicated
         spec = x.get_partition_spec()
         if isinstance(x, linen.LogicallyPartitioned):
             spec = linen.spmd.logical_to_mesh(spec, x.rules or linen.get_logical_axis_rules())
@@ -267,7 +267,7 @@ def _check_key(rngs: Any) -> None:
 
 def place(variables: Tree, mesh: ReplicaMesh) -> Tree:
     """Returns new variables, replicated, wherever `init` made them."""
-    return jax.tree.map(lambda x: x if concrete(x) is None else put(x, replicated(mesh)), variables)
+    return jax.tree.map(lambda x: x if concrete(x) is None else put(x, mesh.replicated), variables)
 
 
 def explain_stacked(error: Exception, params: Tree, n: int) -> None:

@@ -19,12 +19,11 @@ from .._core.global_arrays import put
 from .._core.inputs import USUAL, flat, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
-from .._core.replica_mesh import ReplicaMesh, cut_along
+from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
 from .._jax.jaxprs import LOOP, passed_on
 from .._jax.private import CAPTURES
-from .._processes.agree import same_program
 from .linen import mark_sown, mark_state, sharding_within
 from .sync_batch_norm import sync_nodes
 
@@ -106,13 +105,12 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
 
     def where(path: Any, variable: Any) -> Any:
         is_param = isinstance(variable, nnx.Param)
-        return jax.tree.map(lambda x: cut_along(mesh, shard_axis(x, mesh.size) if is_param else None), variable)
+        return jax.tree.map(lambda x: mesh.along(shard_axis(x, mesh.size) if is_param else None), variable)
 
     target = nnx.map_state(where, state)
     make = jax.jit(lambda: nnx.split(module())[1], out_shardings=target)
-    if mesh.spans_processes:  # a seed of its own would be part of each one's program
-        make = same_program(functools.update_wrapper(make, module), mesh.all_devices, ())
-    return nnx.merge(graph, make())
+    # A seed of its own would be part of each process's program.
+    return nnx.merge(graph, mesh.same_program(functools.update_wrapper(make, module), ())())
 
 
 def put_annotated(state: Tree, mesh: ReplicaMesh) -> Tree:

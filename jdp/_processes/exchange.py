@@ -33,11 +33,12 @@ class Exchange:
         self.processes, self.here = processes, jax.process_index()
         group = "-".join(map(str, processes)) if len(processes) < jax.process_count() else "all"
         self._group = f"jdp/{group}"
-        self._number, self._thread = 0, threading.get_ident()
+        self._number, self._thread = 0, 0  # the thread of the first call
         self._left: collections.deque[str] = collections.deque()
 
     def next_call(self, what: str) -> Call:
         """Begins the next call of the group, which is `what` in this process."""
+        self._thread = self._thread or threading.get_ident()
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 f"jdp.{what}: called from thread {threading.current_thread().name!r}, and the calls before came from "

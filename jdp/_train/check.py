@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.layout import Cut, Layout, Tree, is_key
-from .._core.replica_mesh import ReplicaMesh, make_mesh, replicated
+from .._core.replica_mesh import ReplicaMesh, make_mesh
 from .._core.scattered import Scattered, map_scattered, unpadded
 from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
@@ -164,7 +164,7 @@ def _as_numpy(tree: Tree, mesh: ReplicaMesh) -> Tree:
 def _all_rows_on_one(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
     """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
-    run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=replicated(layout.mesh))
+    run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=layout.mesh.replicated)
     return [x.addressable_data(0) for x in run(list(s._arrays))]
 
 
@@ -180,8 +180,8 @@ def _whole_batch(batch: Scattered, one: ReplicaMesh) -> Scattered:
 
 
 def _on_one(state: TrainState, mesh: ReplicaMesh, one: ReplicaMesh) -> TrainState:
-    whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))(state)
-    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0), replicated(one)), whole)
+    whole = jax.jit(lambda x: x, out_shardings=mesh.replicated)(state)
+    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0), one.replicated), whole)
 
 
 def _traced(program: Program, state: TrainState, batch: Scattered) -> tuple[bool, float]:

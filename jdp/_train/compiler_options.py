@@ -7,7 +7,7 @@ import os
 
 import jax
 
-from .._core.replica_mesh import ReplicaMesh, replicated
+from .._core.replica_mesh import ReplicaMesh
 
 CompilerOptions = dict[str, bool | int]
 # Limits of the bytes that are sent together, a seventh of the gradients. The last of them are sent when nothing is left
@@ -44,7 +44,7 @@ def wanted(n: int, sent: int, gathers: bool = False) -> CompilerOptions:
 @functools.cache
 def _known(mesh: ReplicaMesh, options: tuple[tuple[str, bool | int], ...]) -> bool:
     """Returns True if the compiler knows these options; XLA refuses a program if it does not know one of them."""
-    probe = jax.jit(lambda: 0, out_shardings=replicated(mesh), compiler_options=dict(options))
+    probe = jax.jit(lambda: 0, out_shardings=mesh.replicated, compiler_options=dict(options))
     try:
         probe.lower().compile()
     except jax.errors.JaxRuntimeError as error:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 from .._core.global_arrays import put
 from .._core.layout import Layout, Shard, Tree, Whole
-from .._core.replica_mesh import replicated
 from .._core.scattered import Scattered, trim
 from .._core.shards import as_shards, shard_axis
 from .._jax.pieces import run_over
@@ -70,7 +69,7 @@ class Computation:
 
     def shardings(self, state: TrainState) -> TrainState:
         """Returns the sharding of each part of a state, as a prefix of its tree."""
-        everywhere = cast(Any, replicated(self.config.mesh))
+        everywhere = cast(Any, self.config.mesh.replicated)
         params = opt_state = others = everywhere
         if self.config.mesh.inner_axes:
             params, opt_state, others = self._inside(state)
@@ -87,7 +86,7 @@ class Computation:
         params, of_view, others = self.places
         parts = (state.params, params), (state.opt_state, of_view), (state.state, others)
         first, second, third = (like_params(tree, places, mesh) for tree, places in parts)
-        return first, second, third if others else cast(Any, replicated(mesh))
+        return first, second, third if others else cast(Any, mesh.replicated)
 
     def axis(self, x: Any, n: int) -> int | None:
         """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
-from .._core.replica_mesh import cut_along
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
 from .._model.sync_batch_norm import apart
 from .forms import Forms, SeveralTerms
@@ -275,7 +274,7 @@ def _all_rows(s: Scattered) -> Sequence[Any]:
 
 
 def _constrained(x: Any, axis: int | None, layout: Layout) -> Any:
-    return x if layout.mesh.size == 1 else jax.lax.with_sharding_constraint(x, cut_along(layout.mesh, axis))
+    return x if layout.mesh.size == 1 else jax.lax.with_sharding_constraint(x, layout.mesh.along(axis))
 
 
 def padded(x: Any, leaf: Any, layout: Layout) -> Any:

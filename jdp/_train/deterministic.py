@@ -20,12 +20,12 @@ from jax.sharding import SingleDeviceSharding
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
 from .._core.outputs import Outputs
 from .._core.parallel_apply import CallOf
-from .._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
+from .._core.replica_mesh import ReplicaMesh, make_mesh
 from .._core.scattered import Scattered, unpadded
 from .._core.tree import (
-    Counter,
     Parts,
     Segment,
+    add_replica,
     exchange,
     numbers_of_rows,
     one_replica,
@@ -64,7 +64,7 @@ class OnDevices:
 
     def whole(self, each: Sequence[Sequence[Any]], remember: bool = False) -> list[Any]:
         """Returns replicated arrays, made of each device's copies; `remember` keeps the copies for the next `apart`."""
-        to, parts = replicated(self.mesh), [*map(list, zip(*each, strict=True))]
+        to, parts = self.mesh.replicated, [*map(list, zip(*each, strict=True))]
         arrays = [jax.make_array_from_single_device_arrays(x[0].shape, to, x) for x in parts]
         if remember:
             self._known = {id(x): (x, of_x) for x, of_x in zip(arrays, parts, strict=True)}
@@ -75,7 +75,7 @@ class OnDevices:
         arrays = []
         for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
             shape = tuple(n * self.mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
-            arrays.append(jax.make_array_from_single_device_arrays(shape, cut_along(self.mesh, axis), parts))
+            arrays.append(jax.make_array_from_single_device_arrays(shape, self.mesh.along(axis), parts))
         return arrays
 
 
@@ -131,7 +131,7 @@ class Deterministic:
 
         self._join: Any = jax.jit(join, static_argnums=1)
         self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
-        self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=replicated(layout.mesh))
+        self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=layout.mesh.replicated)
         on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
         self._exchange: Any = exchange(layout.mesh, on_device)
         own = np.reshape(np.array(layout.own, np.int32), (-1, layout.per_device))
@@ -196,13 +196,13 @@ class Deterministic:
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
         for j, (segment, runs) in enumerate(zip(turn.segments, turn.programs, strict=True)):
             totals = self._together(sums, [[] for _ in sums])[0] if j else sums
-            counters = [Counter() for _ in states]
+            waiting: list[list[tuple[int, list[Any]]]] = [[] for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
                     values = held[d][k] if j else self._operands(state, batch, d, k, turn.pick_own, cotangents[d])
                     mine, held[d][k] = segment.run(runs[d], totals[d], values)
-                    counters[d].add(mine)
-            sums = [counter.total for counter in counters]
+                    add_replica(waiting[d], mine)
+            sums = [total for ((_, total),) in waiting]
         rest = jax.tree.structure(turn.parts._replace(sums=[]))
         axes = tuple(turn.out.rules[i].axis or 0 for i in numbers_of_rows(turn.out))
         kept = [[rest.unflatten(x) for x in own] for own in held]

@@ -13,7 +13,6 @@ from .._core.devices import Device
 from .._core.layout import Tree
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
-from .._core.replica_mesh import replicated
 from .._core.scattered import Scattered, Signature
 from .._model.nnx import enter
 from .criterion import Run, pulled
@@ -92,7 +91,7 @@ def report(found: Scattered, params: Tree) -> list[Nonfinite]:
         return []
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     layout = found._layout
-    everywhere = jax.jit(lambda *arrays: arrays, out_shardings=replicated(layout.mesh))
+    everywhere = jax.jit(lambda *arrays: arrays, out_shardings=layout.mesh.replicated)
     flags = [np.asarray(x) for x in everywhere(*found._arrays)]
     starts: dict[int, int] = {}  # by process: the number of the next row in its batch
     entries = []

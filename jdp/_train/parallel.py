@@ -17,7 +17,7 @@ from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_fur
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
-from .._core.programs import Compiled, dispatch, kept, may_deadlock
+from .._core.programs import Compiled, dispatch, kept
 from .._core.replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -260,7 +260,7 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: ReplicaMesh) -> None:
                 f"jdp.{VERB}: {_argument_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
                 f"what is in donate_argnums cannot be used again. Pass what that call returned."
             )
-        if may_deadlock(mesh):  # the queue of calls in flight may hold it, and cannot wait for an array that is freed
+        if mesh.may_deadlock:  # the queue of calls in flight may hold it, and cannot wait for an array that is freed
             x.block_until_ready()
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from .._core.layout import Tree
 from .._core.outputs import path_name
-from .._core.replica_mesh import ReplicaMesh, cut_along, replicated
+from .._core.replica_mesh import ReplicaMesh
 from .._core.replicate import cut_over_replicas
 from .._core.shards import cut_axis_of
 
@@ -23,7 +23,7 @@ def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
 
     def gather(path: Any, x: Any) -> Any:
         with jax.named_scope(f"gather.{path_name(path)}"):
-            return jax.lax.with_sharding_constraint(x, replicated(mesh))
+            return jax.lax.with_sharding_constraint(x, mesh.replicated)
 
     return jax.tree_util.tree_map_with_path(gather, tree)
 
@@ -62,7 +62,7 @@ def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
             shape, found = places.get(names[i:], (None, None))
             if found is not None and shape == jnp.shape(x):
                 return found
-        return replicated(mesh)
+        return mesh.replicated
 
     return jax.tree_util.tree_map_with_path(where, tree)
 
@@ -89,7 +89,7 @@ def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: Axis) -> Tree:
     """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:
-        return cut_along(mesh, axis(x, mesh.size))
+        return mesh.along(axis(x, mesh.size))
 
     return jax.tree.map(where, tree)
 

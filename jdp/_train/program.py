@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._core.fingerprint import Check, start
+from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Layout, Tree
@@ -36,7 +36,6 @@ from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
 from .._model.config import Config
-from .._processes.agree import same_program
 from .compiler_options import CompilerOptions, compiler_options
 from .computation import (
     Computation,
@@ -80,7 +79,7 @@ class Program(Computation):
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self.steps = 0  # calls so far
-        self.check: Check | None = None  # the comparison under way
+        self.check: Callable[[str], None] | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
 
     def see(self, params: Tree, others: Tree) -> None:
@@ -188,8 +187,7 @@ class Program(Computation):
                     found.lower(*args).compile()
             else:
                 found = jit_of_state(self, state, layout, options)
-                if layout.mesh.spans_processes:
-                    found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
+                found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
 
@@ -199,8 +197,7 @@ class Program(Computation):
         found = self.compiled.used(key)
         if found is None:
             found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
-            if layout.mesh.spans_processes:
-                found = same_program(found, layout.mesh.all_devices, ("state", "batch"))
+            found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
 
@@ -236,7 +233,7 @@ class Program(Computation):
         # Not read at once, because that waits for the step. All processes read it at the same step.
         if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
             check, self.check = self.check, None
-            check.result("train_step")
+            check("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         replicas, inputs, key = self.operands(state, batch)

@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.calls import KnownBatches
+from .._core.calls import known_batch, remember_batch
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.programs import capturing
+from .._core.programs import Layouts, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
@@ -70,7 +70,7 @@ class Step(Generic[Last]):
         options: StepOptions,
         in_axes: Tree,
     ) -> None:
-        self._dp, self._loss_fn, self._batches = dp, loss_fn, KnownBatches()
+        self._dp, self._loss_fn, self._batches = dp, loss_fn, Layouts()
         self._in_axes, self._layouts = in_axes, dp._config.layouts_of(in_axes)
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._options = options  # as the caller gave them
@@ -117,7 +117,7 @@ class Step(Generic[Last]):
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """Returns the batch, cut, and the NNX objects in it."""
-        known = self._batches.again(batch)
+        known = known_batch(self._batches, batch)
         if known is not None:
             return known, []
         config = self._program.config
@@ -125,7 +125,7 @@ class Step(Generic[Last]):
         scattered, objects = scatter_batch(config, batch, VERB, self._in_axes, self._layouts)
         refuse_no_rows(VERB, scattered)
         if not objects:
-            self._batches.remember(batch, scattered)
+            remember_batch(self._batches, batch, scattered)
         return scattered, list(objects.values())
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.agreement import Pending, begin, finish, layout_of_all, without_rows
+from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
 from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
@@ -241,7 +241,7 @@ def together(
     """
     last: Prepared | None = None
     mesh, verb = how.mesh, how.verb
-    told: collections.deque[tuple[Prepared | None, list[Any], Pending, BaseException | None]] = collections.deque()
+    told: collections.deque[tuple[Prepared | None, list[Any], Finish, BaseException | None]] = collections.deque()
     failed: BaseException | None = None
     while True:
         while len(told) <= size:  # also after a failure, because the others go on
@@ -252,22 +252,22 @@ def together(
                 failed = error  # it comes after the batches before it, and in all processes then
             rows = (0,) * mesh.own.size if batch is None else batch.layout.by_device
             outline, never = (None, last is None) if batch is None else (batch.outline, False)
-            pending = begin(mesh, verb, rows, outline, failed, never)
-            told.append((batch, [] if batch is None else put_early(batch), pending, failed))
-        batch, arrays, pending, mine = told.popleft()
+            finish = begin(mesh, verb, rows, outline, failed, never)
+            told.append((batch, [] if batch is None else put_early(batch), finish, failed))
+        batch, arrays, finish, mine = told.popleft()
         try:
-            agreed = finish(pending)
+            sizes, outline = finish()
         except DesyncError:
             if mine is not None:
                 raise mine from None
             raise
-        if agreed.is_over:
+        if not sizes:
             return
         if batch is None:
-            batch = prepare(without_rows(agreed.outline, verb)) if last is None else _without_rows(last)
+            batch = prepare(without_rows(outline, verb)) if last is None else _without_rows(last)
             arrays = batch.arrays
         last = batch
-        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(agreed.sizes, batch.layout, how)))
+        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(sizes, batch.layout, how)))
         yield put_nodes(leaf_by_leaf(s), batch.nodes)
         del s, arrays  # or this batch would lie on the devices until the next is asked for
 

@@ -134,9 +134,9 @@ def test_start_does_not_wait_and_the_tree_may_be_donated(mesh, refused):
     for x in (good, bad):
         clear(x)
         assert x.is_deleted()
-    checks[0].result("verb")
+    checks[0]("verb")
     with refused(ValueError, "verb", match=r"\[0\] on process 0, CpuDevice\(id=4\)"):
-        checks[1].result("verb")
+        checks[1]("verb")
 
 
 PROCESS = """

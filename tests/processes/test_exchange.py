@@ -16,7 +16,7 @@ import sys
 import jax
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 import numpy as np
-from jdp._core.agreement import begin, finish
+from jdp._core.agreement import begin
 from jdp._core.replica_mesh import make_mesh
 from jdp._processes.coordination import client
 from jdp._processes.exchange import exchange_of
@@ -26,11 +26,11 @@ def kept():
 
 group, mesh = exchange_of((0,)), make_mesh(tuple(jax.devices()))
 outline = (("containers", "[0]"), ("batch", "float32[*]"))
-finish(begin(mesh, "call", (1, 2, 3), outline))
+begin(mesh, "call", (1, 2, 3), outline)()
 before = kept()
 for k in range(300):
     first, second = (begin(mesh, "call", (k, k + of, 7), outline) for of in (1, 2))  # two under way, as of prefetch
-    assert finish(first).sizes == (k, k + 1, 7) and finish(second).sizes == (k, k + 2, 7)
+    assert first()[0] == (k, k + 1, 7) and second()[0] == (k, k + 2, 7)
 unchanged = before == kept()
 for k in range(100):
     assert group.tell("text", f"text {k}", 5) == {0: f"text {k}"}

@@ -18,8 +18,8 @@ from laws import close
 
 import jdp
 from jdp._core import tree
-from jdp._core.replica_mesh import cut_along, make_mesh
-from jdp._core.tree import Counter, exchange
+from jdp._core.replica_mesh import make_mesh
+from jdp._core.tree import add_replica, exchange
 
 RANDOM = np.random.RandomState(0)
 X, Y = RANDOM.randn(64, 8, 8, 3).astype(np.float32), RANDOM.randint(0, 10, 64)
@@ -313,7 +313,7 @@ def test_a_run_goes_on_elsewhere(tmp_path):
 def test_no_more_bytes_travel_than_in_an_all_reduce():
     """Recursive halving and doubling sends 2 (n - 1) / n of the vector, as a ring does."""
     mesh, size = make_mesh(tuple(jax.devices())), 1 << 12
-    x = jax.ShapeDtypeStruct((8 * size,), np.float32, sharding=cut_along(mesh, 0))
+    x = jax.ShapeDtypeStruct((8 * size,), np.float32, sharding=mesh.along(0))
     text = exchange(mesh, 0).lower([x], []).compile().as_text()
     sent = [int(n) for n in re.findall(r"= f32\[(\d+)\][^=]* collective-permute\(", text)]
     assert sum(sent) == 2 * size * 7 // 8 and "all-reduce(" not in text
@@ -340,11 +340,12 @@ def test_sums_are_one_balanced_tree(row, n, seed, small):
     mesh = make_mesh(tuple(devices))
     totals = []
     for device, mine in zip(devices, np.split(values, n), strict=True):
-        counter = Counter()
+        waiting = []
         for x in mine:
-            counter.add([jax.device_put(x, device)])
-        totals.append(counter.total[0])
-    where = cut_along(mesh, 0)
+            add_replica(waiting, [jax.device_put(x, device)])
+        ((_, (total,)),) = waiting
+        totals.append(total)
+    where = mesh.along(0)
     together = jax.make_array_from_single_device_arrays((8 * n,), where, totals)
     rows = jax.device_put(np.asarray(together).reshape(n, 8), where)
     with mock.patch.object(tree, "_SMALL", 1 << 16 if small else 0):  # a small vector is gathered whole
@@ -361,7 +362,7 @@ def test_what_is_the_primarys_comes_to_all_to_the_bit(dtype):
     x = (bits > 127) if dtype == "bool" else bits.view(jnp.dtype(dtype))
     x = np.concatenate([x, x[:, ::-1]], 1)
     mesh = make_mesh(tuple(jax.devices()[:4]))
-    _, (found,) = exchange(mesh, 2)([], [jax.device_put(x, cut_along(mesh, 0))])
+    _, (found,) = exchange(mesh, 2)([], [jax.device_put(x, mesh.along(0))])
     assert np.asarray(found)[0].tobytes() == np.ascontiguousarray(x[2]).tobytes()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..._core.devices import Device, resolve_devices, warn_imbalance
-from ..._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replicated
+from ..._core.replica_mesh import ReplicaMesh, make_mesh
 
 
 def choose(spec: str | None) -> tuple[Device, ...]:
@@ -142,7 +142,7 @@ def _program(name: str, mesh: ReplicaMesh) -> Callable[[jax.Array], jax.Array]:
 
 
 MOVES: dict[str, Callable[[jax.Array, ReplicaMesh], jax.Array]] = {
-    "broadcast": lambda x, mesh: jax.device_put(x, replicated(mesh)),  # what jdp.replicate does
+    "broadcast": lambda x, mesh: jax.device_put(x, mesh.replicated),  # what jdp.replicate does
     "copy": lambda x, mesh: jax.device_put(x, mesh.devices[1]),
     **{name: lambda x, mesh, name=name: _program(name, mesh)(x) for name in BODIES},
 }
@@ -174,7 +174,7 @@ def _filled(test: str, devices: Sequence[Device], count: int) -> jax.Array:
     if test in ("broadcast", "copy"):
         return jax.device_put(words(0, count, 0), devices[0])
     rows = np.stack([words(i, count, 0) for i in range(len(devices))])
-    return jax.device_put(rows, cut_along(make_mesh(tuple(devices)), 0))
+    return jax.device_put(rows, make_mesh(tuple(devices)).along(0))
 
 
 def first_wrong(found: np.ndarray, expected: np.ndarray) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from ..._core.layout import Cut, Layout, Stack, Tree
 from ..._core.programs import Compiled, Flat, intercept
-from ..._core.replica_mesh import ReplicaMesh, cut_along, make_mesh, replica_mesh, replicated
+from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
 from ..._core.scattered import Scattered, is_scattered
 from ..._core.shards import cut_axis_of, shard
 from ..._jax.private import compilations
@@ -178,7 +178,7 @@ def replicas_call(
     mesh = inputs._layout.mesh
 
     def shape(x: Any) -> Any:
-        return shape_of(x, inside.get(id(x), replicated(mesh)))
+        return shape_of(x, inside.get(id(x), mesh.replicated))
 
     operands = jax.tree.map(shape, (replicas, inputs, kwargs), is_leaf=is_scattered)
     replicas, *rest = operands
@@ -238,7 +238,7 @@ def _gradients(program: Program, params: Tree) -> Tree:
     def kept(x: Any) -> Any:
         axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None
         dtype = jnp.promote_types(x.dtype, jnp.float32) if several else x.dtype
-        where = x.sharding if mesh.inner_axes else cut_along(mesh, axis)
+        where = x.sharding if mesh.inner_axes else mesh.along(axis)
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
 
     return jax.tree.map(lambda x: kept(x) if hasattr(x, "dtype") else x, params)
