@@ -203,6 +203,8 @@ class Outputs:
         is_same = rule.reduce == "same" and (rule.old is not None or len(layout.used) == len(layout.devices))
         if is_same or rule.reduce == "sum" or layout.mesh.size == 1:
             return x
+        if layout.mesh.sums_in_32_bits and x.dtype in HALVES:
+            return self._one_for_all(x.astype(jnp.float32), rule, index).astype(x.dtype)
         rows = np.array(layout.by_device, float)
         if self.is_mean(x, rule):
             if (rows == rows[0]).all():

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import Env, axes, bind, env_of, equations, evaluate_eqn, first, ordered, read, source_line
+from .._jax.jaxprs import REDUCERS, Env, axes, bind, env_of, equations, evaluate_eqn, first, ordered, read, source_line
 from .._jax.rewrites import inlined
 from .._jax.row_places import keeps_places
 from .._jax.segments import Segmented, segmented
@@ -295,6 +295,10 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
         )
 
 
+# The gradient of a gather is a sum that is scattered.
+_ENDING_AT_HALVES = {*REDUCERS, "reduce_scatter"}
+
+
 def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
     """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered.
 
@@ -302,11 +306,11 @@ def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
     """
     for eqn in equations(traced.jaxpr) if mesh.sums_in_32_bits else ():
         half = next((x.aval for x in eqn.invars if mesh.axis_name in axes(eqn) and x.aval.dtype in HALVES), None)
-        if half is not None and eqn.primitive.name in ("psum", "psum_invariant", "reduce_scatter"):
+        if half is not None and eqn.primitive.name in _ENDING_AT_HALVES:
             raise ValueError(
                 f"jdp.parallel_apply: the model runs {eqn.primitive.name} over {mesh.axis_name!r} of "
                 f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several "
-                f"devices. Cast to float32 for the sum."
+                f"devices, and at maxima and what gathers, whose gradient is a sum. Cast to float32 before it."
             )
     own = None if mesh.inner_axes else first(traced, "shard_map")
     if own is not None:

@@ -303,8 +303,34 @@ def test_16_bits(dtype, refused):
         assert {g.dtype for g in grads.values()} == {jnp.dtype(dtype)}
         widened = [jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (grads, expected)]
         close(*widened, 0.05, 0.05)
-    with refused(ValueError, "parallel_apply", match=r"psum over 'data' of .*16\[4\]; .*Cast to float32"):
-        jdp.DataParallel(lambda w, x: x @ w - jax.lax.psum((x @ w).mean(0), "data"), mesh)(halves["wide"][:, :4], x[:8])
+    wide = halves["wide"][:, :4]
+    for name in ("psum", "pmax", "all_gather"):
+        own = functools.partial(getattr(jax.lax, name), axis_name="data")
+        with refused(ValueError, "parallel_apply", match=rf"{name} over 'data' of .*16\[4\]; .*Cast to float32"):
+            jdp.DataParallel(lambda w, x, own=own: x @ w - own((x @ w).mean(0)).sum(), mesh)(
+                halves["wide"][:, :4], x[:8]
+            )
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("reduce_state", ["primary", "mean"])
+def test_state_and_outputs_of_16_bits_that_are_one_for_all(reduce_state, size):
+    """They are added over the replicas, too: equal to those of replicas of one device."""
+
+    class Kept(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kept = self.variable("kept", "sum", jnp.zeros, 6, jnp.bfloat16)
+            kept.value = x.sum(0).astype(jnp.bfloat16)
+            return x, x.max().astype(jnp.bfloat16)
+
+    x, found = rows(size), []
+    for devices in (mesh_of("2x2"), range(2)):
+        dp = jdp.DataParallel(Kept(), devices, reduce_state=reduce_state, out_axes=(0, None))
+        found.append(dp.apply({"kept": {"sum": np.zeros(6, jnp.bfloat16)}}, x, mutable=["kept"]))
+        assert {leaf.dtype for leaf in jax.tree.leaves(found[-1][1])} == {jnp.dtype(jnp.bfloat16)}
+    widened = [jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), each) for each in found]
+    close(*widened, 0.01, 0.01)
 
 
 def test_explicit_axes_are_treated_as_auto(refused):
