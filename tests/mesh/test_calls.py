@@ -303,7 +303,6 @@ def test_16_bits(dtype, refused):
         assert {g.dtype for g in grads.values()} == {jnp.dtype(dtype)}
         widened = [jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (grads, expected)]
         close(*widened, 0.05, 0.05)
-    wide = halves["wide"][:, :4]
     for name in ("psum", "pmax", "all_gather"):
         own = functools.partial(getattr(jax.lax, name), axis_name="data")
         with refused(ValueError, "parallel_apply", match=rf"{name} over 'data' of .*16\[4\]; .*Cast to float32"):
