@@ -92,8 +92,10 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     """Returns True and the leaf in a form that JAX takes, if it is an array; else False and the object."""
     if isinstance(leaf, jax.Array):
         return True, leaf
+    if isinstance(leaf, str | bytes):  # np.str_, an entry of an array of strings, is one
+        return False, leaf
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in "OSUMm" or leaf.dtype.type is np.void:
+        if leaf.dtype.kind in "OSUMm" or leaf.dtype.type is np.void or leaf.dtype.char in "gG":  # g: np.longdouble
             raise TypeError(
                 f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
                 f"Convert it to one of these, or leave it out."

@@ -290,5 +290,8 @@ def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
 def divided(x: Any, by: Any) -> Any:
     if by is None:
         return x
-    # A mean of integers is no integer; one of 16-bit floats stays what it is.
-    return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x / by  # a mean of integers is no integer
+    if hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact):
+        by = by.astype(x.dtype)  # a count, which strict promotion takes for another kind of number
+    return (x / by).astype(x.dtype)  # one of 16-bit floats stays what it is

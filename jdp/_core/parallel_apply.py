@@ -166,6 +166,12 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
             return jax.tree.map(lambda x: x[0], lanes)
 
         return alone
+    if mesh.inner_axes and jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            "jdp.parallel_apply: jax_disable_jit is set, and a replica is several devices; XLA's compiler is what cuts "
+            "a replica over them. Leave jax_disable_jit out, or look at the model on one device: "
+            "jdp.DataParallel(model, devices=[0])."
+        )
     specs = (PartitionSpec(mesh.axis_name), PartitionSpec())
     # check_vma fails on real models (the scan of an RNN).
     return jax.shard_map(

@@ -139,8 +139,9 @@ class Config:
         if self.state_axes:
             raise ValueError(
                 f"jdp.{verb}: the wrapper has state_axes={self.state_axes}; such state belongs to the rows of one "
-                f"batch, and {verb} keeps none of that kind. Pass it in the batch, and return it among the metrics (of "
-                f"dp.value_and_grad with has_aux=True), where arrays with an entry per row are gathered."
+                f"batch, and {verb} keeps none of that kind. Make a second wrapper without it, "
+                f"jdp.DataParallel(dp.module, dp.devices), pass the state in its batch, and return the arrays with an "
+                f"entry per row among the metrics (of dp.value_and_grad with has_aux=True); or call dp for each batch."
             )
 
     def refuse_other_mesh(self) -> None:

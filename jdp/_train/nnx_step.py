@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import flax.errors
 import jax
 from flax import nnx
 from jax.core import Tracer
@@ -130,6 +131,12 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
                 raise too_many(more, "step((x, y))")
             state, scattered, flat, nodes = self._ready(batch, donates=True)
             return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
+        except flax.errors.TraceContextError as error:
+            error.add_note(
+                f"jdp.{VERB}: the step was called inside of jax.jit or another transformation; it updates the model in "
+                f"place, and is a compiled program itself. Call it outside."
+            )
+            raise
         except KeyboardInterrupt as error:
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
             error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import flax.core
@@ -276,8 +277,8 @@ class TrainStep(Step[TrainState]):
             >>> bool(step.check(state, np.full(5, 2, np.float32)))
             True
         """
-        state, scattered, _, _ = self._ready(state, batch)
-        return checked(self._program, state, placed(scattered))
+        with self._program_of(state, batch) as (program, state, scattered):
+            return checked(program, state, placed(scattered))
 
     @outside_of_mesh
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
@@ -291,8 +292,8 @@ class TrainStep(Step[TrainState]):
             >>> "jit_train_step" in step.lower(state, np.ones(5, np.float32)).as_text()
             True
         """
-        state, scattered, _, _ = self._ready(state, batch)
-        return self._program.lower(state, scattered)
+        with self._program_of(state, batch) as (program, state, scattered):
+            return program.lower(state, scattered)
 
     def optimizer_bytes(self, state: TrainState) -> Bytes:
         """Returns the bytes of optimizer state on each device, `step.optimizer_bytes(state)`.
@@ -340,8 +341,8 @@ class TrainStep(Step[TrainState]):
             >>> [(one.replica, one.rows) for one in found]
             [(0, (1,))]
         """
-        state, scattered, _, _ = self._ready(state, batch)
-        return self._program.find_nonfinite(state, scattered)
+        with self._program_of(state, batch) as (program, state, scattered):
+            return program.find_nonfinite(state, scattered)
 
     def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
         """Returns what a step begins with; if it donates the state, copies of the arrays that no step made."""
@@ -349,17 +350,25 @@ class TrainStep(Step[TrainState]):
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
-        if state is None or state is not self._given.last:
-            state = self._checked(state, self._owned(donates))
-            return state, scattered, jax.tree.flatten(state), nodes
-        leaves, treedef = jax.tree.flatten(state)
-        refuse_deleted(state, leaves)
-        if self._program.places is not self._places:  # another state, which lies in another way, was seen since
-            self._program.see(state.params, state.state)
-        if not self._given.has(leaves):
-            leaves = list(map(self._owned(donates), leaves))
-            state = treedef.unflatten(leaves)
-        return state, scattered, (leaves, treedef), nodes
+        if state is not None and state is self._given.last:
+            leaves, treedef = jax.tree.flatten(state)
+            refuse_deleted(state, leaves)
+            if self._given.has(leaves):
+                if self._program.places is not self._places:  # another state, which lies in another way, was seen since
+                    self._program.see(state.params, state.state)
+                return state, scattered, (leaves, treedef), nodes
+        state = self._checked(state, self._owned(donates))
+        return state, scattered, jax.tree.flatten(state), nodes
+
+    @contextlib.contextmanager
+    def _program_of(self, state: TrainState, batch: Tree) -> Iterator[tuple[Program, TrainState, Scattered]]:
+        """Gives the program of a step on this state, and its operands; the next step's program stays what it is."""
+        own = self._program
+        try:
+            state, scattered, _, _ = self._ready(state, batch)
+            yield self._program, state, scattered
+        finally:
+            self._program = own
 
     def _follow(self, params: Tree, name: str, before: bool = False) -> None:
         """Cuts the parameters if these are cut, or were `before`, or if the caller said so; else leaves them whole.
