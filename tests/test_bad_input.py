@@ -363,7 +363,12 @@ def test_unregistered_containers(make, name):
             call()
 
 
-ODD_ARRAYS = [np.array([None, {}]), np.array(["a", "b"]), np.array(["2020-01-01"], "datetime64[D]")]
+ODD_ARRAYS = [
+    np.array([None, {}]),
+    np.array(["a", "b"]),
+    np.array(["2020-01-01"], "datetime64[D]"),
+    np.ones(3, np.longdouble),
+]
 
 
 @pytest.mark.parametrize("array", ODD_ARRAYS)

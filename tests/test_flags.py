@@ -136,3 +136,29 @@ def test_a_flag_changes_no_numbers(door, flag, rows):
             run(door, flag, v, x)
         return
     close(jax.device_get(run(door, flag, v, x)), jax.device_get(DOORS[door][1](v, x)), rtol=2e-5)
+
+
+COUNTED = {
+    "a number of rows": lambda v, x: jdp.Mean((model(v, x) ** 2).sum(), 2 * x.shape[0]),
+    "an array": lambda v, x: jdp.Mean((model(v, x) ** 2).sum(), 2 * (x[:, 0] < 9).sum()),
+    "a sum of terms": lambda v, x: jdp.Mean((model(v, x) ** 2).sum(), 4 * (x[:, 0] < 9).sum()) + loss_fn(v, x) * 0.5,
+}
+
+
+@pytest.mark.parametrize("count", COUNTED)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_count_of_integers_under_strict_promotion(count, steps):
+    """It divides a total of floats, which is jdp's own doing."""
+    x, v = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32), {"params": W}
+    with jax.numpy_dtype_promotion("strict"):
+        found = two_steps(jdp.DataParallel(model, range(4)), v, x, COUNTED[count], accumulate_steps=steps)
+    close(found, stepped(loss_fn)(v, x), rtol=2e-5)
+
+
+def test_replicas_of_several_devices_need_the_compiler():
+    grouped = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    dp = jdp.DataParallel(model, grouped)
+    with jax.disable_jit(), pytest.raises(ValueError, match="jax_disable_jit is set, and a replica is several devices"):
+        dp({"params": W}, np.ones((4, 3), np.float32))

@@ -349,16 +349,22 @@ class TrainStep(Step[TrainState]):
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
+        owned = self._owned(donates)
+        if state is None or state is not self._given.last:
+            state = self._checked(state, owned)
+            return state, scattered, jax.tree.flatten(state), nodes
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
-        if state is not None and state is self._given.last:
+        leaves, treedef = jax.tree.flatten(state)
+        refuse_deleted(state, leaves)
+        is_new = not self._given.has(leaves)
+        if is_new:
+            check_differentiable(VERB, state.params, "state.params")
+        if is_new or self._program.places is not self._places:  # another state, which lies in another way, was seen
+            self._program.see(state.params, state.state)
+        if is_new:
+            state = self._program.placed(state, owned)
             leaves, treedef = jax.tree.flatten(state)
-            refuse_deleted(state, leaves)
-            if self._given.has(leaves):
-                if self._program.places is not self._places:  # another state, which lies in another way, was seen since
-                    self._program.see(state.params, state.state)
-                return state, scattered, (leaves, treedef), nodes
-        state = self._checked(state, self._owned(donates))
-        return state, scattered, jax.tree.flatten(state), nodes
+        return state, scattered, (leaves, treedef), nodes
 
     @contextlib.contextmanager
     def _program_of(self, state: TrainState, batch: Tree) -> Iterator[tuple[Program, TrainState, Scattered]]:

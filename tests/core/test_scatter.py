@@ -472,3 +472,10 @@ def test_no_array_of_the_caller_is_changed_or_deleted(same, devices):
 def test_a_dim_that_is_no_int(dim):
     with pytest.raises(TypeError, match=r"jdp\.scatter: dim is .*Pass an int"):
         jdp.scatter(NUMBERS, dim=dim)
+
+
+def test_an_entry_of_an_array_of_strings_is_a_string():
+    name = np.array(["a.png", "b.png"])[1]
+    for leaf in (name, name.encode(), np.bytes_(b"c")):
+        scattered = jdp.scatter({"x": np.arange(4.0), "name": leaf}, range(2))
+        assert [scattered[i]["name"] for i in range(2)] == [leaf, leaf]

@@ -277,3 +277,33 @@ def test_a_known_step_that_raises_ran_once(n):
         with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):
             jdp._core.programs.wait_for_all()
     assert len(runs) == 4 * n
+
+
+@pytest.mark.parametrize("method", ["check", "lower", "find_nonfinite"])
+def test_what_only_looks_at_a_state_leaves_the_program_of_the_next_step(method):
+    """Parameters that are whole stay whole, after a look at a state whose parameters are cut."""
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], range(4))
+    whole = {"params": {"w": np.ones((8, 4), np.float32)}}
+    cut = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1), shard_params=True).init(whole)
+    step = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1))
+    first, second = step.init({"params": cut.params}), step.init(whole)
+    before = second.params["w"].sharding
+    getattr(step, method)(first, np.ones((4, 8), np.float32))
+    second, _ = step(second, np.ones((4, 8), np.float32))
+    assert second.params["w"].sharding == before and before.is_fully_replicated
+
+
+def test_a_last_state_that_was_changed_in_place_is_checked(refused):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], range(4))
+    step = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1))
+    state, x = step.init({"params": {"w": np.ones((2, 1), np.float32)}}), X[:8]
+    state, _ = step(state, x)
+    fresh = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1))
+    w = np.full((2, 1), 0.5, np.float32)
+    state.params["w"] = jax.device_put(w, jax.devices()[2])  # as one that was restored there
+    state, metrics = step(state, x)
+    expected, _ = fresh(fresh.init({"params": {"w": w}}), x)
+    np.testing.assert_array_equal(state.params["w"], expected.params["w"])
+    state.params["w"] = np.ones((2, 1), np.int32)
+    with refused(TypeError, "train_step", r"state\.params\['w'\] is .*int32"):
+        step(state, x)
