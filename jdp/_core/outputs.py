@@ -290,8 +290,12 @@ def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
 def divided(x: Any, by: Any) -> Any:
     if by is None:
         return x
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x / by  # a mean of integers is no integer
-    if hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact):
-        by = by.astype(x.dtype)  # a count, which strict promotion takes for another kind of number
-    return (x / by).astype(x.dtype)  # one of 16-bit floats stays what it is
+    by = as_divisor(by, x)
+    # A mean of integers is no integer; one of 16-bit floats stays what it is.
+    return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
+
+
+def as_divisor(by: Any, x: Any) -> Any:
+    """Returns a count that x can be divided by: strict type promotion does not divide floats by an array of integers."""
+    is_count = hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact)
+    return by.astype(x.dtype) if is_count and jnp.issubdtype(x.dtype, jnp.inexact) else by

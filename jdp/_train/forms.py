@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.layout import Tree
-from .._core.outputs import Marked, divided
+from .._core.outputs import Marked, as_divisor
 from .followed import Followed
 from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_number
 
@@ -45,7 +45,7 @@ class Form(NamedTuple):
         total = next(sums)
         if self.kind == "sum":
             return total
-        return divided(total, next(sums)) if self.kind == "ratio" else total / total.dtype.type(weight)
+        return total / (as_divisor(next(sums), total) if self.kind == "ratio" else total.dtype.type(weight))
 
     def marked(self, sums: Iterator[Any], rows: Iterator[Any], weight: float, counts: list[Marked]) -> Any:
         """Returns the value, marked with its reduction; appends the count of a ratio to `counts`."""
