@@ -296,6 +296,6 @@ def divided(x: Any, by: Any) -> Any:
 
 
 def as_divisor(by: Any, x: Any) -> Any:
-    """Returns a count that x can be divided by: strict type promotion does not divide floats by an array of integers."""
+    """Returns a count by which x can be divided: strict promotion divides no floats by an array of integers."""
     is_count = hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact)
     return by.astype(x.dtype) if is_count and jnp.issubdtype(x.dtype, jnp.inexact) else by
