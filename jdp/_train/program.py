@@ -157,13 +157,8 @@ class Program(Computation):
         try:
             program = self.of(state, layout, treedef, args)
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
-        except (TypeError, ValueError) as error:
-            if "operands[" not in str(error):
-                raise
         finally:
             may_trace.reset(token)
-        # JAX has refused an argument by a name such as operands[3]. This program gives it the name in the state.
-        return dispatch_step(self.of(state, layout), mesh, named, lambda out: keep(*of_state(out)))
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
         self.learn(state, batch)

@@ -42,6 +42,7 @@ from .state import (
     interrupted,
     opt_shapes,
     refuse_deleted,
+    refuse_no_arrays,
     refuse_no_rows,
     shapes_of,
     too_many,
@@ -358,6 +359,7 @@ class TrainStep(Step[TrainState]):
         refuse_deleted(state, leaves)
         is_new = not self._given.has(leaves)
         if is_new:
+            refuse_no_arrays(state)
             check_differentiable(VERB, state.params, "state.params")
         if is_new or self._program.places is not self._places:  # another state, which lies in another way, was seen
             self._program.see(state.params, state.state)
@@ -407,6 +409,7 @@ class TrainStep(Step[TrainState]):
                 f"or the state that the last step returned."
             )
         refuse_deleted(state, jax.tree.leaves(state))
+        refuse_no_arrays(state)
         self._follow(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)
         if self._shapes is None:
