@@ -296,6 +296,6 @@ def divided(x: Any, by: Any) -> Any:
 
 
 def as_divisor(by: Any, x: Any) -> Any:
-    """Returns a count by which x can be divided: strict promotion divides no floats by an array of integers."""
+    """Returns a count as a divisor of x: strict type promotion divides no floats by an array of integers."""
     is_count = hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact)
     return by.astype(x.dtype) if is_count and jnp.issubdtype(x.dtype, jnp.inexact) else by

@@ -144,7 +144,7 @@ def loss_of(
             if held.graph is not None:
                 nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
             positional, keywords = call_of(plain, held, args, kwargs, nodes)
-            with lost_attributes(nodes):
+            with lost_attributes(nodes) if nodes else contextlib.nullcontext():
                 return reading(loss_fn)(*positional, **keywords), nodes
 
         out, nodes = run(diff_state)
@@ -326,7 +326,7 @@ def variables_loss(
         nodes = [] if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
         if nodes:
             args = put_nodes(args, nodes)
-        with rows_explained(*args), lost_attributes(nodes):
+        with rows_explained(*args), lost_attributes(nodes) if nodes else contextlib.nullcontext():
             out = reading(loss_fn)({"params": unbox(params), **collections}, *args, *kwargs.values())
         if criterion is None:
             loss, metrics, updates = results_of(out, reserved)

@@ -23,7 +23,6 @@ from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
 from .._page import Page, in_notebook
 from .places import Axis, cut_shardings
-from .terms import described, is_number
 
 
 class TrainState(struct.PyTreeNode):
@@ -129,9 +128,9 @@ def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
 def refuse_no_arrays(state: Tree) -> None:
     """Raises a `TypeError` for an object in a state that no device can hold."""
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if not is_number(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"jdp.train_step: state{jax.tree_util.keystr(path)} is {described(x)}; a state is made of arrays. Pass "
+                f"jdp.train_step: state{jax.tree_util.keystr(path)} is a {type(x).__name__}; a state is made of arrays. Pass "
                 f"a state that step.init made, or one restored into its shape."
             )
 
