@@ -185,6 +185,7 @@ def lost_attributes(nodes: Any) -> Iterator[None]:
 
 
 _ABSENT = object()
+_FLAXS_OWN = ("_pytree__", "__")  # how the names begin of the attributes that Flax itself sets
 
 
 def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
@@ -194,7 +195,7 @@ def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
         if isinstance(x, nnx.Pytree) and not isinstance(x, nnx.List | nnx.Dict):
             owner = type(nodes[path[0]]).__name__
             for name, value in vars(x).items():
-                if not name.startswith("_pytree__") and not any(
+                if not name.startswith(_FLAXS_OWN) and not any(
                     map(_is_state, jax.tree.leaves(value, is_leaf=is_node))
                 ):
                     found[path, name] = owner, value

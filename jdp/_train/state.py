@@ -130,7 +130,7 @@ def refuse_no_arrays(state: Tree) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"jdp.train_step: state{jax.tree_util.keystr(path)} is a {type(x).__name__}; a state is made of arrays. "
+                f"jdp.train_step: state{jax.tree_util.keystr(path)} is a {type(x).__name__}; a state has only arrays. "
                 f"Pass a state that step.init made, or one restored into its shape."
             )
 

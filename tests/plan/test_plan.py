@@ -126,7 +126,7 @@ def test_a_script_without_a_step(script, capsys, text, match, said):
 def test_a_batch_is_spread_over_other_devices(devices):
     dp = jdp.DataParallel(lambda w, x: x, devices=devices[:2])
     batch = {"x": np.ones((7, 3), np.float32), "rate": 0.5, "train": True}
-    scattered = scatter_batch(dp._config, batch, "train_step")[0]
+    scattered = scatter_batch(dp._config, batch, "train_step", None, dp._config.batch_layouts)[0]
     other = spread(scattered, make_mesh(tuple(devices)), 6)
     assert other.sizes == (6,) * 8
     shapes = {x.shape for x in other._arrays}

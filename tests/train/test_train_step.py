@@ -1394,12 +1394,12 @@ def test_what_is_no_array_in_a_state_is_named(refused):
     step = wrapper(2).train_step(scalar, optax.adam(0.1))
     state, _ = step(step.init({"params": single(PARAMS)}), batch(8))
     other = state.replace(opt_state=("text", *state.opt_state[1:]))
-    with refused(TypeError, "train_step", r"state\.opt_state\[0\] is a str; a state is made of arrays"):
+    with refused(TypeError, "train_step", r"state\.opt_state\[0\] is a str; a state has only arrays"):
         step(other, batch(8))
     name = next(iter(state.opt_state[0].mu))
     state.opt_state[0].mu[name] = "text"
     with refused(
-        TypeError, "train_step", rf"state\.opt_state\[0\]\.mu\['{name}'\] is a str; a state is made of arrays"
+        TypeError, "train_step", rf"state\.opt_state\[0\]\.mu\['{name}'\] is a str; a state has only arrays"
     ):
         step(state, batch(8))
 
