@@ -381,6 +381,7 @@ def test_canary_captures():
     assert model.seen, lost("__captures__ of an NNX object", "nnx.capture(dp, ...) fails where there is an nnx.List")
 
 
+@pytest.mark.filterwarnings("ignore:jdp.DataParallel. Listed.seen was changed")
 def test_without_captures(monkeypatch):
     want, _ = nnx.capture(jdp.DataParallel(Listed(in_list=True)), nnx.Intermediate)(X)
     monkeypatch.setattr("jdp._model.nnx.CAPTURES", "__no_such_name__")
