@@ -170,7 +170,7 @@ def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
 
 
 def _device_names(devices: Sequence[Any]) -> str:
-    """Process 1: CpuDevice(id=5), ...; at most some of them."""
+    """Returns `process 1, CpuDevice(id=5), ...`: `_NAMED` devices at most, and how many more there are."""
     by_process: dict[int, list[str]] = {}
     for d in devices[:_NAMED]:
         by_process.setdefault(d.process_index, []).append(repr(d))
