@@ -58,11 +58,11 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callab
     return functools.partial(_finish_comparison, mesh, paths, specs, extremes, own)
 
 
-def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
+def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> None:
     """Raises a `ValueError` if a leaf that each process has whole differs between them, before it is cut up.
 
     Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
-    already are left out. Every process has to call it, and raises the same error.
+    already are left out. Every process has to call it, and raises the same error. `root` names the tree in it.
     """
     if mesh.exchange is None:
         return

@@ -68,7 +68,7 @@ class Held(NamedTuple):
 
 
 def with_nodes(
-    function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
+    function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]]
 ) -> Callable[..., Tree]:
     """Returns `function` for `Held` parameters: it returns its result, and the updates of the objects."""
 

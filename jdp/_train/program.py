@@ -78,12 +78,12 @@ class Program(Computation):
         # The program, and the treedefs of state and batch, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
-        self.steps = 0  # calls so far
+        self.steps = 0  # dispatched so far; counted with `check_replicas` alone
         self.check: Callable[[str], None] | None = None  # the comparison under way
         self._on = OnDevices(config.mesh) if options.deterministic else None
 
     def see(self, params: Tree, others: Tree) -> None:
-        """Takes note of where the variables lie that are cut inside of a replica; traced ones do not tell."""
+        """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
         mesh = self.config.mesh
         if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             found = (
@@ -150,7 +150,7 @@ class Program(Computation):
             program = None
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
-            run = getattr(program, "__wrapped__", program)
+            run = getattr(program, "__wrapped__", program)  # without the comparison between processes, which is done
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
@@ -295,8 +295,8 @@ def step_again(
     run, leaves, arrays, key = found
     if not given.has(leaves):
         return None
-    placed = [x for x in arrays if type(x) is not np.ndarray]
-    if placed and (any(isinstance(x, Tracer) for x in placed) or not set(map(id, placed)).isdisjoint(map(id, leaves))):
+    of_jax = [x for x in arrays if type(x) is not np.ndarray]
+    if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or not set(map(id, of_jax)).isdisjoint(map(id, leaves))):
         return None
     refuse_deleted(state, leaves)  # JAX would pass freed arrays on, and may crash
     try:

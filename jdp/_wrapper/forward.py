@@ -147,7 +147,7 @@ def four_steps(
     kwargs: Mapping[str, Any],
     stateful: bool,
     cut: Mapping[str, Scattered],
-    home: Tree = None,
+    home: Tree,
 ) -> Any:
     """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
 
