@@ -392,7 +392,7 @@ MUTANTS = (
     Mutant(
         "layouts-of-another-door",
         "jdp/_model/config.py",
-        "return self.batch_layouts if in_axes is None else Recent()",
+        "return self.batch_layouts if in_axes is None else Layouts()",
         "return self.batch_layouts",
         "a step with in_axes of its own cuts a batch as the wrapper cut one of its shapes before",
         ("train/test_arguments.py::test_what_the_wrapper_has_cut_a_step_cuts_along_its_own_axis",),

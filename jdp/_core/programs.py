@@ -146,11 +146,11 @@ _held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakl
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
-    """Returns `make(fn)`, made once per `fn` and `key`. It is freed with `fn`, so it or `store` refers to `fn` weakly.
+    """Returns `make(fn)`, made once per `fn` and `key`, and freed with `fn`.
 
-    There is no signal when an object of a class with `__slots__` is freed: the last 16 of those that were used stay
-    alive. `make` gets a stand-in that calls `fn` and does not keep it alive. Python makes a bound method again at each
-    access, so it is known by its object and its function.
+    `store` refers to `fn` weakly, and `make` gets a stand-in that calls `fn` and does not keep it alive. There is no
+    weak reference to an object of a class with `__slots__`: the last 16 of those that were used stay alive. Python
+    makes a bound method again at each access, so it is known by its object and its function.
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     number = id(owner)
@@ -195,7 +195,7 @@ SIZES = 128
 
 
 class Recent(OrderedDict[K, T]):
-    """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
+    """A dict of at most `SIZES` entries; a new one takes the place of the one that was asked for longest ago."""
 
     def used(self, key: K) -> T | None:
         """Returns the entry with this key, which is now the last to be dropped; None if there is no such entry."""
@@ -220,7 +220,7 @@ Layouts = Recent[Any, Layout]
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
 STEPS_IN_FLIGHT = 12
 _SIZE = operator.attrgetter("size")
-WAITED_FOR_AT_ONCE = 4  # what one wait costs is mostly to come to it: the code is in no cache any more
+WAITED_FOR_AT_ONCE = 4  # the first wait costs most, because its code has left the caches
 _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
 

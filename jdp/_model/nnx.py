@@ -136,7 +136,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # of C's
+    except ValueError:  # a function written in C
         return True
     return True
 

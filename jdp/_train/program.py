@@ -79,8 +79,8 @@ class Program(Computation):
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self.steps = 0  # dispatched so far; counted with `check_replicas` alone
-        self.check: Callable[[str], None] | None = None  # the comparison under way
-        self._on = OnDevices(config.mesh) if options.deterministic else None
+        self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
+        self._on_devices = OnDevices(config.mesh) if options.deterministic else None
 
     def see(self, params: Tree, others: Tree) -> None:
         """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
@@ -196,7 +196,7 @@ class Program(Computation):
         key = layout, treedef, "one by one"
         found = self.compiled.used(key)
         if found is None:
-            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
+            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on_devices))
             found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
@@ -229,11 +229,11 @@ class Program(Computation):
         every, mesh = self.options.check_replicas, self.config.mesh
         self.steps += 1
         if self.steps % every == 0:
-            self.check = start(state, mesh)
+            self._comparison = start(state, mesh)
         # Not read at once, because that waits for the step. All processes read it at the same step.
-        if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
-            check, self.check = self.check, None
-            check("train_step")
+        if self._comparison is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
+            finish, self._comparison = self._comparison, None
+            finish("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         replicas, inputs, key = self.operands(state, batch)

@@ -287,7 +287,7 @@ class DataParallel(nnx.Module, Generic[M]):
             {'params': {'bias': (3,), 'kernel': (2, 3)}}
         """
         if self._config.kind != "linen":
-            raise AttributeError(_NO_INIT)  # upon which Python asks __getattr__, whose error is the user's
+            raise AttributeError(_NO_INIT)  # then Python asks __getattr__, which raises what the user sees
         return self._init
 
     @outside_of_mesh
