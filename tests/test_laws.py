@@ -18,16 +18,16 @@ Each of these breaks, made by hand, one at a time, fails a law here:
 * `outputs._summed`: a `Mean` is divided by one replica's count times the replicas: `law_2_value_and_grad`;
 * `outputs._one_for_all`: the mean of the replicas' state is not weighted by rows, or the primary's state is the last
   replica's: `law_2_batch_norm_is_a_loop_over_the_chunks`;
-* `uneven._switch`: all replicas take the first size's branch: `law_2_value_and_grad`;
+* `uneven.run_body`: all replicas take the first size's branch: `law_2_value_and_grad`;
 * `gradients._scan_microbatches`: each microbatch begins at row 0, or is put in reverse order: `law_2_value_and_grad`;
   it does not hand its state on: `law_2_state_goes_through_the_microbatches`;
-* `gradients.rows_of`: microbatches share a key; `program.step_key`: steps do:
+* `gradients.rows_of`: microbatches share a key; `computation.step_key`: steps do:
   `law_2_a_key_for_each_step_microbatch_and_replica`;
-* `terms.Followed.axis`: an axis as long as the rows is one of rows: `law_2_what_follows_the_rows`;
+* `followed.Followed.axis`: an axis as long as the rows is one of rows: `law_2_what_follows_the_rows`;
 * `scatter.prepare`: the layouts are kept without the tree; `layout.Static`: 1 equals True:
   `law_3_equal_arrays_in_other_trees_and_beside_other_values`;
 * `calls.Calls.again` does not look where a known call's parameters are: `law_3_calls`;
-* `scatter._specs`: in_axes None is cut: `law_1_axes`;
+* `scatter._look`: in_axes None is cut: `law_1_axes`;
 * `nnx.with_nodes`: a replica works on the model's own variables: `law_4_calls`.
 """
 

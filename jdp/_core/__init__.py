@@ -1,6 +1,7 @@
-"""The algorithm: four verbs over a mesh of one axis, in the order of a call.
+"""The algorithm: four verbs over the replicas of a mesh, in the order of a call.
 
-    devices.py         which devices, the mesh, which of them are this process's own
+    devices.py         which devices: by index, by name, or all of them
+    replica_mesh.py    `ReplicaMesh`: the devices, which axis counts the replicas, which of them are this process's own
     inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
     layout.py          torch.chunk's rule; for each leaf whether it is cut or whole; padding
     outline.py         a tree in a few lines, without its values
@@ -12,6 +13,8 @@
     shards.py          parameters that are cut over the devices: along which axis, and how a program makes them whole
     parallel_apply.py  runs the function on every replica, as one program
     programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
+    calls.py           a repeated call goes straight to its program
+    unread.py          Python values in a batch that a function never asks for are no part of its program
     uneven.py          within the program, where replicas have chunks of different sizes
     turns.py           within the program, where a device has several replicas
     tree.py            a replica that runs alone, and one balanced tree of sums: the same bits on any number of devices

@@ -27,7 +27,7 @@ from .replica_mesh import ReplicaMesh
 Outline = tuple[tuple[str, str], ...]
 """For each leaf its path, and its dtype and shape without the rows."""
 
-_Words = tuple[int, ...]
+_Words = tuple[int, ...]  # numbers of 32 bits, which the processes gather
 _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the digest of a batch
 
 
@@ -74,7 +74,7 @@ def begin(
 def _finish(
     group: _Group, call: Call, outline: Outline | None, failure: BaseException | None, gathered: Any, seconds: float
 ) -> tuple[tuple[int, ...], Outline]:
-    """Waits so long for the other processes, whose words are in `gathered`; see `Finish`.
+    """Waits `seconds` for the other processes, whose words will be in `gathered`; see `Finish`.
 
     Raises:
         DesyncError: the processes' batches differ, or one does not come to this call.
@@ -156,12 +156,12 @@ _NAP = 1e-3  # seconds between two looks
 
 
 def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
-    """Tells the others, if there are any, that this process has failed at a call; not what fails in all's tracing."""
+    """Tells the other processes, if there are any, of a failure in this one; while a program is traced, it does not."""
     if mesh.exchange is None or not trace_state_clean():
         return
     try:
         begin(mesh, verb, (), None, failure)()
-    except RuntimeError:  # a DesyncError too: its own is the one to raise
+    except RuntimeError:  # or a DesyncError; the caller raises the failure itself
         pass
 
 

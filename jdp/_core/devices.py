@@ -43,8 +43,8 @@ Devices: TypeAlias = Sequence[DeviceLike] | Mesh | None
 """The devices of a verb, or a mesh (of one axis, except for `DataParallel`); `None` is all of `jax.devices()`."""
 
 
-def resolve_device(verb: str, device: DeviceLike, what: str = "device") -> Device:
-    """Returns the one `jax.Device` that `device` names, or a `ValueError` that lists those that exist."""
+def resolve_device(verb: str, device: DeviceLike, what: str) -> Device:
+    """Returns the `jax.Device` that `device` names; raises a `ValueError`, which calls it `what`, if there is none."""
     if isinstance(device, Device):
         return device
     if isinstance(device, str):

@@ -58,11 +58,11 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callab
     return functools.partial(_finish_comparison, mesh, paths, specs, extremes, own)
 
 
-def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> None:
+def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> None:
     """Raises a `ValueError` if a leaf that each process has whole differs between them, before it is cut up.
 
     Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
-    already are left out. Every process has to call it, and raises the same error.
+    already are left out. Every process has to call it, and raises the same error. `root` names the tree in it.
     """
     if mesh.exchange is None:
         return
@@ -160,7 +160,7 @@ def _has_copies(x: Any, mesh: ReplicaMesh) -> bool:
 
 
 def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
-    """Returns the same copies as an array of this mesh, of which `jit` takes no other."""
+    """Returns the same copies as an array over this mesh, because the comparison takes no others."""
     target = mesh.replicated
     if x.sharding == target or not x.is_fully_replicated:
         return x
@@ -170,7 +170,7 @@ def _over(x: jax.Array, mesh: ReplicaMesh) -> jax.Array:
 
 
 def _device_names(devices: Sequence[Any]) -> str:
-    """Process 1: CpuDevice(id=5), ...; at most some of them."""
+    """Returns `process 1, CpuDevice(id=5), ...`: `_NAMED` devices at most, and how many more there are."""
     by_process: dict[int, list[str]] = {}
     for d in devices[:_NAMED]:
         by_process.setdefault(d.process_index, []).append(repr(d))
@@ -178,7 +178,7 @@ def _device_names(devices: Sequence[Any]) -> str:
     return text + (f" and {len(devices) - _NAMED} more devices" if len(devices) > _NAMED else "")
 
 
-# Odd numbers without structure: to multiply by one, or to xor with what is shifted, is a bijection of uint32.
+# Odd numbers without structure. Multiplying by one of them, and xor with a shifted copy, are bijections of uint32.
 _PLACE, _ONE, _TWO, _THREE = (np.uint32(x) for x in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F))
 _ZERO = np.uint32(0)
 

@@ -244,9 +244,7 @@ def device_of(x: Any) -> Device | None:
     return min(value.sharding.device_set, key=lambda d: d.id)
 
 
-def scatter_list(
-    trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, replicas: int | None = None
-) -> Scattered:
+def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, replicas: int | None) -> Scattered:
     """Returns as a `Scattered` a list with one tree per replica, as a subclass's `scatter` may return it in torch."""
     how = Cutting(mesh, dim, "DataParallel", root, replicas=replicas)
     n = mesh.own.size * how.per_device

@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Compiled:
     """What `on_replicas` made, called with `(replicas, inputs, kwargs)`.
 
-    With `donates` the replicas are a tuple, and the program frees the arrays in the first of it.
+    With `donates` the replicas are a tuple, and the program frees the arrays in its first entry.
     """
 
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
@@ -94,7 +94,7 @@ class Flat:
     """
 
     def __init__(self, run: Callable[..., Scattered], replicas: Any, inputs: Layout, kwargs: Layout | None) -> None:
-        # The layouts of what comes out: each is known once JAX has traced the program for operands of some shapes.
+        # The layouts of the results: each is known once JAX has traced the program for operands of some shapes.
         layouts: list[Layout] = []
         cut = len(inputs.arrays)
 
@@ -104,7 +104,8 @@ class Flat:
             layout = out._layout
             if layout not in layouts:
                 layouts.append(layout)
-            # A None for each layout before this one tells which it is. A `Scattered` would be a call back into Python.
+            # A None for each layout before this one tells which it is. Were it a `Scattered`, JAX would
+            # call Python code to make it.
             values = layout.fill(out._arrays) if layout.is_gathered else out._arrays
             return *[None] * layouts.index(layout), values
 
@@ -145,11 +146,11 @@ _held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakl
 
 
 def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
-    """Returns `make(fn)`, made once per `fn` and `key`. It is freed with `fn`, so it or `store` refers to `fn` weakly.
+    """Returns `make(fn)`, made once per `fn` and `key`, and freed with `fn`.
 
-    There is no signal when an object of a class with `__slots__` is freed: the last 16 of those that were used stay
-    alive. `make` gets a stand-in that calls `fn` and does not keep it alive. Python makes a bound method again at each
-    access, so it is known by its object and its function.
+    `store` refers to `fn` weakly, and `make` gets a stand-in that calls `fn` and does not keep it alive. There is no
+    weak reference to an object of a class with `__slots__`: the last 16 of those that were used stay alive. Python
+    makes a bound method again at each access, so it is known by its object and its function.
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     number = id(owner)
@@ -190,11 +191,11 @@ def _hold(owner: Any, store: dict[int, Any]) -> None:
 
 
 SIZES = 128
-"""How many sizes of a batch each function has programs for at once, and layouts, and known calls."""
+"""For how many batch sizes each function keeps its programs, its layouts and its known calls."""
 
 
 class Recent(OrderedDict[K, T]):
-    """A dict of so many entries; a new one takes the place of the one that was asked for longest ago."""
+    """A dict of at most `SIZES` entries; a new one takes the place of the one that was asked for longest ago."""
 
     def used(self, key: K) -> T | None:
         """Returns the entry with this key, which is now the last to be dropped; None if there is no such entry."""
@@ -212,18 +213,18 @@ class Recent(OrderedDict[K, T]):
 
 
 Layouts = Recent[Any, Layout]
-"""How batches of one door are cut, by what decides it."""
+"""The layouts of the batches of one door. A key holds all that decides how a batch is cut."""
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
 STEPS_IN_FLIGHT = 12
 _SIZE = operator.attrgetter("size")
-WAITED_FOR_AT_ONCE = 4  # what one wait costs is mostly to come to it: the code is in no cache any more
+WAITED_FOR_AT_ONCE = 4  # the first wait costs most, because its code has left the caches
 _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
 
-_ALONE = contextlib.nullcontext()
+_ALONE = contextlib.nullcontext()  # what a dispatch runs in if there are no other processes
 
 
 def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""`ReplicaMesh`: a mesh of devices, and which of its axes counts the replicas. jdp's programs run outside of others."""
+"""`ReplicaMesh`: a mesh of devices, and which axis counts the replicas. jdp's programs run outside of other meshes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReplicaMesh:
         self.jax_mesh = mesh
         self.axis_name = axis_name
         self.size: int = mesh.shape[axis_name]
-        """The number of groups of devices: with one replica on each, that of the replicas."""
+        """The number of groups of devices. With one replica on each group it is the number of replicas."""
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(self.size, -1)
         self.groups: tuple[tuple[Device, ...], ...] = tuple(map(tuple, rows))
         self.devices: tuple[Device, ...] = tuple(group[0] for group in self.groups)
@@ -53,11 +53,11 @@ class ReplicaMesh:
         """How this process tells the others what it does; None if there are no others."""
         here = jax.process_index()
         self.own_places: tuple[int, ...] = self.places_of(None if self.exchange is None else here)
-        """Which of the groups are this process's; of devices that are only described, all."""
+        """The numbers of the groups that are this process's; of devices that are only described, all."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
         self.may_deadlock: bool = len(self.all_devices) > 1 and self.devices[0].platform == "cpu"
-        """Whether few programs may be in flight at a time."""
+        """Whether XLA may deadlock if many programs with collectives are in flight; see `programs.STEPS_IN_FLIGHT`."""
         self.along: Callable[[int | None], NamedSharding] = functools.cache(self._along)
         """Returns the sharding of an array that is cut over the replicas along an axis; None: replicated."""
         self.replicated: NamedSharding = self.along(None)
@@ -80,7 +80,7 @@ class ReplicaMesh:
         return self
 
     def places_of(self, process: int | None) -> tuple[int, ...]:
-        """Returns which of the groups are a process's; None: all groups."""
+        """Returns the numbers of the groups that are a process's; None: all groups."""
         return tuple(i for i, d in enumerate(self.devices) if process in (None, d.process_index))
 
     @property

@@ -81,7 +81,10 @@ class Segment(NamedTuple):
     """Which of those, and of what it makes after them, the replica has then."""
 
     def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns its part of the next sum, and the values that the replica has then (at the end its other parts)."""
+        """Returns a replica's part of the next sum, and the values that it has then (at the end its other parts).
+
+        `program` is this segment's program, compiled for one device; `values` are those that the replica has.
+        """
         sums, made = program(totals, [values[i] for i in self.reads])
         both = [*values, *made]
         return sums, [both[i] for i in self.after]
@@ -98,7 +101,8 @@ def segments(
     found: list[tuple[Segmented, Parts]] = []
 
     def of_one(fn: Callable[..., Any]) -> Callable[..., Any]:
-        # As a device of one: for the axis has a name there, and a wrapper that is called in there runs its model.
+        # Under a mesh of one device, because the axis has a name there, and a wrapper that the function calls runs its
+        # model directly.
         mesh, whole = AbstractMesh((1,), (axis_name,)), PartitionSpec()
         return jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 

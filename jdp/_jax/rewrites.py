@@ -121,7 +121,7 @@ def asks_inside_of(jaxpr: Any, axis_name: str) -> str | None:
 
 
 def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """Returns the closed jaxpr, of which no loop and no branch asks for its place, with `index` as its place."""
+    """Returns the closed jaxpr with `index` as its place on the axis; no loop or branch in it may ask for the place."""
     if not any(_asks(eqn, axis_name) for eqn in equations(jaxpr)):
         return jaxpr
     flat = inlined(jaxpr, lambda eqn: _asks(eqn, axis_name), lambda eqn: ValueError(eqn.primitive.name))

@@ -109,7 +109,8 @@ def _read_equations(e: Any, f: Any, rows: tuple[int, int], in_derivative: bool) 
         if key not in sized and not _is_same(e.params[key], f.params[key]):
             raise ValueError(_MIXED)
     if all(axis is None for axis in (*ins, *outs)):
-        meets = name != "axis_index" and not all(hasattr(axis, "__index__") for axis in axes(e))  # numbers, of axes
+        # An axis with a number is one of the array; over an axis with a name, replicas meet.
+        meets = name != "axis_index" and not all(hasattr(axis, "__index__") for axis in axes(e))
         if meets or any(e.params[key] != f.params[key] for key in sized):
             raise ValueError(_MIXED)
         return
@@ -305,7 +306,7 @@ _RULES: dict[str, _Rule] = {
     "top_k": _top_k,
     "transpose": lambda e: e.params["permutation"][e.j] == e.k,
 }
-# What is made of operands without rows, and has them: of fewer rows it would be the first of these.
+# What makes rows out of operands without rows: if it made fewer, they would be the first of these.
 _MADE: dict[str, _Rule] = {
     "broadcast_in_dim": lambda e: True,
     "iota": lambda e: True,

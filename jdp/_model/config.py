@@ -1,4 +1,4 @@
-"""What a wrapper was constructed with, fixed and pickled by names of devices; and how it cuts a batch."""
+"""What a wrapper was constructed with, which does not change; and how it cuts a batch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Config:
 
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
-        self._programs: dict[int, Any] = {}  # of each module, as long as it is alive elsewhere
+        self._programs: dict[int, Any] = {}  # of each module, until it is freed
         self.layouts, self.batch_layouts = Layouts(), Layouts()
         self.calls: Calls = Calls()  # that ran, and may go straight to their programs
 
@@ -155,7 +155,7 @@ class Config:
             )
 
     def program(self, module: Any, beside: bool = False) -> Compiled:
-        """Returns the compiled call of the module, `beside` NNX objects; a module that takes its place has its own."""
+        """Returns the compiled call of this module; `beside` if its parameters come as `Held`, next to NNX objects."""
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not beside:
@@ -376,7 +376,7 @@ def axes_of_batch(config: Config, batch: Tree, in_axes: Tree = None) -> Tree:
 
 
 def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
-    """Returns the batch, scattered, as `Held`: the state of the objects is replicated."""
+    """Returns a scattered batch together with its NNX objects, as `Held`; the objects' state is replicated."""
     layout = rows._layout
     state = broadcast(state, layout.mesh, verb)
     arrays = jax.tree.leaves(state)
@@ -386,6 +386,6 @@ def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scatter
 
 
 def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
-    """Returns the rows of a training step's batch, and the batch where there are NNX objects in it."""
+    """Returns a training step's batch without its NNX objects, and all of it as `Held`; None if it has no objects."""
     tree = batch._layout.fill(batch._arrays)
     return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

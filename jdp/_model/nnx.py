@@ -68,7 +68,7 @@ class Held(NamedTuple):
 
 
 def with_nodes(
-    function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]] = ()
+    function: Callable[..., Tree], reduce_state: Reduce, axis_name: str, filters: Sequence[tuple[Filter, int]]
 ) -> Callable[..., Tree]:
     """Returns `function` for `Held` parameters: it returns its result, and the updates of the objects."""
 
@@ -136,7 +136,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # of C's
+    except ValueError:  # a function written in C
         return True
     return True
 
@@ -223,7 +223,7 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 def mark_updates(
     state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Tree:
-    """Returns what of the state has changed, each leaf with its rule; before, it was in several parts."""
+    """Returns what of the state has changed, each leaf with its rule; `before` are the parts of the state before."""
     known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
@@ -342,12 +342,12 @@ def take_nodes(
 
 
 def stop_at_objects(x: Any) -> bool:
-    """Returns where flattening arguments stops: as anywhere else, and at NNX objects."""
+    """Returns True where flattening arguments stops: as anywhere else, and at NNX objects."""
     return type(x) not in USUAL and (no_further(x) or is_node(x))
 
 
 def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree:
-    """Returns the inverse of `take_nodes`."""
+    """Returns the arguments with the NNX objects in the places of their stand-ins: the inverse of `take_nodes`."""
     return jax.tree.map(lambda x: nodes[x.index] if _is_stand_in(x) else x, arguments, is_leaf=_is_stand_in)
 
 
@@ -363,7 +363,7 @@ def _is_stand_in(x: Any) -> bool:
 
 def is_node(x: Any) -> bool:
     """Returns True if `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
-    return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # which takes longer to say no
+    return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # isinstance alone takes longer to say no
 
 
 def _fold(variable: Any, index: Any) -> Any:

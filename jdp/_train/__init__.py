@@ -17,8 +17,11 @@ The training step:
     step_options.py      its options, and which of them contradict each other
     step.py              `TrainStep` for variables, and what it shares with the other
     nnx_step.py          `NNXTrainStep` for an NNX module
-    state.py             `jdp.TrainState`, the optimizer's update, and the placement of the optimizer's state
+    state.py             `jdp.TrainState`, the optimizer's update, and which arrays may be donated
+    computation.py       what a step computes, as a pure function of the state and the batch
     program.py           the step as one compiled program
+    compiler_options.py  how XLA combines the gradients that travel, on several GPUs
+    places.py            where the arrays of a state lie, and their bytes on a device
     deterministic.py     the step as single-device programs, with the same bits on any number of devices
     check.py             `jdp.LossCheck`: compares the loss on several devices with the loss on one
     nonfinite.py         which replica and which rows caused a gradient that is not finite

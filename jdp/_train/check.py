@@ -92,7 +92,7 @@ def _compared(
     for name, tree, other in zip(
         names, _compared_parts(found, program), _compared_parts(expected, program), strict=True
     ):
-        mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x, mesh)) for x in (tree, other))
+        mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x)) for x in (tree, other))
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
@@ -160,14 +160,14 @@ def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _as_numpy(tree: Tree, mesh: ReplicaMesh) -> Tree:
+def _as_numpy(tree: Tree) -> Tree:
     """Returns the tree as NumPy arrays, each with all rows."""
-    tree = map_scattered(lambda s: s._layout.fill(_all_rows_on_one(s, mesh)), tree)
+    tree = map_scattered(lambda s: s._layout.fill(_all_rows_on_one(s)), tree)
     tree = jax.tree.map(lambda x: x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0), tree)
     return jax.tree.map(np.asarray, tree)
 
 
-def _all_rows_on_one(s: Scattered, mesh: ReplicaMesh) -> list[Any]:
+def _all_rows_on_one(s: Scattered) -> list[Any]:
     """Gathers all rows of `s` on every device, without padding, and returns one device's copies."""
     layout = s._layout
     run = jax.jit(lambda arrays: unpadded(Scattered(arrays, layout)), out_shardings=layout.mesh.replicated)
@@ -182,7 +182,7 @@ def _whole_batch(batch: Scattered, one: ReplicaMesh) -> Scattered:
         return Cut(x.axis, (sum(x.sizes),)) if isinstance(x, Cut) else x
 
     to = Layout(layout.treedef, tuple(map(leaf, layout.leaves)), rows, one, layout.dim, 1)
-    return Scattered(jax.device_put(_all_rows_on_one(batch, layout.mesh), list(to.shardings)), to)
+    return Scattered(jax.device_put(_all_rows_on_one(batch), list(to.shardings)), to)
 
 
 def _on_one(state: TrainState, mesh: ReplicaMesh, one: ReplicaMesh) -> TrainState:

@@ -197,7 +197,7 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
 
 
 def entered(state: Tree, given: Held | None) -> Held:
-    """Returns the state together with that of the NNX objects in the batch."""
+    """Returns the state together with that of the NNX objects in the batch, which `given` holds."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
@@ -261,14 +261,14 @@ def jit_of_leaves(
         return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)
 
     where, to = (*[None] * count, *layout.shardings), computation.shardings(state)
-    first, cut, last = (
+    first, of_optimizer, last = (
         [to.step, *_sharding_of_each(to.params, state.params)],
         _sharding_of_each(to.opt_state, state.opt_state),
         to.step,
     )
-    if to.state is not to.step:
+    if to.state is not to.step:  # a tree, because some of it is cut inside of a replica
         last = [*_sharding_of_each(to.state, state.state), *[to.step] * (state.key is not None)]
-    out = (first, cut, last), None, to.step, None
+    out = (first, of_optimizer, last), None, to.step, None
     return _jit(computation, train_step, tuple(range(count)), where, out, options)
 
 

@@ -93,13 +93,16 @@ def forward(loss: Loss, steps: int) -> CallOf:
 def gradients_on_replicas(
     loss: Loss,
     steps: int,
-    wire: Any = None,
-    scatter: Callable[[Any], int | None] | None = None,
-    label: str = "loss",
+    wire: Any,
+    scatter: Callable[[Any], int | None] | None,
+    label: str,
     gather: GatherTime = "in the call",
     verb: str = "train_step",
 ) -> Run:
-    """Returns a function that computes the `Gradients` of a loss. `gradients` explains the arguments."""
+    """Returns a function that computes the `Gradients` of a loss.
+
+    `gradients` explains the first four arguments, `on_replicas` the others.
+    """
     once = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
     several = Passes(loss, steps, wire, scatter, label, gather, verb)
 

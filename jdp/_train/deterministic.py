@@ -117,9 +117,9 @@ class Deterministic:
     def __init__(self, step: Computation, treedef: Any, layout: Layout, on: OnDevices) -> None:
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._on = step, layout, on
-        # By the shapes of the operands, the compiled programs: the turns (a loss of all rows has a forward pass before
-        # the other one); for each device that of the loss, if it is of all rows, and of the update; the treedefs of
-        # what the update returns, of the state, and of the metrics and updates.
+        # The compiled programs, by the shapes of the operands: the turns, of which a loss of all rows has two; for each
+        # device the program of that loss, if there is one, and that of the update; and two treedefs of what the update
+        # returns, of the state, and of metrics and updates.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.

@@ -16,7 +16,7 @@ from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_num
 
 
 class SeveralTerms(Exception):
-    """A signal, not an error: a loss with several denominators, or one that is differentiated, needs all sums first."""
+    """A signal, not an error: the sums come first if there are several denominators, or a differentiated one."""
 
 
 class Form(NamedTuple):

@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
     grads: Tree
     row_grads: dict[int, Tree]
     state: Tree
-    counts: list[Any]
+    counts: list[Any]  # not read by this name: a divisor, `Marked.over`, has to be an output, too
 
 
 class Loss(NamedTuple):
@@ -207,7 +207,7 @@ def differentiate(
     shards: Shards | None = None,
     is_judged: bool = False,
 ) -> Added:
-    """Returns the terms, the gradients and the state of one microbatch; `is_judged` if its loss was accepted."""
+    """Returns the terms, the gradients and the state of one microbatch; `is_judged` if its loss was accepted before."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     # The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
@@ -369,7 +369,10 @@ One = Callable[[Any, Any, int, Tree], Added]
 
 
 def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
-    """Runs microbatches of `size` rows one after the other, the last with the rest, and returns their sums."""
+    """Runs microbatches of `size` rows one after the other, the last with the rest, and returns their sums.
+
+    On a CPU (`cpu`) the loop computes its convolutions in the layout that is fast there.
+    """
     whole, rest = divmod(rows, size)
     if whole + bool(rest) <= 1:
         return one(0, 0, rows, state)

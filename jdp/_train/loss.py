@@ -235,7 +235,7 @@ FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
 def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn") -> None:
-    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: is there a key (NNX: None)."""
+    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: if there is one (NNX: None)."""
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # a function written in C

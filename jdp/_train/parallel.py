@@ -26,7 +26,7 @@ from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held, enter, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
 from .parallel_results import (
-    each,
+    axes_of_each,
     kept_nodes,
     mark_nodes,
     mark_results,
@@ -195,7 +195,7 @@ def _axes_of_arguments(
         first = next((p for p in range(len(args)) if p not in static), 0)
         given = [None if p == first and not has_nodes else dim for p in range(len(args))]
     else:
-        given = each(in_axes, len(args), "in_axes", "arguments")
+        given = axes_of_each(in_axes, len(args), "in_axes", "arguments")
     return tuple(None if p in static else axis for p, axis in enumerate(given))
 
 

@@ -70,7 +70,7 @@ def mark_results(
     results = list(out) if several else [out]
     axes = [default[0], *[default[1]] * (len(results) - 1)]
     if out_axes is not None:
-        axes = each(out_axes, len(results), "out_axes", "results")
+        axes = axes_of_each(out_axes, len(results), "out_axes", "results")
     kept: list[Numbered] = []
     marked, unused = [], states
     for k, (result, axis) in enumerate(zip(results, axes, strict=True)):
@@ -99,7 +99,7 @@ def _as_state(result: Numbered, name: str, old: Numbered) -> Numbered:
     return dataclasses.replace(result, name=name, old=old)
 
 
-def each(axes: Any, count: int, name: str, what: str) -> list[Any]:
+def axes_of_each(axes: Any, count: int, name: str, what: str) -> list[Any]:
     """Returns an entry for each argument, or each result, with `STACKED` in place of "stacked"."""
     given = entries(VERB, axes, count, name, what)
     return jax.tree.map(lambda a: STACKED if isinstance(a, str) and a == "stacked" else a, given)

@@ -78,12 +78,12 @@ class Program(Computation):
         # The program, and the treedefs of state and batch, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
-        self.steps = 0  # calls so far
-        self.check: Callable[[str], None] | None = None  # the comparison under way
-        self._on = OnDevices(config.mesh) if options.deterministic else None
+        self.steps = 0  # dispatched so far; counted with `check_replicas` alone
+        self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
+        self._on_devices = OnDevices(config.mesh) if options.deterministic else None
 
     def see(self, params: Tree, others: Tree) -> None:
-        """Takes note of where the variables lie that are cut inside of a replica; traced ones do not tell."""
+        """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
         mesh = self.config.mesh
         if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             found = (
@@ -150,7 +150,7 @@ class Program(Computation):
             program = None
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
-            run = getattr(program, "__wrapped__", program)
+            run = getattr(program, "__wrapped__", program)  # without the comparison between processes, which is done
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
@@ -191,7 +191,7 @@ class Program(Computation):
         key = layout, treedef, "one by one"
         found = self.compiled.used(key)
         if found is None:
-            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on))
+            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on_devices))
             found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
@@ -224,11 +224,11 @@ class Program(Computation):
         every, mesh = self.options.check_replicas, self.config.mesh
         self.steps += 1
         if self.steps % every == 0:
-            self.check = start(state, mesh)
+            self._comparison = start(state, mesh)
         # Not read at once, because that waits for the step. All processes read it at the same step.
-        if self.check is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
-            check, self.check = self.check, None
-            check("train_step")
+        if self._comparison is not None and self.steps % every == min(every - 1, STEPS_IN_FLIGHT):
+            finish, self._comparison = self._comparison, None
+            finish("train_step")
 
     def find_nonfinite(self, state: TrainState, batch: Scattered) -> list[Nonfinite]:
         replicas, inputs, key = self.operands(state, batch)
@@ -290,8 +290,8 @@ def step_again(
     run, leaves, arrays, key = found
     if not given.has(leaves):
         return None
-    placed = [x for x in arrays if type(x) is not np.ndarray]
-    if placed and (any(isinstance(x, Tracer) for x in placed) or not set(map(id, placed)).isdisjoint(map(id, leaves))):
+    of_jax = [x for x in arrays if type(x) is not np.ndarray]
+    if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or not set(map(id, of_jax)).isdisjoint(map(id, leaves))):
         return None
     refuse_deleted(state, leaves)  # JAX would pass freed arrays on, and may crash
     try:

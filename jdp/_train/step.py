@@ -56,7 +56,7 @@ Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
 Last = TypeVar("Last")
 """What a step keeps of the last call: the state, or of NNX the metrics."""
 
-NO_STEP: Any = ()  # where only the shardings of a state's other parts are asked for
+NO_STEP: Any = ()  # in place of the count of steps, in a state that is made to ask for shardings alone
 
 
 class Step(Generic[Last]):
@@ -102,7 +102,7 @@ class Step(Generic[Last]):
         devices = ", ".join(map(str, self._dp.devices[:8]))
         return f"{type(self).__name__}({self._program.label}, devices=({devices}))"
 
-    if not TYPE_CHECKING:  # to which every name would be known then
+    if not TYPE_CHECKING:  # a type checker would accept every name then
 
         def __getattr__(self, name: str) -> Any:
             has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))

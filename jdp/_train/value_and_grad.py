@@ -308,7 +308,7 @@ def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOption
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
         loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, options.criterion, sync)
         steps, wire = options.accumulate_steps, options.reduce_dtype
-        return Compiled(gradients_on_replicas(loss, steps, wire, label=label, verb=VERB))
+        return Compiled(gradients_on_replicas(loss, steps, wire, None, label, verb=VERB))
 
     return kept(loss_fn, (VERB, weakref.ref(config), options, division), make)
 

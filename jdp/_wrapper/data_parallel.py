@@ -57,7 +57,7 @@ class OwnSignature:
     """What `inspect.signature` shows of a class: that of its `__init__`, which `nnx.Module`'s metaclass hides."""
 
     def __get__(self, wrapper: object, kind: type) -> inspect.Signature:
-        if wrapper is not None:  # that of a call
+        if wrapper is not None:  # a wrapper itself has the signature of its `__call__`
             raise AttributeError("__signature__", name="__signature__", obj=wrapper)
         signature = inspect.signature(kind.__init__)
         return signature.replace(parameters=[*signature.parameters.values()][1:])
@@ -287,7 +287,7 @@ class DataParallel(nnx.Module, Generic[M]):
             {'params': {'bias': (3,), 'kernel': (2, 3)}}
         """
         if self._config.kind != "linen":
-            raise AttributeError(_NO_INIT)  # upon which Python asks __getattr__, whose error is the user's
+            raise AttributeError(_NO_INIT)  # then Python asks __getattr__, which raises what the user sees
         return self._init
 
     @outside_of_mesh
@@ -353,7 +353,7 @@ class DataParallel(nnx.Module, Generic[M]):
                 f"nothing. Pass the mode as an argument, dp.apply(variables, x, train={method == 'train'})."
             )
 
-    if not TYPE_CHECKING:  # to which every name would be known then
+    if not TYPE_CHECKING:  # a type checker would accept every name then
 
         def __getattr__(self, name: str) -> Any:
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""

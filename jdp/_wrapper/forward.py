@@ -147,12 +147,12 @@ def four_steps(
     kwargs: Mapping[str, Any],
     stateful: bool,
     cut: Mapping[str, Scattered],
-    home: Tree = None,
+    home: Tree,
 ) -> Any:
     """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
 
-    `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: what of
-    the parameters tells where results go, if not all of them do.
+    `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: the part of
+    the parameters that decides where results go; None stands for all of them.
     """
     config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
     config.refuse_other_mesh()
