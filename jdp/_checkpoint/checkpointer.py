@@ -339,6 +339,12 @@ class Preemption:
     def reached(self) -> bool:
         """Returns True if this is the step after which to stop."""
         if not self._service:
+            if jax.distributed.is_initialized():
+                raise RuntimeError(
+                    "jdp.Checkpointer: it was made before jax.distributed was initialized, which has taken its handler "
+                    "of SIGTERM away; a job that has to end would not be saved. Make it after "
+                    "jdp.distributed.initialize()."
+                )
             return self._told
         if not jax.config.values["jax_enable_preemption_service"]:
             return False

@@ -56,6 +56,7 @@ class Writer:
         """Begins the save, and returns when the arrays are on the host."""
         import orbax.checkpoint as ocp
 
+        number = next(_saves)  # before anything can fail here, because the processes count alike
         arrays = encode(leaves)
         content = ocp.args.JsonSave(manifest(step, leaves, arrays, data, apart))
         self._steps.set_aside(step)
@@ -69,7 +70,7 @@ class Writer:
                 self._orbax = _checkpointer()
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
-            self._thread = threading.Thread(target=self._finish, args=(next(_saves),), name="jdp-saves")
+            self._thread = threading.Thread(target=self._finish, args=(number,), name="jdp-saves")
             self._thread.start()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)

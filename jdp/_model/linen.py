@@ -199,8 +199,12 @@ def init_as_program(
         rngs, args, kwargs = treedef.unflatten(mine)
         return init(module, axis_name, rngs, args, kwargs)
 
-    # A key may lie on another device.
-    arrays = [x if isinstance(x, Tracer) else put(x, mesh.replicated) for x in (leaves[i] for i in at)]
+    keys = len(jax.tree.leaves(rngs))  # which may lie on another device; a batch need not be whole on each
+
+    def placed(i: int) -> Any:
+        return put(leaves[i], mesh.replicated) if i < keys and not isinstance(leaves[i], Tracer) else leaves[i]
+
+    arrays = [placed(i) for i in at]
     shapes = jax.eval_shape(make, *arrays)
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
     if mesh.inner_axes:

@@ -195,9 +195,7 @@ def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
         if isinstance(x, nnx.Pytree) and not isinstance(x, nnx.List | nnx.Dict):
             owner = type(nodes[path[0]]).__name__
             for name, value in vars(x).items():
-                if not name.startswith(_FLAXS_OWN) and not any(
-                    map(_is_state, jax.tree.leaves(value, is_leaf=is_node))
-                ):
+                if not name.startswith(_FLAXS_OWN) and not any(map(_is_state, jax.tree.leaves(value, is_leaf=is_node))):
                     found[path, name] = owner, value
     return found
 

@@ -59,32 +59,39 @@ def coordinator() -> str:
 
 def get(key: str, seconds: float) -> str | None:
     """Waits for the value of a key, and returns it; None after so many seconds."""
-    return _value("DEADLINE_EXCEEDED", client().blocking_key_value_get, key, max(1, int(seconds * 1000)))
+    return _value("DEADLINE_EXCEEDED", "blocking_key_value_get", key, max(1, int(seconds * 1000)))
 
 
 def now(key: str) -> str | None:
     """Returns the value of a key now; None if there is none."""
-    return _value("NOT_FOUND", client().key_value_try_get, key)
+    return _value("NOT_FOUND", "key_value_try_get", key)
 
 
 def under(folder: str) -> list[tuple[str, str]]:
     """Returns the keys that begin with `folder`, and their values."""
-    return _value("NOT_FOUND", client().key_value_dir_get, folder) or []
+    return _value("NOT_FOUND", "key_value_dir_get", folder) or []
 
 
 def put(key: str, text: str) -> None:
     """Sets the value of a key, whether it has one or not."""
-    _value(None, client().key_value_set, key, text, True)
+    _value(None, "key_value_set", key, text, True)
 
 
 def delete(key: str) -> None:
-    _value("NOT_FOUND", client().key_value_delete, key)
+    _value("NOT_FOUND", "key_value_delete", key)
 
 
-def _value(absent: str | None, call: Any, *args: Any) -> Any:
+def _value(absent: str | None, call: str, *args: Any) -> Any:
     """Returns the result of a call of the service; None if its error has `absent` in it."""
+    service = client()
+    if service is None:
+        raise DesyncError(
+            "jdp: the devices are those of several processes, and JAX's coordination service, through which the "
+            "processes tell each other, does not run here: it was shut down, or never started. Call "
+            "jdp.distributed.initialize() first, and jax.distributed.shutdown() last."
+        )
     try:
-        return call(*args)
+        return getattr(service, call)(*args)
     except jax.errors.JaxRuntimeError as error:
         if absent is not None and absent in str(error):
             return None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._core.layout import Tree, chunk_sizes
+from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, prepare
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of
 from .prefetch import ahead, together
@@ -180,8 +181,8 @@ class Batches:
                 own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
                 scattered = together(own, self._prepared, self._cutting, self._size)
             else:
-                layouts = config.batch_layouts
-                scattered = ahead(read, lambda batch: leaf_by_leaf_of(config, batch[0], None, layouts), self._size)
+                layouts, scatter = config.batch_layouts, outside_of_mesh(leaf_by_leaf_of)
+                scattered = ahead(read, lambda batch: scatter(config, batch[0], None, layouts), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
         finally:
             unregister(threads.stop)

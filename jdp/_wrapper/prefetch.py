@@ -16,8 +16,9 @@ import numpy as np
 from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flat
 from .._core.layout import Cut, Tree
+from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
-from .._core.scattered import holds_scattered, is_scattered, leaf_by_leaf
+from .._core.scattered import Scattered, holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
 from .._processes.coordination import DesyncError
@@ -107,7 +108,8 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
     source = map(host, (batch for batch in batches))  # a loader that ends may begin again when it is asked once more
     if not config.mesh.spans_processes:
-        return ahead(source, lambda batch: leaf_by_leaf_of(config, batch, in_axes, layouts), size)
+        scattered = outside_of_mesh(leaf_by_leaf_of)
+        return ahead(source, lambda batch: scattered(config, batch, in_axes, layouts), size)
 
     how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
 
@@ -240,8 +242,7 @@ def together(
     `size` batches before they need it.
     """
     last: Prepared | None = None
-    mesh, verb = how.mesh, how.verb
-    told: collections.deque[tuple[Prepared | None, list[Any], Finish, BaseException | None]] = collections.deque()
+    told: collections.deque[_Told] = collections.deque()
     failed: BaseException | None = None
     while True:
         while len(told) <= size:  # also after a failure, because the others go on
@@ -250,26 +251,52 @@ def together(
                 batch = None if failed is not None else next(batches, None)
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it comes after the batches before it, and in all processes then
-            rows = (0,) * mesh.own.size if batch is None else batch.layout.by_device
-            outline, never = (None, last is None) if batch is None else (batch.outline, False)
-            finish = begin(mesh, verb, rows, outline, failed, never)
-            told.append((batch, [] if batch is None else put_early(batch), finish, failed))
-        batch, arrays, finish, mine = told.popleft()
-        try:
-            sizes, outline = finish()
-        except DesyncError:
-            if mine is not None:
-                raise mine from None
-            raise
-        if not sizes:
+            told.append(_tell(how, batch, failed, last is None))
+        found = _taken(how, *told.popleft(), last, prepare)
+        if found is None:
             return
-        if batch is None:
-            batch = prepare(without_rows(outline, verb)) if last is None else _without_rows(last)
-            arrays = batch.arrays
-        last = batch
-        s = filled(arrays, layout_of_all(batch.layout, mesh, sizes_of_all(sizes, batch.layout, how)))
-        yield put_nodes(leaf_by_leaf(s), batch.nodes)
-        del s, arrays  # or this batch would lie on the devices until the next is asked for
+        s, last = found
+        del found
+        yield put_nodes(leaf_by_leaf(s), last.nodes)
+        del s  # or this batch would lie on the devices until the next is asked for
+
+
+_Told = tuple[Prepared | None, list[Any], Finish, BaseException | None]
+"""A batch that the other processes are being told of, or None; its arrays on the devices; and what this one raised."""
+
+
+@outside_of_mesh
+def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is_first: bool) -> _Told:
+    """Begins to tell the other processes of a batch, and to put it on this one's devices."""
+    rows = (0,) * how.mesh.own.size if batch is None else batch.layout.by_device
+    outline, never = (None, is_first) if batch is None else (batch.outline, False)
+    finish = begin(how.mesh, how.verb, rows, outline, failed, never)
+    return batch, [] if batch is None else put_early(batch), finish, failed
+
+
+@outside_of_mesh
+def _taken(
+    how: Cutting,
+    batch: Prepared | None,
+    arrays: list[Any],
+    finish: Finish,
+    failed: BaseException | None,
+    last: Prepared | None,
+    prepare: Callable[[Tree], Prepared],
+) -> tuple[Scattered, Prepared] | None:
+    """Waits for the other processes; returns the batch of all and this process's part, or None if all have run out."""
+    try:
+        sizes, outline = finish()
+    except DesyncError:
+        if failed is not None:
+            raise failed from None
+        raise
+    if not sizes:
+        return None
+    if batch is None:
+        batch = prepare(without_rows(outline, how.verb)) if last is None else _without_rows(last)
+        arrays = batch.arrays
+    return filled(arrays, layout_of_all(batch.layout, how.mesh, sizes_of_all(sizes, batch.layout, how))), batch
 
 
 def _without_rows(batch: Prepared) -> Prepared:
