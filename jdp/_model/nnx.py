@@ -64,7 +64,7 @@ class Held(NamedTuple):
 
     others: Tree  # parameters (of an NNX module its stand-in), arguments, the collections of a state, a batch
     graph: Any  # of the objects; None without any
-    variables: Tree  # of the objects: a state, or several, which share them out
+    variables: Tree  # of the objects: one state, or several with parts of it
 
 
 def with_nodes(
@@ -109,7 +109,7 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
 
     target = nnx.map_state(where, state)
     make = jax.jit(lambda: nnx.split(module())[1], out_shardings=target)
-    # A seed of its own would be part of each process's program.
+    # Compared between processes, because a process with a seed of its own has another program.
     return nnx.merge(graph, mesh.same_program(functools.update_wrapper(make, module), ())())
 
 

@@ -19,7 +19,7 @@ The training step:
     nnx_step.py          `NNXTrainStep` for an NNX module
     state.py             `jdp.TrainState`, the optimizer's update, and which arrays may be donated
     computation.py       what a step computes, as a pure function of the state and the batch
-    program.py           the step as one compiled program
+    program.py           the step as one program, compiled for batches of each layout and dispatched
     compiler_options.py  how XLA combines the gradients that travel, on several GPUs
     places.py            where the arrays of a state lie, and their bytes on a device
     deterministic.py     the step as single-device programs, with the same bits on any number of devices

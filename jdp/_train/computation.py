@@ -22,7 +22,7 @@ from .compiler_options import CompilerOptions
 from .criterion import gradients_on_replicas
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import all_finite
-from .places import cut_axis, cut_shardings, like_params, whole
+from .places import axis_to_cut, cut_shardings, like_params, whole
 from .state import TrainState, first_difference, update
 from .step_options import StepOptions
 from .terms import finished
@@ -58,7 +58,7 @@ class Computation:
         self.options, self.label = options, label
         n = config.mesh.size
         cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
-        scatter = (lambda x: cut_axis(x, n)) if cuts else None
+        scatter = (lambda x: axis_to_cut(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
         self.never: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
@@ -90,7 +90,7 @@ class Computation:
 
     def axis(self, x: Any, n: int) -> int | None:
         """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""
-        return shard_axis(x, n, self.never or ()) if self.options.shard_params else cut_axis(x, n)
+        return shard_axis(x, n, self.never or ()) if self.options.shard_params else axis_to_cut(x, n)
 
     def _look(self, jaxpr: Any, whole: Sequence[Any]) -> None:
         """Records the shapes of the parameters that the loss's scans iterate over, each with the axis."""

@@ -5,7 +5,8 @@ and ReduceAdd. There are two ways:
 
 * In one pass: JAX differentiates the replicas' program, and keeps what the backward pass needs from the forward pass.
 * In two passes: all microbatches run forward, then each runs again with its part of the cotangents. Replicas that
-  share a device (in the memory of one) and parameters that are cut over the replicas also need two passes.
+  share a device (in the memory of one), parameters that are cut over the replicas and gradients of cut arguments also
+  need two passes; `Passes.can_be_one` has all that do.
 
 A sum of terms with several denominators is computed in the same two ways. Its outputs are the sums that it is made
 of. They are added over the replicas before they are divided.
@@ -160,6 +161,7 @@ class Passes:
         verb: str = "train_step",
     ) -> None:
         self.loss, self.steps = loss, steps
+        # The forward pass takes no shards: "in the call" is for gradients.
         self.forward = on_replicas(forward(loss, steps), label, "at once" if gather == "at once" else "as used", verb)
         self.backward = on_replicas(gradients(loss._replace(pulls=True), steps, wire, scatter), label, gather, verb)
         self.reduce = on_replicas(_reduce(wire, scatter), label, gather, verb)

@@ -118,8 +118,8 @@ class Deterministic:
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._on = step, layout, on
         # The compiled programs, by the shapes of the operands: the turns, of which a loss of all rows has two; for each
-        # device the program of that loss, if there is one, and that of the update; and two treedefs of what the update
-        # returns, of the state, and of metrics and updates.
+        # device the program of that loss, if there is one, and that of the update; and two treedefs of the update's
+        # results: that of the state, and that of the metrics and the updates of NNX objects.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((on.devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.

@@ -74,7 +74,7 @@ class Bytes(NamedTuple):
     whole: int
 
 
-def cut_axis(x: Any, n: int) -> int | None:
+def axis_to_cut(x: Any, n: int) -> int | None:
     """Returns the first axis whose size n divides; None if the array stays whole."""
     if n == 1:
         return None

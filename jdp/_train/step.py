@@ -158,7 +158,7 @@ class TrainStep(Step[TrainState]):
         rules = options.reserved, config.reduce_state, config.axis_name
         loss = functools.partial(variables_loss, loss_fn, *rules, criterion)
         super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, in_axes)
-        self._shapes: TrainState | None = None  # of the states that it takes
+        self._shapes: TrainState | None = None  # of the states that the step takes; None before the first one
         self._places = self._program.places  # where the parameters of the last state lie
         self._first = first_state(tx)
 
@@ -387,7 +387,7 @@ class TrainStep(Step[TrainState]):
             ValueError: these are cut, and the caller has passed `shard_params=False`.
         """
         config = self._program.config
-        grouped = bool(config.mesh.inner_axes)  # where a parameter that is cut over the replicas is refused by its path
+        grouped = bool(config.mesh.inner_axes)  # `places_of` refuses parameters there that are cut over the replicas
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(

@@ -159,7 +159,7 @@ class Batches:
                 f"jdp.{VERB}: data has {data.count} rows, fewer than batch_size, {batch_size}, and drop_last leaves "
                 f"them out; an epoch has a batch at least. Pass drop_last=False, or a smaller batch_size."
             )
-        # What all processes must have alike, for the order to be one.
+        # What must be equal on all processes, so that they read the rows in one order.
         self._plan = f"{data.count} rows, {batch_size=}, {seed=}, {start=}, {epochs=}, {drop_last=}"
 
     def __len__(self) -> int:
@@ -219,7 +219,7 @@ class Batches:
         mesh, each = self._config.mesh, self._config.per_device
         if not mesh.spans_processes:
             return rows, ()
-        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # and an empty one
+        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # np.split adds an empty one
         replicas = [place * each + i for place in mesh.own_places for i in range(each)]
         own = [chunks[min(i, len(chunks) - 1)] for i in replicas]
         return np.concatenate(own), [len(chunk) for chunk in own]

@@ -165,7 +165,7 @@ def four_steps(
     else:
         outputs = dp.parallel_apply(replicas, inputs, kw)
     in_place = replicas is params
-    # (With state_axes some of the variables may have to be cut, another time.)
+    # No call with state_axes is remembered, because another one may have to cut some of the variables.
     if own and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
         config.calls.remember(lambda: config.program(dp.module), dp.module, call, operands)
@@ -203,7 +203,7 @@ def _cut_state(config: Config, state: Tree, axis: Any, name: Any) -> Scattered:
 def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> None:
     """Raises a `ValueError` for state with a batch axis that has other rows than the batch."""
     if not isinstance(inputs, Scattered) or not isinstance(kw, Scattered):
-        return  # of a subclass's scatter
+        return  # a subclass's `scatter` made them
     for name, state in cut.items():
         batched = inputs._layout.is_cut or kw._layout.is_cut
         if not batched or not state._layout.is_cut or state.sizes == inputs.sizes:

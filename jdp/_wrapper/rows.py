@@ -88,7 +88,7 @@ def _refuse_strings(data: Tree, count: int) -> None:
 
 
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
-    if isinstance(x, jax.Array):  # of keys
+    if isinstance(x, jax.Array):  # an array of keys; all others are numpy's
         return jnp.take(x, rows, axis)
     out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
     return np.take(x, rows, axis, out, mode="clip")  # in any other mode numpy fills a buffer first
