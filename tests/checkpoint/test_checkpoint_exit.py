@@ -332,3 +332,11 @@ os._exit(9)
 """
     assert ended(code) in (0, 120)  # 120: Python could not write what it had kept of stdout
     assert (tmp_path / "7").exists()
+
+
+def test_one_that_was_made_before_the_processes_became_a_job_is_refused(tmp_path, monkeypatch):
+    """JAX has taken its handler of SIGTERM away, and nothing would be saved at the end."""
+    with jdp.Checkpointer(tmp_path / "early") as checkpoints:
+        monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+        with pytest.raises(RuntimeError, match=r"it was made before .* Make it after jdp\.distributed\.initialize\(\)"):
+            checkpoints.save(1, {"w": np.ones(2)})

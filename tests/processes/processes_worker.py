@@ -472,6 +472,26 @@ def case_prefetch_own_type():
     return [dp(2.0, pair) for pair in dp.prefetch([Pair(ones * k, ones) for k in range(1 + 2 * P)])]
 
 
+def case_other_mesh():
+    """A context's mesh changes nothing for the batches that a process prefetches."""
+    dp = jdp.DataParallel(lambda w, x: x * w)
+    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    meshes = [dp.mesh, *(jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(kind,)) for kind in kinds)]
+    found = []
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            found.append([x.rows for x in dp.prefetch([np.arange(3.0 + P)])])
+            found.append([x.rows for x in dp.batches(np.arange(7.0), 4)])
+    return found
+
+
+def case_numbers():
+    """Python numbers take the type of what they meet, as in one process."""
+    dp, x = jdp.DataParallel(lambda w, x, s=1: x * w["a"] * s), jnp.ones(3, jnp.bfloat16)
+    calls = [({"a": 2.0}, x), ({"a": jnp.asarray(2.0)}, x), ({"a": jnp.ones((), jnp.bfloat16)}, x, jnp.asarray(2.0))]
+    return [dp.apply(*call).dtype for call in calls]
+
+
 def case_mixed():
     """Results that are whole beside such that are cut: uneven here, parameters everywhere; and one device a process."""
     w = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
@@ -550,6 +570,16 @@ def case_two_checkpointers():
             one.save(step, state)
             other.save(step, state)
         return {"w": [x.restore(state)[0]["w"] for x in (one, other)], "latest": [one.latest_step, other.latest_step]}
+
+
+def case_empty_arrays():
+    """An array without elements that is cut over the processes is not written, and comes back."""
+    cut = NamedSharding(jdp.DataParallel(MLP).mesh, PartitionSpec("data"))
+    empty = jax.make_array_from_callback((4, 0), cut, lambda index: np.zeros((1, 0), np.float32))
+    with jdp.Checkpointer(pathlib.Path(sys.argv[1], "empty")) as checkpoints:
+        checkpoints.save(1, {"w": jdp.replicate(np.ones(2)), "empty": empty})
+        state, _ = checkpoints.restore({"w": jdp.replicate(np.zeros(2)), "empty": empty})
+    return {"w": state["w"], "shape": state["empty"].shape, "is cut": state["empty"].sharding == cut}
 
 
 def case_verbs():

@@ -542,6 +542,16 @@ def test_prefetch_own_type(found):
     equal(found[1], [ones * (2 * k + 1) for k in range(3)])
 
 
+def test_other_mesh(found):
+    for result in found:
+        assert result == [[7], [4, 3]] * 3
+
+
+def test_numbers(found):
+    for result in found:
+        assert result == [jnp.bfloat16] * 3
+
+
 @pytest.mark.full
 def test_mixed(found):
     w = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
@@ -600,6 +610,13 @@ def test_two_checkpointers(found):
         assert result["latest"] == [20, 20]
         for w in result["w"]:
             np.testing.assert_array_equal(w, np.arange(100000))
+
+
+@pytest.mark.full
+def test_empty_arrays(found):
+    for result in found:
+        np.testing.assert_array_equal(result["w"], np.ones(2))
+        assert result["shape"] == (4, 0) and result["is cut"]
 
 
 @pytest.mark.full

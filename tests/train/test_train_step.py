@@ -1398,9 +1398,7 @@ def test_what_is_no_array_in_a_state_is_named(refused):
         step(other, batch(8))
     name = next(iter(state.opt_state[0].mu))
     state.opt_state[0].mu[name] = "text"
-    with refused(
-        TypeError, "train_step", rf"state\.opt_state\[0\]\.mu\['{name}'\] is a str; a state has only arrays"
-    ):
+    with refused(TypeError, "train_step", rf"state\.opt_state\[0\]\.mu\['{name}'\] is a str; a state has only arrays"):
         step(state, batch(8))
 
 
