@@ -6,6 +6,7 @@ A call's arguments are divided first: into replicated, cut and differentiated on
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -154,9 +155,6 @@ def loss_of(
         refuse_written(lambda state: nnx.state(run(state)[1], division.is_diff), diff_state, trained, verb)
         return loss, aux, held._replace(variables=after)
 
-    def left(after: Held, before: Held) -> Tree:
-        return leave(after, before, reduce_state)
-
     def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
         plain, diff_state = diff
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
@@ -166,6 +164,7 @@ def loss_of(
         return checked_scalar(loss, verb), finished(aux)
 
     is_direct = any(position for position, _, _ in division.wanted)
+    left = functools.partial(leave, reduce=reduce_state)
     loss = Loss(compute, verb, left, Recent(), tuple(division.rows.values()), sync)
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
