@@ -73,8 +73,12 @@ class RowCount:
             return int(any(map(self.axes, eqn.invars)) and not self.axes(out))
         return 0
 
-    def slides_over_rows(self, eqn: Any) -> bool:
-        """Returns True if a convolution's window holds several rows at a time."""
+    def slides_over_rows(self, eqn: Any, name: str) -> bool:
+        """Returns True if the window of a convolution, or of a pooling, holds several rows at a time."""
+        if name.startswith("reduce_window"):
+            return any(parameter(eqn, "window_dimensions")[i] != 1 for i in self.axes(eqn.invars[0]))
+        if name != "conv_general_dilated":
+            return False
         dims, (inputs, window) = parameter(eqn, "dimension_numbers"), eqn.invars
         places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
         return any(i in self.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
@@ -89,8 +93,13 @@ class RowCount:
 
     def sums_part(self, eqn: Any, name: str) -> bool:
         """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
-        parts = self.parts(eqn.invars[0]) if name == "reduce_sum" else []
-        return bool(parts) and not {*parameter(eqn, "axes")}.isdisjoint(parts)
+        if name == "dot_general":
+            (over, _), _ = parameter(eqn, "dimension_numbers")
+        elif name == "reduce_sum":
+            over = parameter(eqn, "axes")
+        else:
+            return False
+        return not {*over}.isdisjoint(self.parts(eqn.invars[0]))
 
 
 def is_divided(size: Any) -> bool:

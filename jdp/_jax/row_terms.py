@@ -118,8 +118,10 @@ class Reader:
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
-        if name == "conv_general_dilated" and self.rows.slides_over_rows(eqn):
+        if self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
+        if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].degree != 1:
+            return self.nonlinear(eqn, "floor", values, out)  # of a sum it may be a count of ones
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -285,7 +287,8 @@ class Reader:
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
-        if eqn.primitive.name == "reshape" or self.rows.prime and eqn.primitive.name in primitives.PICKS:
+        is_alone = self.rows.prime and self.rows.other is None
+        if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
@@ -351,6 +354,12 @@ class Reader:
         if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
             after, _ = self.rounds(body, consts, carry, [], True)
         return after
+
+
+def _cuts_off(eqn: Any, out: Any) -> bool:
+    """Returns True if a conversion makes an integer of a number."""
+    dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
+    return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:

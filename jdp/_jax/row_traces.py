@@ -2,7 +2,8 @@
 
 The trace is for a symbolic number of rows `b`. A function that asks for that number, by `len(x)` or `b // 2`, cannot be
 traced so. Then it is traced for two numbers that are multiples of different primes: a size or a constant that is a
-multiple of the prime is taken for one made of the rows, and what seems wrong counts where it does so in both.
+multiple of the prime is taken for one made of the rows. The two are read side by side; if their equations differ, what
+seems wrong counts where it does so in both.
 """
 
 from __future__ import annotations

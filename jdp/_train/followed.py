@@ -120,25 +120,29 @@ class Followed:
         jaxpr = jax.make_jaxpr(self._run)(*self._operands)
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
+    @functools.cached_property
+    def _numbered(self) -> list[row_traces.Traced]:
+        """The traces for fixed numbers: one that is read side by side with the other, or both if they differ too much.
+
+        There are none if the function does not take these numbers.
+        """
+        found: list[row_traces.Traced] = []
+        for prime in row_traces.PRIMES:
+            traced = self._counted(prime)
+            if traced is None or len(traced.avals) != len(self.leaves):
+                return []
+            found.append(traced)
+        beside = found[-1].beside(found[0])
+        return found if beside is found[-1] else [beside]
+
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
-        """Returns what `say` finds in the trace for any number of rows, or else in both traces for fixed numbers."""
+        """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""
         if self.rows is None or not self._is_judged:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
             return say(self._traced)
-        said: list[Said] = []
-        before: row_traces.Traced | None = None
-        for prime in row_traces.PRIMES:
-            traced = self._counted(prime)
-            if traced is None or len(traced.avals) != len(self.leaves):
-                return []  # the function does not take that number
-            for one in (traced, before and traced.beside(before)):
-                each = say(one) if one is not None else said
-                said = [x and y for x, y in zip(said or each, each, strict=True)]
-            if not any(said):
-                break  # most losses are right, and a second trace takes time
-            before = traced
-        return said
+        said = [say(traced) for traced in self._numbered]
+        return [functools.reduce(lambda x, y: x and y, each) for each in zip(*said, strict=True)]
 
     def grows(self, index: int) -> bool:
         """Returns True for a leaf that depends on the number of rows, but not on their values."""

@@ -61,9 +61,10 @@ def traced(fn, prime=0):
 
 
 def counted(fn, kind="mean", at=(0,)):
-    """What two traces with Python's numbers of rows agree in."""
+    """What is said of two traces with Python's numbers of rows: side by side, or what both agree in."""
     found = [traced(fn, prime) for prime in PRIMES]
-    found += [found[1].beside(found[0])] if all(found) else []
+    if all(found) and (beside := found[1].beside(found[0])) is not found[1]:
+        found = [beside]
     each = [x.offences(kind, at) if x else [None] for x in found]  # None: a function for 8 rows alone
     return [found[0].kind if all(found) else None for found in zip(*each, strict=True)]
 
@@ -323,7 +324,7 @@ def capacity(x, y):
 
 
 def expert_choice(x, w):
-    gates, rows = lax.top_k(jax.nn.softmax(x @ w).T, 2)
+    gates, rows = lax.top_k(jax.nn.softmax(x @ w).T, len(x) * 2 // 3)
     picked = gates[..., None] * jnp.tanh(x[rows])
     return (jnp.zeros_like(x).at[rows.reshape(-1)].add(picked.reshape(-1, 5)) ** 2).mean()
 
@@ -439,6 +440,10 @@ ACCEPTED = {
     "row by index": row_by_index,
     "row by row in place": row_by_row_in_place,
     "gradients row by row": gradients_row_by_row,
+    "dots of rows": lambda x, z: jnp.einsum("bi,bi->b", x, z).mean() + jnp.vdot(x[::-1], z) / x.shape[0],
+    "whole numbers of each row": lambda e: jnp.floor(e).astype(int).mean() + e.astype(int).sum() / e.shape[0],
+    "counted in integers": lambda e, m: (e * m).astype(bool).astype(float).sum().astype(int) / e.shape[0],
+    "pooling over time": lambda t: nn.avg_pool(t, (2,), (2,)).max(1).mean() + nn.max_pool(t, (3,)).mean(),
     "convolution of each row": lambda t: jax.vmap(lambda a: jnp.convolve(a, jnp.ones(3), "same"))(t[..., 0]).mean(),
     "guarded": guarded,
     "masked BatchNorm": masked_batch_norm,
@@ -598,6 +603,8 @@ REFUSED = {
         lambda e: (e / (e.shape[0] - 1)).sum(),
         lambda e: e[1:].sum() / e.shape[0],
         lambda e: jnp.abs(jnp.diff(e)).sum() / e.shape[0],
+        lambda x: jnp.vdot(x[1:] - x[:-1], x[1:] - x[:-1]) / x.shape[0],
+        lambda x: jnp.einsum("bi,bi->", x[1:], x[:-1]) / x.shape[0],
         lambda e: jnp.pad(e, (0, 1), constant_values=100.0).sum() / e.shape[0],
         lambda e: jnp.where(jnp.arange(e.shape[0]) < 4, e, 0.0).mean(),
         lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
@@ -636,6 +643,7 @@ REFUSED = {
         lambda o: jnp.var(o, 0).mean(),
         lambda o, e: e.mean() + 0.1 * o.var(),
         lambda o: o.max(),
+        lambda e: (100 * e.mean()).astype(int) / 100,
         lambda e: e.prod(),
         lambda m: m.all().astype(float),
         lambda x: x[0].mean(),
@@ -666,6 +674,9 @@ REFUSED = {
         lambda x: (jax.nn.softmax(x @ x.T / 2) @ x).mean(),
         lambda x, z: jnp.diag(x @ z.T).mean(),
         lambda e, x: jax.vmap(lambda a: jax.vmap(lambda b: jnp.exp(a @ b))(x))(x).sum(1).mean(),
+        lambda e: lax.reduce_window(e, -jnp.inf, lax.max, (2,), (1,), "SAME").mean(),
+        lambda e: (lax.reduce_window(e, 0.0, lax.add, (2,), (1,), "SAME") ** 2).mean(),
+        lambda e: nn.max_pool(e[None, :, None], (2,), padding="SAME").mean(),
         lambda e: lax.conv(e[None, None], jnp.ones((1, 1, 3)), (1,), "SAME").mean(),
         simclr,
         advantages,
@@ -689,13 +700,9 @@ def test_what_a_library_computes_is_blamed_on_the_line_that_calls_it():
     assert offence.line == f"test_row_terms.py:{inspect.currentframe().f_lineno - 1}"
 
 
-SOME_ROWS = 5  # of the losses take some of the rows; one that a loop of Python takes one by one does so, too
-
-
 def test_what_is_no_mean_over_so_many_rows_is_refused():
     fns = [(kind, fn) for kind, fns in REFUSED.items() for fn in fns]
-    accepted = [inspect.getsource(fn) for kind, fn in fns if counted(fn) == [None]]
-    assert len(accepted) <= SOME_ROWS, "".join(accepted)
+    assert [inspect.getsource(fn) for kind, fn in fns if counted(fn) != [kind]] == []
 
 
 COUNTS = {
@@ -718,6 +725,10 @@ COUNTS = {
     "ratio": (lambda e, m: (e * m).sum() / m.sum() * (len(e) / len(e)), "ratio"),
     "mixup by a drawn order": (lambda x, key: (x - x[jax.random.permutation(key, len(x))]).mean(), None),
     "expert choice": (expert_choice, None),
+    "first": (lambda e: e[0] * (len(e) / len(e)), "nonlinear"),
+    "differences": (lambda e: (jnp.diff(e) ** 2).sum() / len(e), "sum"),
+    "all but the first": (lambda e: e[1:].sum() / (len(e) - 1), "sum"),
+    "one by one": (lambda e: e[0] / len(e) + sum(e[i] for i in range(1, len(e))) / len(e), None),
     "percent": (lambda e: 100.0 / len(e) * e.sum(), None),
     "weighed": (lambda e: (0.3 / len(e)) * e.sum(), None),
     "quarter": (lambda e: e.sum() / (len(e) / 4), None),
