@@ -15,6 +15,8 @@ LINEAR = _names_in(
 )
 # Linear, and adds entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
+# The sum of two arrays, or their difference.
+ADDS = _names_in("add add_any sub")
 # Each result is made of the operand at its place.
 EACH = _names_in("optimization_barrier device_put pvary pcast sort")
 # Linear in each of two operands, and not in both together; of a quotient in the first alone.

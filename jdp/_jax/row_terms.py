@@ -45,12 +45,14 @@ from .row_values import (
     Fault,
     Kind,
     RowValue,
+    added_to_rows,
     collected,
     constant,
     either,
     is_as,
     lasting,
     looks_back,
+    one_number,
     product_degree,
     repeated,
     sum_degree,
@@ -79,7 +81,8 @@ class Reader:
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
-            known.update(zip(eqn.outvars, self.equation(eqn, [value(v) for v in eqn.invars]), strict=True))
+            made = self.equation(eqn, [value(v) for v in eqn.invars])
+            known.update((v, one_number(x, v)) for v, x in zip(eqn.outvars, made, strict=True))
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -139,6 +142,8 @@ class Reader:
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
+        if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
+            values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
@@ -229,6 +234,8 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
+        if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
+            a, b = a._replace(pending=None), b._replace(pending=None)
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
@@ -277,12 +284,13 @@ class Reader:
                 fault = fault or Fault("nonlinear", self.at())
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
-        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
+        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
+        pending = next((v.pending for v in values if v.pending is not None), None) if linear else None
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
-            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
+            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined)
+        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending)
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""

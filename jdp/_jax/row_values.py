@@ -49,6 +49,8 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # whose square root it is
     drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
+    is_number: bool = False  # one number, made of all rows
+    pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
@@ -119,14 +121,30 @@ def either(a: RowValue, b: RowValue) -> RowValue:
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
     fault = lasting([a, b]) or a.fault or b.fault
-    return RowValue(
-        max(a.kind, b.kind), sum_degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at
-    )
+    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
+    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
     return known[0] == known[1]
+
+
+def one_number(value: RowValue, v: Any) -> RowValue:
+    """Returns what is known of a variable, and whether it is one number that is made of all rows."""
+    return value._replace(is_number=True) if value.kind == Kind.SUMMED and not v.aval.shape else value
+
+
+def added_to_rows(value: RowValue, name: str) -> RowValue:
+    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
+
+    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
+    adds numbers of its own for each feature.
+    """
+    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
+        return value
+    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
+    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
 
 
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:

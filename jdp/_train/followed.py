@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from .._jax.jaxprs import reached
 from .terms import is_number
 
 Said = TypeVar("Said")
-TermKind = Literal["mean", "sum", "count", "rows"]
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
@@ -157,7 +156,7 @@ class Followed:
                 f"the arrays, and concatenate them where all rows are."
             )
 
-    def _offences(self, kind: TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
+    def _offences(self, kind: row_traces.TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
         """Returns, for each leaf, why it is not of this kind, or None."""
         return self._agreed(at, lambda traced: traced.offences(kind, at))
 
@@ -170,9 +169,9 @@ class Followed:
                 f"chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
             )
 
-    def refuse_pairs(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for entries per row that also depend on other rows."""
-        for found in filter(None, self._offences("rows", [index])):
+    def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
+        """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""
+        for found in filter(None, self._offences("vector" if is_averaged else "rows", [index])):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
                 f"made of its own row. {_sentence(self._way)}."
@@ -180,7 +179,7 @@ class Followed:
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
-        kind: TermKind = "sum" if len(at) == 1 else "count"
+        kind: row_traces.TermKind = "sum" if len(at) == 1 else "count"
         for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
             if found is None:
                 continue

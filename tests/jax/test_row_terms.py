@@ -280,6 +280,26 @@ def guarded(e):
     return jnp.nan_to_num(jnp.where(jnp.isnan(mean) | jnp.isinf(mean), 0.0, mean))
 
 
+def quantized(x):
+    scale = jnp.abs(x).max() / 127
+    return (jnp.round(x / scale) * scale).mean()
+
+
+def asymmetric(x):
+    scale = (x.max() - x.min()) / 255
+    zero = jnp.round(-x.min() / scale)
+    return ((jnp.clip(jnp.round(x / scale) + zero, 0, 255) - zero) * scale).mean()
+
+
+def fused_rows(x, w, axis=0):
+    inv = lax.rsqrt(x.var(axis) + 1e-5)
+    return x * inv + (w.sum() - x.mean(axis) * inv)
+
+
+def fused_batch_norm(x, s, axis=0):
+    return (fused_rows(x, s, axis) ** 2).mean()
+
+
 def masked_batch_norm(x, m):
     mask = m[:, None] + 0.0
     n = jnp.maximum(mask.sum(), 1)
@@ -443,6 +463,16 @@ ACCEPTED = {
     "dots of rows": lambda x, z: jnp.einsum("bi,bi->b", x, z).mean() + jnp.vdot(x[::-1], z) / x.shape[0],
     "whole numbers of each row": lambda e: jnp.floor(e).astype(int).mean() + e.astype(int).sum() / e.shape[0],
     "counted in integers": lambda e, m: (e * m).astype(bool).astype(float).sum().astype(int) / e.shape[0],
+    "quantization": quantized,
+    "asymmetric quantization": asymmetric,
+    "fused BatchNorm": lambda x, s: fused_batch_norm(x, s),
+    "fused BatchNorm of all": lambda x, s: fused_batch_norm(x, s, None),
+    "softmax, with the largest of all": lambda o, y: ce(o - o.max(), y).mean(),
+    "minus the largest": lambda e: (e - e.max()).mean(),
+    "minus the mean": lambda e: jnp.square(e - e.mean()).mean() + (e - e.mean()).mean(),
+    "plus a mean": lambda e, x: (e + (x**2).mean() + 0.1).mean(),
+    "plus a parameter": lambda e, w, s: (e + jnp.sqrt((w**2).sum()) + jnp.log(s)).mean(),
+    "masked and normed": lambda e, m, sign: (sign * (e - (e * m).sum() / m.sum()) / (e.std() + 1e-6)).mean(),
     "pooling over time": lambda t: nn.avg_pool(t, (2,), (2,)).max(1).mean() + nn.max_pool(t, (3,)).mean(),
     "convolution of each row": lambda t: jax.vmap(lambda a: jnp.convolve(a, jnp.ones(3), "same"))(t[..., 0]).mean(),
     "guarded": guarded,
@@ -618,6 +648,7 @@ REFUSED = {
         lambda e, m: (e / m.sum()).sum(),
         lambda e, m: (e * (1 / m.sum())).sum(),
         lambda e, m: jnp.mean(e, where=m),
+        lambda e, m: (e + (e * m).sum() / m.sum()).mean(),
         lambda e, m: jnp.average(e, weights=m),
         lambda e, m: e.mean() + (e * m).mean() / m.mean(),
         lambda e, m: jnp.where(m.sum() > 0, (e * m).sum() / m.sum(), 0.0),
@@ -633,6 +664,14 @@ REFUSED = {
         lambda e: jnp.sqrt(e.mean()),
         lambda e: jnp.log(e.mean()),
         lambda e: jnp.exp(e.mean()),
+        lambda e: (e + jnp.sqrt(e.mean())).mean(),
+        lambda e: (e - jnp.log(e.sum())).sum() / e.shape[0],
+        lambda e, m: jnp.where(m, 2 * e + 3 * jnp.sqrt(e.mean()), 0).mean(),
+        lambda e, x: (e[:, None] + jnp.maximum(x.mean(), 0)).sum(1).mean(),
+        lambda e, x: lax.cond(True, lambda: e + x.std(), lambda: e).mean(),
+        lambda e, o: (e + jax.nn.relu(1 - jnp.sqrt(o.var(0) + 1e-4)).mean()).mean(),
+        lambda e, o: (e + (jax.nn.softmax(o).mean(0) * jnp.log(jax.nn.softmax(o).mean(0))).sum()).mean(),
+        lambda e, o: (e + o.max()).mean(),
         lambda e: e.mean() ** 2,
         lambda e: jnp.abs(e.mean()),
         lambda e: jnp.maximum(e.mean(), 0.1),
@@ -749,12 +788,28 @@ def test_a_function_that_asks_for_its_number_of_rows(name):
     assert counted(fn) == [kind]
 
 
+VECTORS = {
+    "plus a root": ("vector", lambda e: e + jnp.sqrt(e.mean()), ["nonlinear"]),
+    "plus a mean": ("vector", lambda e: e + e.mean(), [None]),
+    "minus the mean": ("vector", lambda e: e - e.mean(), [None]),
+    "the mean for each": ("vector", lambda e: jnp.broadcast_to(e.mean(), e.shape), [None]),
+    "a metric, plus a root": ("rows", lambda e: 2 * (e + jnp.sqrt(e.mean())), ["nonlinear"]),
+    "a metric, the mean for each": ("rows", lambda e: jnp.broadcast_to(e.mean(), e.shape), ["pairs"]),
+    "a metric, minus the largest": ("rows", lambda e: e - e.max(), [None]),
+    "a metric, a parameter for each": ("rows", lambda e, s: jnp.broadcast_to(s, e.shape), [None]),
+    "fused": ("rows", lambda x, w: fused_rows(x, w), [None]),
+    "sum, plus a root": ("sum", lambda e: (e + jnp.sqrt(e.mean())).sum(), ["nonlinear"]),
+    "sum, minus a mean": ("sum", lambda e: (e - e.mean()).sum(), [None]),
+    "count, plus a root": ("count", lambda e: ((e + jnp.sqrt(e.mean())).sum(), e.shape[0]), ["nonlinear", None]),
+}
+
+
 def padded(e):
     m = jnp.arange(e.shape[0]) < 5
     return (e * m).sum(), m.sum()
 
 
-OTHERS = {
+OTHERS = VECTORS | {
     "sum": ("sum", lambda e: e.sum(), [None]),
     "weighed sum": ("sum", lambda e, m, s: s * (e * m).sum() + e.sum() / 3, [None]),
     "confusion": ("sum", lambda y: jnp.zeros((3, 3)).at[y, y].add(1), [None]),
