@@ -91,6 +91,12 @@ class RowCount:
         (i,), (j,) = places
         return math.prod(before[:i]) != math.prod(after[:j])
 
+    def pads(self, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
+        """Returns True if an equation writes zeros after all rows, or before them, as up to a multiple of some size."""
+        if name != "pad" or values[1].number != 0 or self.parts(eqn.invars[0]):
+            return False
+        return all(low >= 0 and high >= 0 for low, high, _ in parameter(eqn, "padding_config"))
+
     def sums_part(self, eqn: Any, name: str) -> bool:
         """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
         if name == "dot_general":

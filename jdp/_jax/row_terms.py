@@ -50,6 +50,7 @@ from .row_values import (
     constant,
     either,
     is_as,
+    is_padded,
     lasting,
     looks_back,
     one_number,
@@ -109,12 +110,17 @@ class Reader:
 
     def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns an output of an equation without a jaxpr inside."""
+        padded, made = is_padded(name, values), self.by_its_rule(eqn, name, values, out)
+        return made._replace(padded=made.kind != Kind.SUMMED and (padded or self.rows.pads(eqn, name, values)))
+
+    def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
+        """Returns an output of such an equation, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out)
-        if self.rows.sums_part(eqn, name):
+        if self.rows.sums_part(eqn, name) and not is_padded(name, values):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
             if parameter(eqn, "axis") in self.rows.axes(out):
@@ -140,6 +146,8 @@ class Reader:
         """
         degree, degrees = sum_degree(values), {v.degree for v in values}
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
+            if name in ("concatenate", "stack") and all(v.kind == Kind.CONST for v in values):
+                return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
         if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
