@@ -162,7 +162,7 @@ def is_padded(name: str, values: Sequence[RowValue]) -> bool:
 
 
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:
-    """Returns for each output of a scan over the rows, beside its carry, whether it is made of rows before its own.
+    """Returns for each output of a scan over the rows, apart from its carry, whether it is made of rows before its own.
 
     It is, if the rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. What has
     an axis of the rows in the carry does not count, because each round may take its own row from it; nor do integers,
