@@ -15,6 +15,13 @@ LINEAR = _names_in(
 )
 # Linear, and adds entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
+# Nought of noughts, place by place.
+KEEP_NOUGHT = _names_in(
+    "add add_any sub neg abs square integer_pow sign convert_element_type broadcast_in_dim reshape transpose squeeze "
+    "expand_dims reduce_sum copy name stop_gradient"
+)
+# The sum of two arrays, or their difference.
+ADDS = _names_in("add add_any sub")
 # Each result is made of the operand at its place.
 EACH = _names_in("optimization_barrier device_put pvary pcast sort")
 # Linear in each of two operands, and not in both together; of a quotient in the first alone.

@@ -30,90 +30,34 @@ else UNKNOWN, as is everything that is made of an UNKNOWN.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.export
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
+from .row_counts import RowCount, is_divided
 from .row_values import (
     CONST,
     UNKNOWN,
     Fault,
     Kind,
-    OtherTrace,
     RowValue,
+    added_to_rows,
     collected,
     constant,
     either,
     is_as,
+    is_padded,
     lasting,
     looks_back,
-    prime_power,
+    one_number,
     product_degree,
     repeated,
     sum_degree,
 )
-
-_SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
-
-
-@dataclasses.dataclass(frozen=True)
-class RowCount:
-    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised."""
-
-    prime: int = 0  # 0: a symbol
-    other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # that for another number, side by side
-
-    @property
-    def size(self) -> Any:
-        """The number itself. An even one, because a function may take the rows in pairs."""
-        return 2 * self.prime if self.prime else _SYMBOL
-
-    def power(self, size: Any) -> int | None:
-        """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
-        if self.prime:
-            return prime_power(size, self.prime)
-        power = 0
-        while not isinstance(size, int):
-            part = size // _SYMBOL
-            if part * _SYMBOL != size:
-                return None
-            size, power = part, power + 1
-        return power
-
-    def axes(self, v: Any) -> list[int]:
-        """Returns the axes of a variable whose size depends on the number of rows."""
-        if self.other is not None and (there := self.other.of(v)) is not None:
-            sizes = zip(getattr(v.aval, "shape", ()), getattr(there.aval, "shape", ()), strict=True)
-            return [i for i, (one, two) in enumerate(sizes) if one != two]
-        return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if self.power(size) != 0]
-
-    def literal(self, v: Any) -> RowValue:
-        """Returns what is known of a constant that is written in a jaxpr."""
-        if self.other is None or (there := self.other.of(v)) is None:
-            return constant(v.val, self.prime)
-        return self.other.constant(v.val, there.val)
-
-    def parts(self, v: Any) -> list[int]:
-        """Returns the axes whose size follows the number of rows, and is no multiple of it: b - 1 in `e[1:]`."""
-        shape, found = v.aval.shape, self.axes(v)
-        if not self.prime:
-            return [i for i in found if self.power(shape[i]) is None and not _is_divided(shape[i])]
-        if self.other is None or (there := self.other.of(v)) is None:
-            return []
-        return [i for i in found if self.other.power(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
-
-
-def _is_divided(size: Any) -> bool:
-    """Returns True for a size that is a part of the number of rows, as where rows are taken in pairs."""
-    return any(part in str(size) for part in ("floordiv", "mod"))
 
 
 class Reader:
@@ -138,7 +82,8 @@ class Reader:
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
-            known.update(zip(eqn.outvars, self.equation(eqn, [value(v) for v in eqn.invars]), strict=True))
+            made = self.equation(eqn, [value(v) for v in eqn.invars])
+            known.update((v, one_number(x, v)) for v, x in zip(eqn.outvars, made, strict=True))
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -165,20 +110,27 @@ class Reader:
 
     def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns an output of an equation without a jaxpr inside."""
+        padded, made = is_padded(name, values), self.by_its_rule(eqn, name, values, out)
+        return made._replace(padded=made.kind != Kind.SUMMED and (padded or self.rows.pads(eqn, name, values)))
+
+    def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
+        """Returns an output of such an equation, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
-        summed = self.summed(eqn, name, out)
-        if self.sums_part(eqn, name):
+        summed = self.rows.summed(eqn, name, out)
+        if self.rows.sums_part(eqn, name) and not is_padded(name, values):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
             if parameter(eqn, "axis") in self.rows.axes(out):
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
-        if name == "conv_general_dilated" and self.slides_over_rows(eqn):
+        if self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
+        if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].degree != 1:
+            return self.nonlinear(eqn, "floor", values, out)  # of a sum it may be a count of ones
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -194,8 +146,12 @@ class Reader:
         """
         degree, degrees = sum_degree(values), {v.degree for v in values}
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
+            if name in ("concatenate", "stack") and all(v.kind == Kind.CONST for v in values):
+                return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
+        if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
+            values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
@@ -268,7 +224,7 @@ class Reader:
         """Returns the number of rows as a value, and places among them: constants, with the degree of the size."""
         if name == "dim_as_value":
             size, at = parameter(eqn, "dim"), self.at()
-            if _is_divided(size):
+            if is_divided(size):
                 return UNKNOWN
             if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
                 return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
@@ -286,6 +242,8 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
+        if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
+            a, b = a._replace(pending=None), b._replace(pending=None)
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
@@ -334,17 +292,19 @@ class Reader:
                 fault = fault or Fault("nonlinear", self.at())
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
-        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence.
+        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
+        pending = next((v.pending for v in values if v.pending is not None), None) if linear else None
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
-            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
+            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined)
+        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending)
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
-        if eqn.primitive.name == "reshape" or self.rows.prime and eqn.primitive.name in primitives.PICKS:
+        is_alone = self.rows.prime and self.rows.other is None
+        if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
@@ -352,42 +312,12 @@ class Reader:
         """Returns True if a result has the rows of several arrays one after the other, by this equation or before."""
         name = eqn.primitive.name
         if name == "reshape":
-            return self.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
+            return self.rows.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
         if name == "concatenate" and len(eqn.invars) > 1 and parameter(eqn, "dimension") in rows:
             return True
         if name == "tile" and any(parameter(eqn, "reps")[i] > 1 for i in rows):
             return True
         return name not in primitives.PICKS and any(v.joined for v in values)
-
-    def summed(self, eqn: Any, name: str, out: Any) -> int:
-        """Returns over how many axes of the rows an equation sums."""
-        if name == "reduce_sum":
-            return len({*parameter(eqn, "axes")} & {*self.rows.axes(eqn.invars[0])})
-        if name == "dot_general":
-            (contracted, _), _ = parameter(eqn, "dimension_numbers")
-            return len({*contracted} & {*self.rows.axes(eqn.invars[0])})
-        if name in ("conv_general_dilated", "scatter_add"):
-            return int(any(map(self.rows.axes, eqn.invars)) and not self.rows.axes(out))
-        return 0
-
-    def slides_over_rows(self, eqn: Any) -> bool:
-        """Returns True if a convolution's window holds several rows at a time."""
-        dims, (inputs, window) = parameter(eqn, "dimension_numbers"), eqn.invars
-        places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
-        return any(i in self.rows.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
-
-    def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
-        """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""
-        places = [[i for i, size in enumerate(shape) if self.rows.power(size) != 0] for shape in (before, after)]
-        if [len(found) for found in places] != [1, 1]:
-            return False
-        (i,), (j,) = places
-        return math.prod(before[:i]) != math.prod(after[:j])
-
-    def sums_part(self, eqn: Any, name: str) -> bool:
-        """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
-        parts = self.rows.parts(eqn.invars[0]) if name == "reduce_sum" else []
-        return bool(parts) and not {*parameter(eqn, "axes")}.isdisjoint(parts)
 
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
@@ -440,6 +370,12 @@ class Reader:
         if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
             after, _ = self.rounds(body, consts, carry, [], True)
         return after
+
+
+def _cuts_off(eqn: Any, out: Any) -> bool:
+    """Returns True if a conversion makes an integer of a number."""
+    dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
+    return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:

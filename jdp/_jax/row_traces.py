@@ -2,7 +2,8 @@
 
 The trace is for a symbolic number of rows `b`. A function that asks for that number, by `len(x)` or `b // 2`, cannot be
 traced so. Then it is traced for two numbers that are multiples of different primes: a size or a constant that is a
-multiple of the prime is taken for one made of the rows, and what seems wrong counts where it does so in both.
+multiple of the prime is taken for one made of the rows. The two are read side by side; if their equations differ, what
+seems wrong counts where it does so in both.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import jax
 from jax.core import Tracer
 
 from .jaxprs import opened, reached, source_line
-from .row_terms import Reader, RowCount
+from .row_counts import RowCount
+from .row_terms import Reader
 from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowValue
 
 PRIMES = (23, 31)
+TermKind = Literal["mean", "sum", "count", "rows", "vector"]
 
 
 class Offence(NamedTuple):
@@ -116,11 +119,11 @@ class Traced:
         """Returns True where output i is made of the number of rows, and not of the rows."""
         return self._values[i].kind == Kind.CONST and self._values[i].degree != 0
 
-    def offences(self, kind: Literal["mean", "sum", "count", "rows"], at: Sequence[int]) -> list[Offence | None]:
+    def offences(self, kind: TermKind, at: Sequence[int]) -> list[Offence | None]:
         """Returns why outputs are not what they are taken for; None for one that is, or that cannot be followed.
 
         A "mean" over the rows is a scalar. A "sum" is what replicas add up, a "count" a total and a count that are
-        divided after that, and "rows" have an entry for each row.
+        divided after that, and "rows" have an entry for each row; those of a "vector" are only averaged.
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
@@ -129,8 +132,10 @@ class Traced:
         is_accepted = are_written or any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):
             fault = value.fault
-            if kind == "rows":
-                fault = fault if fault is not None and fault.lasts else None
+            if kind in ("rows", "vector"):
+                fault = fault if fault is not None and fault.lasts else value.pending
+                if fault is None and value.kind == Kind.SUMMED and kind == "rows":
+                    fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:
                     fault = Fault("count", value.at)
             elif fault is None and value.degree != (kind != "mean"):

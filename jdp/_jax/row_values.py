@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import row_primitives as primitives
 from .jaxprs import inside, opened, reached
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
@@ -49,6 +50,9 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # whose square root it is
     drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
+    is_number: bool = False  # one number, made of all rows
+    pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
+    padded: bool = False  # has zeros after its rows, or before them, which no sum counts
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
@@ -65,9 +69,11 @@ def prime_power(size: int, prime: int) -> int:
 
 def constant(x: Any, prime: int) -> RowValue:
     """Returns what is known of a constant, which may be made of the number of rows: `2 * prime`, or 0 for a symbol."""
-    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # a number on a device is not fetched
+    if isinstance(x, jax.Array) and not (prime and x.ndim < 2 and x.size < 9):  # an array on a device is not fetched
         return CONST
     if jnp.ndim(x):
+        if prime and jnp.ndim(x) == 1 and x.size < 9 and jnp.issubdtype(x.dtype, jnp.integer):
+            return UNKNOWN if any(prime_power(int(size), prime) for size in x) else CONST  # a shape
         made = prime and jnp.issubdtype(x.dtype, jnp.inexact) and any(prime_power(size, prime) for size in x.shape)
         return UNKNOWN if made else CONST  # weights of the rows, which the function made by their number
     try:
@@ -119,14 +125,40 @@ def either(a: RowValue, b: RowValue) -> RowValue:
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
     fault = lasting([a, b]) or a.fault or b.fault
-    return RowValue(
-        max(a.kind, b.kind), sum_degree([a, b]), a.number if a.number == b.number else None, fault, a.at or b.at
-    )
+    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
+    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts) for v in (a, b)]
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
     return known[0] == known[1]
+
+
+def one_number(value: RowValue, v: Any) -> RowValue:
+    """Returns what is known of a variable, and whether it is one number that is made of all rows."""
+    return value._replace(is_number=True) if value.kind == Kind.SUMMED and not v.aval.shape else value
+
+
+def added_to_rows(value: RowValue, name: str) -> RowValue:
+    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
+
+    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
+    adds numbers of its own for each feature.
+    """
+    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
+        return value
+    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
+    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
+
+
+def is_padded(name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True for a result that is nought where a padded operand is; `name` is that of the equation."""
+    padded = [v.padded for v in values]
+    if name in ("mul", "and", "dot_general"):
+        return any(padded)
+    if name == "div":
+        return padded[0]
+    return name in primitives.KEEP_NOUGHT and all(padded)
 
 
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:

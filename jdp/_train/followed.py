@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from .._jax.jaxprs import reached
 from .terms import is_number
 
 Said = TypeVar("Said")
-TermKind = Literal["mean", "sum", "count", "rows"]
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
@@ -120,25 +119,29 @@ class Followed:
         jaxpr = jax.make_jaxpr(self._run)(*self._operands)
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
+    @functools.cached_property
+    def _numbered(self) -> list[row_traces.Traced]:
+        """The traces for fixed numbers: one that is read side by side with the other, or both if they differ too much.
+
+        There are none if the function does not take these numbers.
+        """
+        found: list[row_traces.Traced] = []
+        for prime in row_traces.PRIMES:
+            traced = self._counted(prime)
+            if traced is None or len(traced.avals) != len(self.leaves):
+                return []
+            found.append(traced)
+        beside = found[-1].beside(found[0])
+        return found if beside is found[-1] else [beside]
+
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
-        """Returns what `say` finds in the trace for any number of rows, or else in both traces for fixed numbers."""
+        """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""
         if self.rows is None or not self._is_judged:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
             return say(self._traced)
-        said: list[Said] = []
-        before: row_traces.Traced | None = None
-        for prime in row_traces.PRIMES:
-            traced = self._counted(prime)
-            if traced is None or len(traced.avals) != len(self.leaves):
-                return []  # the function does not take that number
-            for one in (traced, before and traced.beside(before)):
-                each = say(one) if one is not None else said
-                said = [x and y for x, y in zip(said or each, each, strict=True)]
-            if not any(said):
-                break  # most losses are right, and a second trace takes time
-            before = traced
-        return said
+        said = [say(traced) for traced in self._numbered]
+        return [functools.reduce(lambda x, y: x and y, each) for each in zip(*said, strict=True)]
 
     def grows(self, index: int) -> bool:
         """Returns True for a leaf that depends on the number of rows, but not on their values."""
@@ -153,7 +156,7 @@ class Followed:
                 f"the arrays, and concatenate them where all rows are."
             )
 
-    def _offences(self, kind: TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
+    def _offences(self, kind: row_traces.TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
         """Returns, for each leaf, why it is not of this kind, or None."""
         return self._agreed(at, lambda traced: traced.offences(kind, at))
 
@@ -166,9 +169,9 @@ class Followed:
                 f"chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
             )
 
-    def refuse_pairs(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for entries per row that also depend on other rows."""
-        for found in filter(None, self._offences("rows", [index])):
+    def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
+        """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""
+        for found in filter(None, self._offences("vector" if is_averaged else "rows", [index])):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
                 f"made of its own row. {_sentence(self._way)}."
@@ -176,7 +179,7 @@ class Followed:
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
-        kind: TermKind = "sum" if len(at) == 1 else "count"
+        kind: row_traces.TermKind = "sum" if len(at) == 1 else "count"
         for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
             if found is None:
                 continue

@@ -203,7 +203,10 @@ def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> t
     if is_marker(x):
         return _marked(x, name, followed, at, weight)
     x = jnp.asarray(x)
-    (followed.refuse_pairs if x.ndim else followed.refuse_no_mean)(at, name)
+    if x.ndim:
+        followed.refuse_pairs(at, name, is_averaged=True)
+    else:
+        followed.refuse_no_mean(at, name)
     return _mean(x.mean() if x.ndim else x, weight)
 
 
@@ -251,7 +254,7 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
             )
         whole = _mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
         if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
-            followed.refuse_pairs(first, name)
+            followed.refuse_pairs(first, name, is_averaged=True)
             of_term = _mean(jnp.mean(term), weight)
         elif is_marker(term):
             of_term = _marked(term, name, followed, first, weight)
