@@ -252,7 +252,7 @@ def together(
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it comes after the batches before it, and in all processes then
             told.append(_tell(how, batch, failed, last is None))
-        found = _taken(how, *told.popleft(), last, prepare)
+        found = _of_all_processes(how, *told.popleft(), last, prepare)
         if found is None:
             return
         s, last = found
@@ -275,7 +275,7 @@ def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is
 
 
 @outside_of_mesh
-def _taken(
+def _of_all_processes(
     how: Cutting,
     batch: Prepared | None,
     arrays: list[Any],
