@@ -7,7 +7,6 @@
     pieces.py          runs a jaxpr whose parameters are cut over the replicas, each gathered where it is used
     row_traces.py      traces a function for any number of rows
     row_values.py      what is known of a value: how it is made of the rows, and with which power of their number
-    row_counts.py      how many rows a trace has, and what an equation does along them
     row_primitives.py  primitives, sorted by what they do to sums over the rows
     row_terms.py       tells whether a scalar is a mean over the rows
     row_places.py      tells whether each row is made of that row alone

@@ -15,6 +15,13 @@ LINEAR = _names_in(
 )
 # Linear, and adds entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
+# Adds up entries along axes.
+ADDS_UP = _names_in("reduce_sum dot_general")
+# Made of several entries side by side.
+WINDOWS = _names_in(
+    "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
+    "reduce_window_and reduce_window_or"
+)
 # Nought of noughts, place by place.
 KEEP_NOUGHT = _names_in(
     "add add_any sub neg abs square integer_pow sign convert_element_type broadcast_in_dim reshape transpose squeeze "

@@ -38,22 +38,22 @@ import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
-from .row_counts import RowCount, is_divided
 from .row_values import (
     CONST,
     UNKNOWN,
     Fault,
     Kind,
+    RowCount,
     RowValue,
     added_to_rows,
     collected,
     constant,
     either,
     is_as,
+    is_divided,
     is_padded,
     lasting,
     looks_back,
-    one_number,
     product_degree,
     repeated,
     sum_degree,
@@ -83,7 +83,9 @@ class Reader:
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
             made = self.equation(eqn, [value(v) for v in eqn.invars])
-            known.update((v, one_number(x, v)) for v, x in zip(eqn.outvars, made, strict=True))
+            for v, x in zip(eqn.outvars, made, strict=True):
+                is_number = x.kind == Kind.SUMMED and not v.aval.shape  # one number, made of all rows
+                known[v] = x._replace(is_number=True) if is_number else x
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -110,24 +112,26 @@ class Reader:
 
     def one(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns an output of an equation without a jaxpr inside."""
-        padded, made = is_padded(name, values), self.by_its_rule(eqn, name, values, out)
-        return made._replace(padded=made.kind != Kind.SUMMED and (padded or self.rows.pads(eqn, name, values)))
+        padded = any(v.padded for v in values) and is_padded(name, values)
+        made = self.by_its_rule(eqn, name, values, out, padded)
+        padded = padded or name == "pad" and self.rows.pads(eqn, values)
+        return made._replace(padded=padded and made.kind != Kind.SUMMED)
 
-    def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
+    def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
         """Returns an output of such an equation, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out)
-        if self.rows.sums_part(eqn, name) and not is_padded(name, values):
+        if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
             if parameter(eqn, "axis") in self.rows.axes(out):
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
-        if self.rows.slides_over_rows(eqn, name):
+        if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
         if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].degree != 1:
             return self.nonlinear(eqn, "floor", values, out)  # of a sum it may be a count of ones

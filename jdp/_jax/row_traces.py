@@ -18,9 +18,8 @@ import jax
 from jax.core import Tracer
 
 from .jaxprs import opened, reached, source_line
-from .row_counts import RowCount
 from .row_terms import Reader
-from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowValue
+from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowCount, RowValue
 
 PRIMES = (23, 31)
 TermKind = Literal["mean", "sum", "count", "rows", "vector"]
