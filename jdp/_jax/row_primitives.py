@@ -15,7 +15,9 @@ LINEAR = _names_in(
 )
 # Linear, and adds entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
-# Adds up entries along axes.
+# May add up entries of several rows.
+MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add")
+# Adds up all entries along the axes that it names.
 ADDS_UP = _names_in("reduce_sum dot_general")
 # Made of several entries side by side.
 WINDOWS = _names_in(

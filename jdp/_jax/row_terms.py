@@ -45,19 +45,63 @@ from .row_values import (
     Kind,
     RowCount,
     RowValue,
-    added_to_rows,
     collected,
     constant,
-    either,
-    is_as,
     is_divided,
-    is_padded,
-    lasting,
     looks_back,
-    product_degree,
     repeated,
-    sum_degree,
 )
+
+
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def either(a: RowValue, b: RowValue) -> RowValue:
+    """Returns what is known of a value that is one of the two."""
+    if Kind.UNKNOWN in (a.kind, b.kind):
+        return UNKNOWN
+    fault = lasting([a, b]) or a.fault or b.fault
+    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
+    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
+
+
+def is_as(a: RowValue, b: RowValue) -> bool:
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
+    return known[0] == known[1]
+
+
+def added_to_rows(value: RowValue, name: str) -> RowValue:
+    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
+
+    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
+    adds numbers of its own for each feature.
+    """
+    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
+        return value
+    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
+    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
+
+
+def is_padded(name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True for a result that is nought where a padded operand is; `name` is that of the equation."""
+    padded = [v.padded for v in values]
+    if name in ("mul", "and", "dot_general"):
+        return any(padded)
+    if name == "div":
+        return padded[0]
+    return name in primitives.KEEP_NOUGHT and all(padded)
 
 
 class Reader:
@@ -123,7 +167,7 @@ class Reader:
             return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
-        summed = self.rows.summed(eqn, name, out)
+        summed = self.rows.summed(eqn, name, out) if name in primitives.MAY_SUM else 0
         if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):

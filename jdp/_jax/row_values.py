@@ -17,7 +17,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from . import row_primitives as primitives
 from .jaxprs import inside, opened, parameter, reached
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
@@ -106,57 +105,6 @@ def collected(value: RowValue) -> RowValue:
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
         return RowValue(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
-
-
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
-
-
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def either(a: RowValue, b: RowValue) -> RowValue:
-    """Returns what is known of a value that is one of the two."""
-    if Kind.UNKNOWN in (a.kind, b.kind):
-        return UNKNOWN
-    fault = lasting([a, b]) or a.fault or b.fault
-    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
-    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
-
-
-def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
-    return known[0] == known[1]
-
-
-def added_to_rows(value: RowValue, name: str) -> RowValue:
-    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
-
-    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
-    adds numbers of its own for each feature.
-    """
-    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
-        return value
-    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
-    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
-
-
-def is_padded(name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True for a result that is nought where a padded operand is; `name` is that of the equation."""
-    padded = [v.padded for v in values]
-    if name in ("mul", "and", "dot_general"):
-        return any(padded)
-    if name == "div":
-        return padded[0]
-    return name in primitives.KEEP_NOUGHT and all(padded)
 
 
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:
