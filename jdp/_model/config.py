@@ -100,7 +100,8 @@ class Config:
     def _forget(self) -> None:
         """Begins with nothing compiled, and nothing known."""
         self._programs: dict[int, Any] = {}  # of each module, until it is freed
-        self.layouts, self.batch_layouts = Layouts(), Layouts()
+        self.layouts: Layouts = Layouts()
+        self.batch_layouts: Layouts = Layouts()
         self.calls: Calls = Calls()  # that ran, and may go straight to their programs
 
     def layouts_of(self, in_axes: Tree) -> Layouts:

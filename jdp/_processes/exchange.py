@@ -27,10 +27,11 @@ class Exchange:
     a collective, and needs an entry only if a process has to wait, or if the processes differ.
     """
 
-    calls = 0  # of all exchanges
+    calls: int = 0  # of all exchanges
 
     def __init__(self, processes: tuple[int, ...]) -> None:
-        self.processes, self.here = processes, jax.process_index()
+        self.processes: tuple[int, ...] = processes
+        self.here: int = jax.process_index()
         group = "-".join(map(str, processes)) if len(processes) < jax.process_count() else "all"
         self._group = f"jdp/{group}"
         self._number, self._thread = 0, 0  # the thread of the first call
@@ -79,7 +80,9 @@ class Call:
     """A call that all processes make; each can write an entry for it."""
 
     def __init__(self, exchange: Exchange, what: str, key: str) -> None:
-        self.exchange, self.what, self._key = exchange, what, key
+        self.exchange: Exchange = exchange
+        self.what: str = what
+        self._key = key
         self._began = time.monotonic()
 
     def leave(self, entry: Any = None) -> None:
