@@ -250,7 +250,8 @@ def _of(x: Any, spec: Leaf) -> str:
         name = type(spec.value).__name__
         return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
-    return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}"
+    weak = " (of Python)" if getattr(x, "weak_type", False) else ""
+    return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}{weak}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -309,6 +310,8 @@ def _empty(what: str, verb: str) -> Any:
     if dtype.startswith("key<"):
         key = jax.random.key(0, impl=dtype[len("key<") : -1])
         return jax.random.split(key, shape) if shape else key
+    if what.endswith(" (of Python)") and not shape:
+        return jnp.asarray(np.zeros((), dtype).item())  # which takes the type of what it meets, as those do
     return np.zeros(shape, jnp.dtype(dtype))
 
 

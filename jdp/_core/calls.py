@@ -97,7 +97,7 @@ class Calls(Recent[Any, Recent[Any, Ran]]):
         if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
         known = self.used(key)
-        if known is None:
+        if known is None or any(ran.owner is not owner for ran in known.values()):  # of a module that was replaced
             known = self[key] = Recent()
         inside = None if lie else _shardings(found)
         known[treedef] = Ran(owner, program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)

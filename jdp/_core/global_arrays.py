@@ -124,7 +124,8 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         trailing = data.shape[x.ndim :]
         return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
     if not shape and getattr(x, "weak_type", False):  # a Python number, which takes the type of what it meets
-        return jax.jit(_identity, out_shardings=sharding)(x.item())
+        with jax.transfer_guard("allow"):
+            return jax.jit(_identity, out_shardings=sharding)(x.item())
     mesh: Any = sharding.mesh
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if x.size:

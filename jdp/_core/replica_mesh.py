@@ -212,20 +212,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def outside_of_mesh(door: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+def outside_of_mesh(door: Callable[_Given, _Result], verb: str | None = None) -> Callable[_Given, _Result]:
     """Runs a function outside of the context's mesh (`jax.set_mesh`), because jdp's programs have a mesh of their own.
 
     While another program is being traced, JAX lets only the abstract mesh change, so that one is emptied. A mesh with
     Explicit axes stays, because the types of the incoming values refer to it, and so does the mesh of a `shard_map`.
     In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang for ever there.
+    `verb` is the name of the public function, if the function's own is another.
     """
 
     @functools.wraps(door)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if cut_off:
             raise RuntimeError(
-                f"jdp.{door.__name__.strip('_')}: process {os.getpid()} was forked from {cut_off[0]}, where JAX had "
-                f"started; a fork has none of JAX's threads, and would wait for ever. Start it by "
+                f"jdp.{verb or door.__name__.strip('_')}: process {os.getpid()} was forked from {cut_off[0]}, where "
+                f"JAX had started; a fork has none of JAX's threads, and would wait for ever. Start it by "
                 f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
             )
         around = jax.sharding.get_abstract_mesh()

@@ -367,23 +367,29 @@ def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] =
     return [not is_literal(v) and known.get(v, False) for v in jaxpr.outvars]
 
 
-LOOP = -1
+MAYBE = -1
+_MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "sharding_constraint", "optimization_barrier"}
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Returns for each output which input it is, passed on unchanged; None if it was computed, `LOOP` if by a loop.
+    """Returns for each output which input it is, passed on unchanged; None if it was computed.
 
-    A function that is jitted or rematerialised passes on what its own outputs are.
+    A function that is jitted or rematerialised passes on what its own outputs are. `MAYBE` stands for what is not
+    followed: outputs of loops and branches, and inputs that were only moved, perhaps there and back.
     """
     jaxpr = opened(jaxpr)
     known: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        bodies = [*inside(eqn)]
+        bodies, count = [*inside(eqn)], len(eqn.outvars)
+        came = [None if is_literal(v) else known.get(v) for v in eqn.invars]
+        found: list[int | None] = [None] * count
         if eqn.primitive.name in ("scan", "while", "cond"):
-            known.update((v, LOOP) for v in eqn.outvars)
-        elif [len(opened(body).invars) for body in bodies] == [len(eqn.invars)]:
-            found = [None if i is None or i == LOOP else eqn.invars[i] for i in passed_on(bodies[0])]
-            known.update((v, known.get(x)) for v, x in zip(eqn.outvars, found, strict=False) if not is_literal(x))
+            found = [MAYBE] * count
+        elif [len(opened(body).invars) for body in bodies] == [len(came)]:
+            found = [i if i in (None, MAYBE) else came[i] for i in passed_on(bodies[0])]
+        elif eqn.primitive.name in _MOVES and any(i is not None for i in came):
+            found = [MAYBE] * count
+        known.update(zip(eqn.outvars, found, strict=False))
     return [None if is_literal(v) else known.get(v) for v in jaxpr.outvars]
 
 

@@ -177,8 +177,9 @@ class Reader:
                 values = self.cumulated(values, out)
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
-        if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].degree != 1:
-            return self.nonlinear(eqn, "floor", values, out)  # of a sum it may be a count of ones
+        if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].kind > Kind.SHARED:
+            if values[0].degree != 1:  # of a sum it may be a count of ones
+                return self.nonlinear(eqn, "floor", values, out)
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -383,10 +384,12 @@ class Reader:
         """Returns the outputs of a scan, which may run over the rows."""
         by_rows, body = self.rows.power(parameter(eqn, "length")) != 0, parameter(eqn, "jaxpr")
         consts, carry, xs = parts_of_scan(eqn, values)
+        if self.rows.other is not None and xs:  # a length may be a multiple of the prime by chance
+            by_rows = any(0 in self.rows.axes(v) for v in parts_of_scan(eqn, eqn.invars)[2])
         after, ys = self.rounds(body, consts, carry, xs, by_rows)
         if by_rows:
             # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
-            ys = [UNKNOWN if y.kind == Kind.SUMMED else y for y in ys]
+            ys = [UNKNOWN if y.kind == Kind.SUMMED else y._replace(pending=None) for y in ys]
             back = looks_back(
                 body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), self.rows.axes
             )

@@ -71,7 +71,7 @@ def prime_power(size: int, prime: int) -> int:
 
 def constant(x: Any, prime: int) -> RowValue:
     """Returns what is known of a constant, which may be made of the number of rows: `2 * prime`, or 0 for a symbol."""
-    if isinstance(x, jax.Array) and not (prime and x.ndim < 2 and x.size < 9):  # an array on a device is not fetched
+    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # of what lies on a device, a number is fetched
         return CONST
     if jnp.ndim(x):
         if prime and jnp.ndim(x) == 1 and x.size < 9 and jnp.issubdtype(x.dtype, jnp.integer):
@@ -153,7 +153,17 @@ class OtherTrace:
         power = self.power(one, two)
         if power is None and self.power(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
             return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
+        if power is None and self.power(one**2, two**2) is None and not self.is_linear(one, two):
+            return UNKNOWN  # another function of the number of rows; or a number that Python draws, or counts up
         return RowValue(Kind.CONST, power, one)
+
+    def is_linear(self, one: float, two: float) -> bool:
+        """Returns True if a number, or its inverse, is a multiple of the number of rows with some more added."""
+        step = 2 * (self.primes[0] - self.primes[1])
+        for a, b in ((one, two), (1 / one, 1 / two)):
+            if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
+                return True
+        return False
 
     def power(self, one: float, two: float) -> int | None:
         """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
@@ -22,7 +23,7 @@ from .._core.outputs import Marked, Reduce
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered, fold_key
 from .._core.shards import refuse_too_large, shard_axis
-from .._jax.jaxprs import LOOP, passed_on
+from .._jax.jaxprs import MAYBE, passed_on
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state, sharding_within
 from .sync_batch_norm import sync_nodes
@@ -195,19 +196,21 @@ def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
         if isinstance(x, nnx.Pytree) and not isinstance(x, nnx.List | nnx.Dict):
             owner = type(nodes[path[0]]).__name__
             for name, value in vars(x).items():
-                if not name.startswith(_FLAXS_OWN) and not any(map(_is_state, jax.tree.leaves(value, is_leaf=is_node))):
+                is_cache = isinstance(getattr(type(x), name, None), functools.cached_property)
+                if not (is_cache or name.startswith(_FLAXS_OWN) or _holds_state(value)):
                     found[path, name] = owner, value
     return found
 
 
-def _is_state(x: Any) -> bool:
-    return is_node(x) or isinstance(x, jax.Array)
+def _holds_state(value: Any) -> bool:
+    """Returns True for a value that holds arrays or NNX objects, which Flax keeps among the state."""
+    return any(is_node(x) or isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value, is_leaf=is_node))
 
 
 def _is_equal(a: Any, b: Any) -> bool:
     try:
-        return bool(a == b)
-    except Exception:
+        return bool(a == b) or callable(a) and callable(b)  # two functions may do the same
+    except Exception:  # of an object of the user's
         return False
 
 
@@ -253,14 +256,17 @@ def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
     )
 
 
-def refuse_written(run: Callable[[Tree], Tree], before: Tree, after: Tree, verb: str) -> None:
+def refuse_written(
+    run: Callable[[Tree], Tree], before: Tree, after: Tree, verb: str, looked_at: set[tuple[Any, ...]]
+) -> None:
     """Raises a `ValueError` for differentiated variables that the forward pass `run` has written: they would be lost.
 
-    `before` and `after` are their state; `run(before)` makes a state like `after`.
+    `before` and `after` are their state; `run(before)` makes a state like `after`. Those that were `looked_at` are not
+    looked at again, because that takes another trace.
     """
     known = dict(nnx.to_flat_state(before))
     changed = [path for path, v in nnx.to_flat_state(after) if path in known and not _unchanged(known[path], v)]
-    if not changed:
+    if looked_at.issuperset(changed):
         return
 
     def leaves_of(state: Tree) -> list[Any]:
@@ -273,13 +279,14 @@ def refuse_written(run: Callable[[Tree], Tree], before: Tree, after: Tree, verb:
     came = leaves_of(treedef.unflatten(range(len(leaves))))
     found = iter(passed_on(jaxpr))
     for path, places in zip(changed, came, strict=True):
-        if any(next(found) not in (place, LOOP) for place in places):
+        if any(next(found) not in (place, MAYBE) for place in places):
             raise ValueError(
                 f"jdp.{verb}: {'.'.join(map(str, path[1:]))} is trained, and the forward pass writes to it, as that of "
                 f"nnx.SpectralNorm and nnx.WeightNorm does; the gradient alone comes back, so it would be lost. Use "
                 f"nnx.value_and_grad(lambda dp: loss(dp(x), y))(dp) and optimizer.update(dp, grads): a call of dp "
                 f"keeps it."
             )
+    looked_at.update(changed)
 
 
 def enter(held: Held, axis_name: str) -> Held:

@@ -181,7 +181,7 @@ class Batches:
                 own = itertools.starmap(lambda x, sizes: None if x is None else self._prepared(x, sizes), read)
                 scattered = together(own, self._prepared, self._cutting, self._size)
             else:
-                layouts, scatter = config.batch_layouts, outside_of_mesh(leaf_by_leaf_of)
+                layouts, scatter = config.batch_layouts, outside_of_mesh(leaf_by_leaf_of, VERB)
                 scattered = ahead(read, lambda batch: scatter(config, batch[0], None, layouts), self._size)
             yield from map(self._took, itertools.count(self.start + 1), scattered)
         finally:

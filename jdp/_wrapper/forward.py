@@ -308,12 +308,19 @@ def gather_outputs(dp: Wrapper, outputs: Scattered, output_device: Device | str 
     return gather(outputs, output_device, dp._config.dim)
 
 
-_STEPS = scatter_arguments, replicate_parameters, run_module, gather_outputs
-_NAMES = {"scatter", "replicate", "parallel_apply", "gather"}
+_STEPS: dict[str, Any] = {
+    "scatter": scatter_arguments,
+    "replicate": replicate_parameters,
+    "parallel_apply": run_module,
+    "gather": gather_outputs,
+}
+for _name, _step in _STEPS.items():  # by the names of the methods, for pickle and help
+    _step.__name__, _step.__qualname__ = _name, f"DataParallel.{_name}"
+_OWN = tuple(_STEPS.values())
 
 
 def _takes_own_steps(dp: Steps) -> bool:
     """Returns True if the four steps are these, and no subclass's."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
-    return steps == _STEPS and _NAMES.isdisjoint(vars(dp))
+    return steps == _OWN and _STEPS.keys().isdisjoint(vars(dp))

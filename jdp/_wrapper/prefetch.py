@@ -108,7 +108,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
     source = map(host, (batch for batch in batches))  # a loader that ends may begin again when it is asked once more
     if not config.mesh.spans_processes:
-        scattered = outside_of_mesh(leaf_by_leaf_of)
+        scattered = outside_of_mesh(leaf_by_leaf_of, "prefetch")
         return ahead(source, lambda batch: scattered(config, batch, in_axes, layouts), size)
 
     how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
@@ -242,6 +242,7 @@ def together(
     `size` batches before they need it.
     """
     last: Prepared | None = None
+    tell, of_all = outside_of_mesh(_tell, how.verb), outside_of_mesh(_of_all_processes, how.verb)
     told: collections.deque[_Told] = collections.deque()
     failed: BaseException | None = None
     while True:
@@ -251,8 +252,8 @@ def together(
                 batch = None if failed is not None else next(batches, None)
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it comes after the batches before it, and in all processes then
-            told.append(_tell(how, batch, failed, last is None))
-        found = _of_all_processes(how, *told.popleft(), last, prepare)
+            told.append(tell(how, batch, failed, last is None))
+        found = of_all(how, *told.popleft(), last, prepare)
         if found is None:
             return
         s, last = found
@@ -265,7 +266,6 @@ _Told = tuple[Prepared | None, list[Any], Finish, BaseException | None]
 """A batch that the other processes are being told of, or None; its arrays on the devices; and what this one raised."""
 
 
-@outside_of_mesh
 def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is_first: bool) -> _Told:
     """Begins to tell the other processes of a batch, and to put it on this one's devices."""
     rows = (0,) * how.mesh.own.size if batch is None else batch.layout.by_device
@@ -274,7 +274,6 @@ def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is
     return batch, [] if batch is None else put_early(batch), finish, failed
 
 
-@outside_of_mesh
 def _of_all_processes(
     how: Cutting,
     batch: Prepared | None,

@@ -265,6 +265,11 @@ def row_by_row_in_place(x):
     return lax.scan(step, x, jnp.arange(x.shape[0]))[1].mean()
 
 
+def row_by_place(e, x):
+    """Each round takes a number of its own from an array of all rows."""
+    return lax.map(lambda t: t[1] - e[t[0]], (jnp.arange(x.shape[0]), x[:, 0])).mean()
+
+
 def gradients_row_by_row(x, w):
     """The backward pass of the loop adds up the gradient of w in its carry."""
 
@@ -459,6 +464,7 @@ ACCEPTED = {
     "row by row": row_by_row,
     "row by index": row_by_index,
     "row by row in place": row_by_row_in_place,
+    "row by place": row_by_place,
     "gradients row by row": gradients_row_by_row,
     "dots of rows": lambda x, z: jnp.einsum("bi,bi->b", x, z).mean() + jnp.vdot(x[::-1], z) / x.shape[0],
     "whole numbers of each row": lambda e: jnp.floor(e).astype(int).mean() + e.astype(int).sum() / e.shape[0],
@@ -756,7 +762,20 @@ def test_what_is_no_mean_over_so_many_rows_is_refused():
     assert [inspect.getsource(fn) for kind, fn in fns if counted(fn) != [kind]] == []
 
 
+def running_scale(t):
+    """Over 31 steps in time."""
+    steps = jnp.concatenate([t] * 6, 1)[:, :31].swapaxes(0, 1)
+
+    def step(scale, x):
+        scale = 0.9 * scale + 0.1
+        return scale, (scale * x**2).mean()
+
+    return lax.scan(step, jnp.ones(()), steps)[1].mean()
+
+
 COUNTS = {
+    "a number that Python draws": (lambda e: RNG.uniform() * e.sum() / len(e), None),
+    "as many steps in time as a prime": (lambda e, t: e.sum() / len(e) + running_scale(t), None),
     "smoothed": (lambda e: (jnp.convolve(e, jnp.ones(3) / 3, mode="same") ** 2).mean(), "pairs"),
     "sum / len": (lambda e: e.sum() / len(e), None),
     "sum / float": (lambda e: e.sum() / float(len(e)), None),

@@ -1,6 +1,7 @@
 """NNX: `dp(x) == module(x)`, the wrapper a graph node, its state replicated and updated in place."""
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
@@ -1045,6 +1046,55 @@ def test_a_loop_that_the_message_advises_keeps_what_the_forward_pass_writes():
     dp, alone = wrap(Written("written"), 4), Written("written")
     close(trained(dp, ROWS[:5]), trained(alone, ROWS[:5]))
     close(dp.module.w[...], alone.w[...])
+
+
+class Stacked(nnx.Module):
+    """Layers in a scan over rematerialised blocks, by itself or inside of a jit, along axis 0 or 1 of its weights."""
+
+    def __init__(self, how):
+        self.how, self.w = how, nnx.Param(jax.random.normal(jax.random.key(0), (3, 3, 3)))
+
+    def __call__(self, x):
+        if self.how == "inside of a jit":
+            return jitted_layers(self, x)
+        return layers(self, x, 1 if self.how == "axis 1" else 0)
+
+
+def layers(m, x, axis=0):
+    block = nnx.remat(lambda m, x: nnx.tanh(x @ m.w[...]))
+    axes = nnx.StateAxes({nnx.Param: axis})
+    return nnx.scan(block, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(m, x)
+
+
+@nnx.jit
+def jitted_layers(m, x):
+    return layers(m, x)
+
+
+@pytest.mark.parametrize("how", ["plain", "inside of a jit", "axis 1"])
+def test_a_scan_over_the_layers_writes_to_no_trained_variable(how):
+    model = Stacked(how)
+    found = wrap(model, 4).value_and_grad(lambda m, x: (m(x) ** 2).mean())(model, ROWS[:8])
+    close(jax.tree.leaves(found), jax.tree.leaves(nnx.value_and_grad(lambda m: (m(ROWS[:8]) ** 2).mean())(model)))
+
+
+def test_caches_and_arrays_that_a_call_sets_are_not_lost():
+    class Caching(nnx.Module):
+        def __init__(self):
+            self.shift, self.act = np.zeros(3, np.float32), None
+
+        @functools.cached_property
+        def scale(self):
+            return 0.5
+
+        def __call__(self, x):
+            self.shift = np.ones(3, np.float32)
+            self.act = lambda y: y * 2
+            return self.act(x) * self.scale
+
+    model = Caching()
+    model.act = lambda y: y * 2
+    close(wrap(model, 4, reduce_state="mean")(ROWS[:5]), ROWS[:5])
 
 
 class Ready(nnx.Module):
