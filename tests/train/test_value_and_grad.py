@@ -1384,3 +1384,26 @@ def test_a_count_may_be_the_total_of_another_mean():
         got = dp.value_and_grad(lambda w, x, v: loss(w, x, v, jdp.Mean), has_aux=True)(2.0, x, valid)
         want = jax.value_and_grad(lambda w: loss(w, x, valid, jnp.divide), has_aux=True)(2.0)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+def test_a_constant_on_a_device_in_a_loss_that_asks_for_its_number_of_rows():
+    """The loss is judged while jdp's own program is traced, where such an array cannot be taken apart."""
+    strides, x = jnp.array([8, 16, 32]), np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
+
+    def loss(w, x):
+        return ((x.reshape(len(x), -1) * w / strides) ** 2).mean()
+
+    found = jdp.DataParallel(loss, range(4)).value_and_grad(loss)(np.float32(2), x)
+    for a, b in zip(found, jax.value_and_grad(loss)(np.float32(2), x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_counts_that_are_cast_from_zeros_are_a_sum():
+    x = np.linspace(-1, 1, 10, dtype=np.float32)
+
+    def loss(w, x):
+        counts = jnp.zeros(2).astype(jnp.int32).at[(x > 0).astype(int)].add(1)
+        return (w * x).mean(), {"counts": jdp.Sum(counts)}
+
+    (_, metrics), _ = jdp.DataParallel(loss, range(4)).value_and_grad(loss, has_aux=True)(np.float32(2), x)
+    assert metrics["counts"].tolist() == [5, 5]

@@ -1,7 +1,9 @@
 """A call like one before it goes straight to its program, and gives what it would have given with all steps."""
 
 import contextlib
+import gc
 import threading
+import weakref
 
 import flax.linen as nn
 import jax
@@ -602,3 +604,26 @@ def test_sparse_outputs_are_refused(refused):
     for verb in (jdp.gather, jdp.reduce_add):
         with refused(TypeError, verb.__name__, r"outputs\[0\] is a BCOO; .*Pass x.todense\(\)"):
             verb(each)
+
+
+def test_a_module_that_was_replaced_is_freed():
+    """Also where the new one has other parameters, which are kept by their tree."""
+
+    class Scaled(nn.Module):
+        names: tuple
+
+        @nn.compact
+        def __call__(self, x):
+            return x * sum(self.param(name, nn.initializers.ones, ()) for name in self.names)
+
+    dp, seen = jdp.DataParallel(Scaled(("a",)), range(2)), []
+    for names in (("a",), ("a", "b"), ("a", "b", "c")):
+        module = Scaled(names)
+        dp.module = module
+        variables = dp.init(jax.random.key(0), X)
+        for _ in range(2):
+            np.testing.assert_array_equal(dp.apply(variables, X), X * len(names))
+        seen.append(weakref.ref(module))
+        del module
+    gc.collect()
+    assert [one() is None for one in seen] == [True, True, False]

@@ -178,3 +178,14 @@ def test_a_machine_without_the_devices_is_told_which(tmp_path):
     assert nnx_line.startswith("ValueError:") and "cpu:6" in nnx_line
     assert output.startswith("ValueError:") and "cpu:7" in output
     assert there == "loaded [1, 0] Model"
+
+
+def times(w, x):
+    return w * x
+
+
+@pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_a_bound_step_is_pickled_by_its_name(name):
+    dp = jdp.DataParallel(times, range(2))
+    step = pickle.loads(pickle.dumps(getattr(dp, name)))
+    assert step.__name__ == name and step.__self__.devices == dp.devices
