@@ -262,8 +262,10 @@ def refuse_written(
     """Raises a `ValueError` for differentiated variables that the forward pass `run` has written: they would be lost.
 
     `before` and `after` are their state; `run(before)` makes a state like `after`. Those that were `looked_at` are not
-    looked at again, because that takes another trace.
+    looked at again, because that takes another trace. An evaluation keeps nothing of the model.
     """
+    if verb == "evaluate":
+        return
     known = dict(nnx.to_flat_state(before))
     changed = [path for path, v in nnx.to_flat_state(after) if path in known and not _unchanged(known[path], v)]
     if looked_at.issuperset(changed):

@@ -153,9 +153,7 @@ def loss_of(
         if not nodes:
             return loss, aux, held
         trained, after = nnx.state(nodes, division.is_diff, ...)
-        if verb != "evaluate":
-            trained_by = lambda state: nnx.state(run(state)[1], division.is_diff)  # noqa: E731
-            refuse_written(trained_by, diff_state, trained, verb, looked_at)
+        refuse_written(lambda state: nnx.state(run(state)[1], division.is_diff), diff_state, trained, verb, looked_at)
         return loss, aux, held._replace(variables=after)
 
     def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
