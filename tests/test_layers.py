@@ -203,7 +203,7 @@ def lines_with(pattern, paths):
     return [line for line in lines if re.search(pattern, line) and not re.match(r" *(from|import) ", line)]
 
 
-CACHE = r"lru_cache|@cache|functools\.cache|Weak|Recent|@functools\.cached_property"
+CACHE = r"lru_cache|@cache|functools\.cache\b|Weak|Recent|@functools\.cached_property"
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,8 @@ def loss_of(
         plain, diff_state = diff
 
         def run(diff_state: Tree) -> tuple[Any, list[Any]]:
-            nodes: list[Any] = []
-            if held.graph is not None:
-                nodes = own_nodes(held.graph, (diff_state, held.variables), axis_name if sync else None)
+            states, over = (diff_state, held.variables), axis_name if sync else None
+            nodes = [] if held.graph is None else own_nodes(held.graph, states, over)
             positional, keywords = call_of(plain, held, args, kwargs, nodes)
             with lost_attributes(nodes) if nodes else contextlib.nullcontext():
                 return reading(loss_fn)(*positional, **keywords), nodes
