@@ -106,8 +106,8 @@ def _compared(
         cause = "An update of the state is made of one replica's rows, as torch's is (reduce_state='mean' averages)."
     elif what == {"gradient of params"} and program.loss.criterion is None:
         cause = (
-            "The values agree, and the gradient does not: a derivative of the function's own (jax.custom_vjp, as one "
-            "that clips) is not linear, and sees the gradient of the mean over one replica's rows. Pass the loss as "
+            "The values agree, and the gradient does not: a backward pass of the function's own (jax.custom_vjp) is "
+            "made of several rows, as a norm of the gradient is, or stands under a jdp.Mean. Pass the loss as "
             f"{ON_BATCH}."
         )
     elif program.loss.criterion is not None:

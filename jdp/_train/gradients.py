@@ -16,7 +16,7 @@ from .._core.parallel_apply import CallOf
 from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, reached, source_line, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, equations, reached, source_line, varying
 from .._jax.row_traces import Traced, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight
@@ -242,11 +242,28 @@ def differentiate(
         function = by_rows(function, jaxpr, shapes, signature, replica)
     if shards:
         function, diff = shards.function(jaxpr, shapes, not shapes[1][0].is_mean), shards.taken()
-    grads, (forms, sums, stacked, after) = jax.grad(function, argnums=(0, 1), has_aux=True)(diff, *rest)
+    cotangent = 1.0
+    if shapes[1][0].is_mean and signature.layout.is_cut and _has_own_backward(jaxpr):
+        share = size / sum(signature.layout.sizes)
+        cotangent, factor = share / seed, weight / share
+    number, pull, (forms, sums, stacked, after) = jax.vjp(
+        lambda diff, chosen: function(diff, chosen, part, state), diff, chosen, has_aux=True
+    )
+    grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     sums = [*map(jnp.asarray, sums)]  # a jaxpr returns plain numbers for its literals
     return Added((sums, *grads), stacked, as_before(after, state), forms)
+
+
+def _has_own_backward(jaxpr: Any) -> bool:
+    """Returns True if a backward pass of the user's own is part of the loss, which is in 32 bits or more.
+
+    It need not be linear (it may clip), so it has to see the gradient that it sees on one device: of the mean over all
+    rows, and not of that over the microbatch.
+    """
+    wide = jaxpr.out_avals[0].dtype.itemsize > 2
+    return wide and any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in equations(jaxpr))
 
 
 def by_rows(

@@ -1407,3 +1407,49 @@ def test_counts_that_are_cast_from_zeros_are_a_sum():
 
     (_, metrics), _ = jdp.DataParallel(loss, range(4)).value_and_grad(loss, has_aux=True)(np.float32(2), x)
     assert metrics["counts"].tolist() == [5, 5]
+
+
+@jax.custom_vjp
+def clipped_back(x):
+    """The identity, whose backward pass clips the gradient, as in JAX's tutorial."""
+    return x
+
+
+clipped_back.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+
+class OfRows(nn.Module):
+    norm: bool
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(2)(x)
+        return clipped_back(nn.BatchNorm(use_running_average=False)(x) if self.norm else x)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("form", ["scalar", "vector", "sum", "synchronised"])
+def test_a_backward_pass_that_is_not_linear_sees_the_gradient_of_all_rows(form, rows, steps):
+    """Equal to one device, where the gradient of each row is that of the mean over all of them."""
+    if form == "synchronised" and (steps > 1 or rows % 4):
+        pytest.skip("a microbatch has statistics of its own")
+    model = OfRows(form == "synchronised")
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(v, x):
+        values = (model.apply(v, x, mutable=["batch_stats"])[0] ** 2).mean(1)
+        return {"vector": lambda: values, "sum": lambda: jdp.Sum(values.sum() / 8)}.get(form, values.mean)()
+
+    def of_one(params):
+        found = loss({**variables, "params": params}, x)
+        return found.total if form == "sum" else found.mean()
+
+    expected = jax.grad(of_one)(variables["params"])
+    step = jdp.DataParallel(model, range(4)).train_step(
+        loss, optax.sgd(1.0), accumulate_steps=steps, sync_batch_norm=form == "synchronised"
+    )
+    state, _ = step(step.init(variables), x)
+    for before, after, grad in zip(*map(jax.tree.leaves, (variables["params"], state.params, expected)), strict=True):
+        np.testing.assert_allclose(before - jax.device_get(after), grad, rtol=1e-4, atol=1e-6)
