@@ -16,7 +16,7 @@ from .._core.parallel_apply import CallOf
 from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, equations, reached, source_line, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, source_line, varying
 from .._jax.row_traces import Traced, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight
@@ -262,8 +262,7 @@ def _has_own_backward(jaxpr: Any) -> bool:
     It need not be linear (it may clip), so it has to see the gradient that it sees on one device: of the mean over all
     rows, and not of that over the microbatch.
     """
-    wide = jaxpr.out_avals[0].dtype.itemsize > 2
-    return wide and any(eqn.primitive.name.startswith("custom_vjp_call") for eqn in equations(jaxpr))
+    return jaxpr.out_avals[0].dtype.itemsize > 2 and first(jaxpr, "custom_vjp_call") is not None
 
 
 def by_rows(
