@@ -339,10 +339,10 @@ class Preemption:
     def reached(self) -> bool:
         """Returns True if this is the step after which to stop."""
         if not self._service:
-            if jax.distributed.is_initialized() and jax.config.values["jax_enable_preemption_service"]:
+            if jax.process_count() > 1:
                 raise RuntimeError(
-                    "jdp.Checkpointer: it was made before jax.distributed was initialized, which has taken its handler "
-                    "of SIGTERM away; a job that has to end would not be saved. Make it after "
+                    "jdp.Checkpointer: it was made before jax.distributed was initialized, so a SIGTERM would not stop "
+                    "all processes at one step, and the last state would not be saved. Make it after "
                     "jdp.distributed.initialize()."
                 )
             return self._told

@@ -250,7 +250,7 @@ def _of(x: Any, spec: Leaf) -> str:
         name = type(spec.value).__name__
         return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
-    weak = " (of Python)" if getattr(x, "weak_type", False) else ""
+    weak = " (of Python)" if not shape and getattr(x, "weak_type", False) else ""
     return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}{weak}"
 
 

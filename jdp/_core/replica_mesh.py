@@ -221,11 +221,13 @@ def outside_of_mesh(door: Callable[_Given, _Result], verb: str | None = None) ->
     `verb` is the name of the public function, if the function's own is another.
     """
 
+    name = verb or door.__name__.strip("_")
+
     @functools.wraps(door)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if cut_off:
             raise RuntimeError(
-                f"jdp.{verb or door.__name__.strip('_')}: process {os.getpid()} was forked from {cut_off[0]}, where "
+                f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
                 f"JAX had started; a fork has none of JAX's threads, and would wait for ever. Start it by "
                 f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
             )
@@ -244,7 +246,7 @@ def outside_of_mesh(door: Callable[_Given, _Result], verb: str | None = None) ->
             if "jit's context mesh" not in str(error):
                 raise
             raise ValueError(
-                f"jdp.{door.__name__.strip('_')}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
+                f"jdp.{name}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
                 f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
                 f"of that context, or by dp.value_and_grad."
             ) from error

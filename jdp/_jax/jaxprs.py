@@ -368,29 +368,46 @@ def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] =
 
 
 MAYBE = -1
-_MOVES = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "sharding_constraint", "optimization_barrier"}
+_SAME = {"copy", "sharding_constraint", "optimization_barrier"}
+_MOVES = {"reshape", "squeeze", "broadcast_in_dim"}
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Returns for each output which input it is, passed on unchanged; None if it was computed.
+    """Returns for each output which input it is, passed on unchanged; None if it was computed, or has turned axes.
 
     A function that is jitted or rematerialised passes on what its own outputs are. `MAYBE` stands for what is not
-    followed: outputs of loops and branches, and inputs that were only moved, perhaps there and back.
+    followed: outputs of loops and branches, and inputs in another shape.
     """
     jaxpr = opened(jaxpr)
-    known: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
+    axes_of = [tuple(range(getattr(v.aval, "ndim", 0))) for v in jaxpr.invars]
+    # Of each value the input that it is, and the order of its axes; None for an order that is not known.
+    known: dict[Any, tuple[int, tuple[int, ...] | None] | None] = dict(
+        zip(jaxpr.invars, enumerate(axes_of), strict=True)
+    )
     for eqn in jaxpr.eqns:
-        bodies, count = [*inside(eqn)], len(eqn.outvars)
+        name, bodies, count = eqn.primitive.name, [*inside(eqn)], len(eqn.outvars)
         came = [None if is_literal(v) else known.get(v) for v in eqn.invars]
-        found: list[int | None] = [None] * count
-        if eqn.primitive.name in ("scan", "while", "cond"):
-            found = [MAYBE] * count
+        found: list[tuple[int, tuple[int, ...] | None] | None] = [None] * count
+        if name in ("scan", "while", "cond"):
+            found = [(MAYBE, None)] * count
         elif [len(opened(body).invars) for body in bodies] == [len(came)]:
-            found = [i if i in (None, MAYBE) else came[i] for i in passed_on(bodies[0])]
-        elif eqn.primitive.name in _MOVES and any(i is not None for i in came):
-            found = [MAYBE] * count
+            found = [(i, None) if i == MAYBE else None if i is None else came[i] for i in passed_on(bodies[0])]
+        elif name in _SAME:
+            found = came[:count]
+        elif name in _MOVES and came[0] is not None:
+            found = [(came[0][0], None)]
+        elif name == "transpose" and came[0] is not None:
+            place, order = came[0]
+            found = [(place, order and tuple(order[i] for i in parameter(eqn, "permutation")))]
         known.update(zip(eqn.outvars, found, strict=False))
-    return [None if is_literal(v) else known.get(v) for v in jaxpr.outvars]
+    ends = [None if is_literal(v) else known.get(v) for v in jaxpr.outvars]
+    return [_place(end, axes_of) for end in ends]
+
+
+def _place(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tuple[int, ...]]) -> int | None:
+    if end is None or end[1] is None:
+        return end and MAYBE
+    return end[0] if end[1] == axes_of[end[0]] else None
 
 
 def source_line(eqn: Any) -> str:

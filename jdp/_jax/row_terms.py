@@ -283,6 +283,8 @@ class Reader:
 
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         """Returns a product or a quotient: linear, but for that of two sums; degrees are added, or subtracted."""
+        if lasting(values) is not None:  # which a number of another function of the rows does not take away
+            values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use

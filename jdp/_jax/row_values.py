@@ -154,12 +154,13 @@ class OtherTrace:
         if power is None and self.power(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
             return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
         if power is None and self.power(one**2, two**2) is None and not self.is_linear(one, two):
-            return UNKNOWN  # another function of the number of rows; or a number that Python draws, or counts up
+            # Another function of the number of rows; or a number that Python draws, or counts up.
+            return RowValue(Kind.UNKNOWN, None, one)
         return RowValue(Kind.CONST, power, one)
 
     def is_linear(self, one: float, two: float) -> bool:
         """Returns True if a number, or its inverse, is a multiple of the number of rows with some more added."""
-        step = 2 * (self.primes[0] - self.primes[1])
+        step = self.primes[0] - self.primes[1]  # that of their halves, for b * (b - 1) / 2
         for a, b in ((one, two), (1 / one, 1 / two)):
             if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
                 return True

@@ -257,18 +257,19 @@ def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
 
 
 def refuse_written(
-    run: Callable[[Tree], Tree], before: Tree, after: Tree, verb: str, looked_at: set[tuple[Any, ...]]
+    run: Callable[[Tree], Tree], before: Tree, after: Tree, verb: str, given: tuple[Any, ...], looked_at: set[Any]
 ) -> None:
     """Raises a `ValueError` for differentiated variables that the forward pass `run` has written: they would be lost.
 
-    `before` and `after` are their state; `run(before)` makes a state like `after`. Those that were `looked_at` are not
-    looked at again, because that takes another trace. An evaluation keeps nothing of the model.
+    `before` and `after` are their state; `run(before)` makes a state like `after`. Those of a call that was given the
+    same before are in `looked_at`: to look takes another trace. An evaluation keeps nothing of the model.
     """
-    if verb == "evaluate":
-        return
-    known = dict(nnx.to_flat_state(before))
+    known = {} if verb == "evaluate" else dict(nnx.to_flat_state(before))
     changed = [path for path, v in nnx.to_flat_state(after) if path in known and not _unchanged(known[path], v)]
-    if looked_at.issuperset(changed):
+    graph, *rest = given
+    arguments, kind = jax.tree.flatten(rest)
+    call = graph, kind, *(str(getattr(x, "aval", x)) for x in arguments), *changed
+    if not changed or call in looked_at:
         return
 
     def leaves_of(state: Tree) -> list[Any]:
@@ -288,7 +289,7 @@ def refuse_written(
                 f"nnx.value_and_grad(lambda dp: loss(dp(x), y))(dp) and optimizer.update(dp, grads): a call of dp "
                 f"keeps it."
             )
-    looked_at.update(changed)
+    looked_at.add(call)
 
 
 def enter(held: Held, axis_name: str) -> Held:

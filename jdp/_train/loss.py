@@ -128,7 +128,7 @@ def loss_of(
     sync: bool,
 ) -> Loss:
     """Returns the `Loss` for calls with this division; `sync` synchronises its BatchNorms."""
-    looked_at: set[tuple[Any, ...]] = set()
+    looked_at: set[Any] = set()
     if sync:
         loss_fn = synced(loss_fn, axis_name)
 
@@ -152,7 +152,8 @@ def loss_of(
         if not nodes:
             return loss, aux, held
         trained, after = nnx.state(nodes, division.is_diff, ...)
-        refuse_written(lambda state: nnx.state(run(state)[1], division.is_diff), diff_state, trained, verb, looked_at)
+        trained_by, given = (lambda state: nnx.state(run(state)[1], division.is_diff)), (held.graph, args, kwargs)
+        refuse_written(trained_by, diff_state, trained, verb, given, looked_at)
         return loss, aux, held._replace(variables=after)
 
     def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:

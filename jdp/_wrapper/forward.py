@@ -316,6 +316,7 @@ _STEPS: dict[str, Any] = {
 }
 for _name, _step in _STEPS.items():  # by the names of the methods, for pickle and help
     _step.__name__, _step.__qualname__ = _name, f"DataParallel.{_name}"
+    _step.__module__ = f"{__package__}.data_parallel"
 _OWN = tuple(_STEPS.values())
 
 

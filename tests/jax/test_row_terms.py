@@ -773,7 +773,14 @@ def running_scale(t):
     return lax.scan(step, jnp.ones(()), steps)[1].mean()
 
 
+def triangle(x):
+    return ((x[:, None] - x[None]) ** 2).sum(-1)
+
+
 COUNTS = {
+    "a mean over all pairs": (lambda x: triangle(x)[np.triu_indices(len(x), 1)].mean(), "pairs"),
+    "a sum over all pairs": (lambda x: triangle(x).sum() / (len(x) * (len(x) - 1) / 2), "pairs"),
+    "a sum over all pairs by a logarithm": (lambda x: triangle(x).sum() / np.log(len(x)), "pairs"),
     "a number that Python draws": (lambda e: RNG.uniform() * e.sum() / len(e), None),
     "as many steps in time as a prime": (lambda e, t: e.sum() / len(e) + running_scale(t), None),
     "smoothed": (lambda e: (jnp.convolve(e, jnp.ones(3) / 3, mode="same") ** 2).mean(), "pairs"),

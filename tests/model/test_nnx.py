@@ -1048,6 +1048,37 @@ def test_a_loop_that_the_message_advises_keeps_what_the_forward_pass_writes():
     close(dp.module.w[...], alone.w[...])
 
 
+class Turned(nnx.Module):
+    """Writes to its weight in training only, where it is jitted, or turns its axes."""
+
+    def __init__(self, how):
+        self.how, self.training, self.w = how, False, nnx.Param(jnp.arange(9.0).reshape(3, 3))
+
+    def __call__(self, x):
+        @nnx.jit
+        def run(m, x):
+            if m.how == "in training" and m.training:
+                m.w[...] = m.w[...] / 2
+            if m.how == "turned" and m.training:
+                m.w[...] = m.w[...].T
+            if m.how == "turned twice":
+                m.w[...] = (m.w[...].T * 1.0).T if m.training else m.w[...].T.T
+            return x @ m.w[...]
+
+        return run(self, x)
+
+
+@pytest.mark.parametrize("how", ["in training", "turned", "turned twice"])
+def test_a_variable_that_is_written_in_training_alone_is_refused_after_an_evaluation(refused, how):
+    """The same program is traced again, and has to be looked at again."""
+    dp = wrap(Turned(how), 4)
+    step = dp.train_step(lambda m, x: (m(x) ** 2).mean(), optax.sgd(1e-3))
+    step(ROWS[:8])
+    dp.module.training = True
+    with refused(ValueError, "train_step", "w is trained, and the forward pass writes to it"):
+        step(ROWS[:8])
+
+
 class Stacked(nnx.Module):
     """Layers in a scan over rematerialised blocks, by itself or inside of a jit, along axis 0 or 1 of its weights."""
 

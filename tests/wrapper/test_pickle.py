@@ -189,3 +189,5 @@ def test_a_bound_step_is_pickled_by_its_name(name):
     dp = jdp.DataParallel(times, range(2))
     step = pickle.loads(pickle.dumps(getattr(dp, name)))
     assert step.__name__ == name and step.__self__.devices == dp.devices
+    method = getattr(jdp.DataParallel, name)
+    assert pickle.loads(pickle.dumps(method)) is method
