@@ -380,7 +380,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
     """
     jaxpr = opened(jaxpr)
     axes_of = [tuple(range(getattr(v.aval, "ndim", 0))) for v in jaxpr.invars]
-    # Of each value the input that it is, and the order of its axes; None for an order that is not known.
+    # For each value: the input that it is, and the order of its axes, which is None where it is not known.
     known: dict[Any, tuple[int, tuple[int, ...] | None] | None] = dict(
         zip(jaxpr.invars, enumerate(axes_of), strict=True)
     )
@@ -401,10 +401,10 @@ def passed_on(jaxpr: Any) -> list[int | None]:
             found = [(place, order and tuple(order[i] for i in parameter(eqn, "permutation")))]
         known.update(zip(eqn.outvars, found, strict=False))
     ends = [None if is_literal(v) else known.get(v) for v in jaxpr.outvars]
-    return [_place(end, axes_of) for end in ends]
+    return [_end_of(end, axes_of) for end in ends]
 
 
-def _place(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tuple[int, ...]]) -> int | None:
+def _end_of(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tuple[int, ...]]) -> int | None:
     if end is None or end[1] is None:
         return end and MAYBE
     return end[0] if end[1] == axes_of[end[0]] else None

@@ -210,9 +210,7 @@ def differentiate(
     """Returns the terms, the gradients and the state of one microbatch; `is_judged` if its loss was accepted before."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
-    # The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
-    # share statistics, a gradient depends on the losses of all replicas, so each loss is weighted instead.
-    seed, factor = (weight, 1) if loss.sync else (1, weight)
+    seed = weight if loss.sync else 1
 
     def value(
         diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree
@@ -236,19 +234,14 @@ def differentiate(
         loss.look(jaxpr, jax.tree.leaves(whole))
     if not loss.pulls:
         _look_at_terms(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
-    if not loss.pulls and not is_judged:
-        _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
-    if loss.sync:
-        function = by_rows(function, jaxpr, shapes, signature, replica)
+        if not is_judged:
+            _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
+    function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
     if shards:
         function, diff = shards.function(jaxpr, shapes, not shapes[1][0].is_mean), shards.taken()
-    cotangent = 1.0
-    if shapes[1][0].is_mean and signature.layout.is_cut and _has_own_backward(jaxpr):
-        share = size / sum(signature.layout.sizes)
-        cotangent, factor = share / seed, weight / share
-    number, pull, (forms, sums, stacked, after) = jax.vjp(
-        lambda diff, chosen: function(diff, chosen, part, state), diff, chosen, has_aux=True
-    )
+    cotangent, factor = _weights(loss, jaxpr, shapes[1][0], signature, size, weight)
+    of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
+    number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, diff, chosen, has_aux=True)
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
@@ -256,13 +249,23 @@ def differentiate(
     return Added((sums, *grads), stacked, as_before(after, state), forms)
 
 
-def _has_own_backward(jaxpr: Any) -> bool:
-    """Returns True if a backward pass of the user's own is part of the loss, which is in 32 bits or more.
+def _weights(
+    loss: Loss, jaxpr: Any, forms: Forms, signature: Signature, size: int, weight: float
+) -> tuple[float, float]:
+    """Returns the cotangent of a microbatch's loss, and the factor of its gradient, which weight it together.
 
-    It need not be linear (it may clip), so it has to see the gradient that it sees on one device: of the mean over all
-    rows, and not of that over the microbatch.
+    The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
+    share statistics, a gradient depends on the losses of all replicas, so each loss is weighted already.
+
+    A backward pass of the user's own (`jax.custom_vjp`) need not be linear; it may clip. So it has to see the gradient
+    that it sees on one device: of the mean over all rows, and not of that over the microbatch.
     """
-    return jaxpr.out_avals[0].dtype.itemsize > 2 and first(jaxpr, "custom_vjp_call") is not None
+    seed = weight if loss.sync else 1
+    is_wide = jaxpr.out_avals[0].dtype.itemsize > 2
+    if not (is_wide and forms.is_mean and signature.layout.is_cut) or first(jaxpr, "custom_vjp_call") is None:
+        return 1.0, weight / seed
+    share = size / sum(signature.layout.sizes)
+    return share / seed, weight / share
 
 
 def by_rows(

@@ -129,8 +129,7 @@ def loss_of(
 ) -> Loss:
     """Returns the `Loss` for calls with this division; `sync` synchronises its BatchNorms."""
     looked_at: set[Any] = set()
-    if sync:
-        loss_fn = synced(loss_fn, axis_name)
+    loss_fn, sync_over = (synced(loss_fn, axis_name), axis_name) if sync else (loss_fn, None)
 
     def call_of(plain: dict[int, Tree], held: Held, args: Sequence[Any], kwargs: dict[str, Any], nodes: Any) -> Tree:
         known = unbox(plain) | held.others | dict(zip(division.cut, args, strict=True))
@@ -141,8 +140,7 @@ def loss_of(
         plain, diff_state = diff
 
         def run(diff_state: Tree) -> tuple[Any, list[Any]]:
-            states, over = (diff_state, held.variables), axis_name if sync else None
-            nodes = [] if held.graph is None else own_nodes(held.graph, states, over)
+            nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables), sync_over)
             positional, keywords = call_of(plain, held, args, kwargs, nodes)
             with lost_attributes(nodes) if nodes else contextlib.nullcontext():
                 return reading(loss_fn)(*positional, **keywords), nodes
@@ -152,8 +150,8 @@ def loss_of(
         if not nodes:
             return loss, aux, held
         trained, after = nnx.state(nodes, division.is_diff, ...)
-        trained_by, given = (lambda state: nnx.state(run(state)[1], division.is_diff)), (held.graph, args, kwargs)
-        refuse_written(trained_by, diff_state, trained, verb, given, looked_at)
+        writes = lambda state: nnx.state(run(state)[1], division.is_diff)  # noqa: E731
+        refuse_written(writes, diff_state, trained, verb, (held.graph, args, kwargs), looked_at)
         return loss, aux, held._replace(variables=after)
 
     def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
@@ -164,9 +162,9 @@ def loss_of(
         loss, aux = _two(out, verb, criterion) if division.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
-    is_direct = any(position for position, _, _ in division.wanted)
     left = functools.partial(leave, reduce=reduce_state)
     loss = Loss(compute, verb, left, Recent(), tuple(division.rows.values()), sync)
+    is_direct = any(position for position, _, _ in division.wanted)
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
 
