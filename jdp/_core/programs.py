@@ -104,8 +104,7 @@ class Flat:
             layout = out._layout
             if layout not in layouts:
                 layouts.append(layout)
-            # A None for each layout before this one tells which it is. Were it a `Scattered`, JAX would
-            # call Python code to make it.
+            # The number of leading Nones is the index of the layout. For a `Scattered` JAX would call Python code.
             values = layout.fill(out._arrays) if layout.is_gathered else out._arrays
             return *[None] * layouts.index(layout), values
 

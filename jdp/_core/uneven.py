@@ -310,7 +310,7 @@ def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
             raise ValueError(
                 f"jdp.parallel_apply: the model runs {eqn.primitive.name} over {mesh.axis_name!r} of "
                 f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several "
-                f"devices, and at maxima and what gathers, whose gradient is a sum. Cast to float32 before it."
+                f"devices, at maxima, and at the gradient of a gather, which is a sum. Cast to float32 before it."
             )
     own = None if mesh.inner_axes else first(traced, "shard_map")
     if own is not None:

@@ -24,8 +24,8 @@ WINDOWS = _names_in(
     "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
     "reduce_window_and reduce_window_or"
 )
-# Nought of noughts, place by place.
-KEEP_NOUGHT = _names_in(
+# Zero at each place where all operands are zero.
+KEEP_ZERO = _names_in(
     "add add_any sub neg abs square integer_pow sign convert_element_type broadcast_in_dim reshape transpose squeeze "
     "expand_dims reduce_sum copy name stop_gradient"
 )

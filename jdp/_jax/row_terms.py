@@ -95,13 +95,13 @@ def added_to_rows(value: RowValue, name: str) -> RowValue:
 
 
 def is_padded(name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True for a result that is nought where a padded operand is; `name` is that of the equation."""
+    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
     padded = [v.padded for v in values]
     if name in ("mul", "and", "dot_general"):
         return any(padded)
     if name == "div":
         return padded[0]
-    return name in primitives.KEEP_NOUGHT and all(padded)
+    return name in primitives.KEEP_ZERO and all(padded)
 
 
 class Reader:
@@ -283,7 +283,7 @@ class Reader:
 
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         """Returns a product or a quotient: linear, but for that of two sums; degrees are added, or subtracted."""
-        if lasting(values) is not None:  # which a number of another function of the rows does not take away
+        if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):

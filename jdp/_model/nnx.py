@@ -170,7 +170,7 @@ def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) 
 
 @contextlib.contextmanager
 def lost_attributes(nodes: Any) -> Iterator[None]:
-    """Warns of each plain attribute of a replica's own NNX objects that is set as long as this runs."""
+    """Warns of each plain attribute of a replica's own NNX objects that the code in this context sets."""
     before = _attributes(nodes)
     yield
     for (where, name), (owner, value) in _attributes(nodes).items():
@@ -276,7 +276,7 @@ def refuse_written(
         flat = dict(nnx.to_flat_state(state))
         return [jax.tree.leaves(flat[path]) for path in changed]
 
-    # What is jitted or rematerialised inside gives all variables back, those as they were too.
+    # A function that is jitted or rematerialised inside returns all variables, also those that it did not change.
     jaxpr = jax.make_jaxpr(lambda state: leaves_of(run(state)))(before)
     leaves, treedef = jax.tree.flatten(before)
     came = leaves_of(treedef.unflatten(range(len(leaves))))
@@ -284,10 +284,10 @@ def refuse_written(
     for path, places in zip(changed, came, strict=True):
         if any(next(found) not in (place, MAYBE) for place in places):
             raise ValueError(
-                f"jdp.{verb}: {'.'.join(map(str, path[1:]))} is trained, and the forward pass writes to it, as that of "
-                f"nnx.SpectralNorm and nnx.WeightNorm does; the gradient alone comes back, so it would be lost. Use "
-                f"nnx.value_and_grad(lambda dp: loss(dp(x), y))(dp) and optimizer.update(dp, grads): a call of dp "
-                f"keeps it."
+                f"jdp.{verb}: {'.'.join(map(str, path[1:]))} is trained, and the forward pass writes to it, as "
+                f"nnx.SpectralNorm and nnx.WeightNorm do; only a gradient comes back, and what was written would be "
+                f"lost. A call of dp keeps it: take nnx.value_and_grad(lambda dp: loss(dp(x), y))(dp), then "
+                f"optimizer.update(dp, grads)."
             )
     looked_at.add(call)
 

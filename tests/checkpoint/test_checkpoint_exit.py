@@ -15,6 +15,7 @@ import pytest
 from orbax.checkpoint._src.path import atomicity
 
 import jdp
+from jdp._checkpoint import write
 from jdp._checkpoint.directory import LOCK
 
 ROOT = pathlib.Path(jdp.__file__).parent.parent
@@ -234,7 +235,7 @@ def test_a_dropped_one_gives_the_lock_back_after_a_failed_save(tmp_path, monkeyp
 
 SIGTERM = """
 import os, signal, sys, threading, time
-from jdp._checkpoint.checkpointer import Preemption
+from jdp._checkpoint.preemption import Preemption
 first, second = Preemption(), Preemption()
 
 def elsewhere(call):
@@ -340,3 +341,14 @@ def test_one_that_was_made_before_the_processes_became_a_job_is_refused(tmp_path
         patch.setattr("jax.process_count", lambda: 2)
         with pytest.raises(RuntimeError, match=r"it was made before .* Make it after jdp\.distributed\.initialize\(\)"):
             checkpoints.save(1, {"w": np.ones(2)})
+
+
+def test_a_save_that_fails_at_its_beginning_is_counted(tmp_path, monkeypatch):
+    """Processes that go on after it number their next saves alike, and wait at one barrier."""
+    with jdp.Checkpointer(tmp_path / "run") as checkpoints:
+        before = next(write._saves)
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "manifest", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                checkpoints.save(1, {"w": np.ones(2)})
+        assert next(write._saves) == before + 2
