@@ -56,6 +56,7 @@ class Shard(NamedTuple):
     is_whole: bool = False
 
 
+@jax.tree_util.register_static
 class Static:
     """A leaf that is no array (a bool, a string, a function): part of the program, not of its data."""
 
@@ -98,6 +99,8 @@ class Layout:
     """The replicas on each device, which has consecutive ones: i is on device i // per_device."""
     arrays: tuple[Cut | Stack | Whole | Shard, ...]
     """The leaves that are arrays."""
+    shardings: tuple[NamedSharding, ...]
+    """Where each array lies."""
     devices: tuple[Device, ...]
     """That of each replica."""
     rows: tuple[int, ...]
@@ -121,6 +124,7 @@ class Layout:
             found = super().__new__(cls)
             found.treedef, found.leaves, found.sizes, found.mesh, found.dim, found.per_device = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
+            found.shardings = tuple(found.mesh.along(leaf.axis) for leaf in found.arrays)
             found.devices = tuple(d for d in found.mesh.devices for _ in range(found.per_device))
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
@@ -155,11 +159,6 @@ class Layout:
         )
 
     @functools.cached_property
-    def shardings(self) -> tuple[NamedSharding, ...]:
-        """Where each array lies."""
-        return tuple(self.mesh.along(leaf.axis) for leaf in self.arrays)
-
-    @functools.cached_property
     def each(self) -> tuple[Layout, ...]:
         """The layout of each array alone."""
         return tuple(self.of(LEAF, [leaf]) for leaf in self.arrays)
@@ -172,7 +171,7 @@ class Layout:
     @property
     def own(self) -> tuple[int, ...]:
         """The replicas on this process's devices; of devices that are only described, all."""
-        return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_places)
+        return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_indices)
 
     @functools.cached_property
     def here(self) -> Layout:

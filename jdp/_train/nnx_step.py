@@ -24,7 +24,6 @@ from .check import LossCheck, checked
 from .computation import of_model
 from .loss import (
     FORMS,
-    VERB,
     Division,
     Replicated,
     check_signature,
@@ -35,8 +34,8 @@ from .loss import (
     rows_explained,
 )
 from .nonfinite import Nonfinite
-from .places import Bytes, bytes_of
-from .state import TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .state import VERB, TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .state_shardings import Bytes, bytes_of
 from .step import NO_STEP, Ready, Step
 from .step_options import StepOptions, check_shards
 from .value_and_grad import check_differentiable, hashable
@@ -60,7 +59,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
     @outside_of_mesh
     def __init__(
         self,
-        dp: Wrapper,
+        dp: Wrapper[object],
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,

@@ -22,7 +22,9 @@ from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
 from .._page import Page, in_notebook
-from .places import Axis, cut_shardings
+from .state_shardings import AxisRule, cut_shardings
+
+VERB = "train_step"
 
 
 class TrainState(struct.PyTreeNode):
@@ -201,9 +203,6 @@ def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.
     return f"jdp.train_step: interrupted before a step began; the {what} is as it was. Go on with the same {what}."
 
 
-VERB = "train_step"
-
-
 def checked_optimizer(tx: Any) -> optax.GradientTransformation:
     """Returns an optax transformation; makes one of an object with its two functions, such as `optax.MultiSteps`."""
     if isinstance(tx, type) or not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -266,7 +265,7 @@ def _of_wrapper(state: Tree) -> Tree:
 
 
 def update(
-    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: ReplicaMesh, axis: Axis | None
+    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: ReplicaMesh, axis: AxisRule | None
 ) -> tuple[Tree, Tree, Tree]:
     """Returns `(params before, params after, opt_state after)`, all cut over the replicas if `axis` is given.
 

@@ -6,19 +6,19 @@ among its arguments, and takes the four steps, which a subclass may replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
 
-from .._core.calls import Ran
 from .._core.devices import Device, Devices, resolve_output
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import dispatch
+from .._core.programs import Flat, dispatch
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, refuse_other_replicas, split
@@ -28,16 +28,6 @@ from .._model.config import Config, Wrapper
 from .._model.linen import call_options, explain_stacked, place, unboxed
 from .._model.nnx import Held, StandIn, filters_of, is_node, take_nodes
 
-
-class Steps(Wrapper, Protocol):
-    """A wrapper, with the four steps of a call."""
-
-    scatter: Callable[..., Any]
-    replicate: Callable[..., Any]
-    parallel_apply: Callable[..., Any]
-    gather: Callable[..., Any]
-
-
 _NO_APPLY = (
     "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
     "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
@@ -45,7 +35,7 @@ _NO_APPLY = (
 
 
 @outside_of_mesh
-def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
 
     For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
@@ -75,9 +65,10 @@ def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     if config.kind == "linen":
         kwargs, stateful = call_options(variables, kwargs)
     if own and (type(variables) is dict or not is_node(variables)):
-        known = config.calls.again(config.mesh, dp.module, variables, args, kwargs)
+        known = config.calls.run_known(config.mesh, dp.module, variables, args, kwargs)
         if known is not None:
-            return _known_result(dp, *known, stateful)
+            program, _, out = known
+            return _known_result(dp, program, out, stateful)
     if not in_replica():
         return _run(dp, variables, args, kwargs, stateful)
     module: Any = dp.module
@@ -86,14 +77,14 @@ def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     return module(variables, *args, **kwargs)
 
 
-def _known_result(dp: Steps, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
+def _known_result(dp: Wrapper[object], program: Flat, out: tuple[Any, ...], stateful: bool) -> Any:
     """Returns the result of a call that is known, whose parameters are replicated."""
-    if ran.program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
+    if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]
-    return _gathered(dp, ran.program.scattered(out), True, stateful)
+    return _gathered(dp, program.scattered(out), True, stateful)
 
 
-def _run(dp: Steps, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
+def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
     """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and updated."""
     config = dp._config
     cut = {}
@@ -122,7 +113,7 @@ def _run(dp: Steps, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 @outside_of_mesh
-def run_nnx(dp: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_nnx(dp: Wrapper[object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs an NNX module, and updates its state, and that of NNX objects among the arguments (an `nnx.Rngs`)."""
     config = dp._config
     filters = filters_of(config.state_axes)
@@ -141,7 +132,7 @@ def run_nnx(dp: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def four_steps(
-    dp: Steps,
+    dp: Wrapper[object],
     params: Tree,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -168,7 +159,7 @@ def four_steps(
     # No call with state_axes is remembered, because another one may have to cut some of the variables.
     if own and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
-        config.calls.remember(lambda: config.program(dp.module), dp.module, call, operands)
+        config.calls.remember(functools.partial(config.program, dp.module), dp.module, call, operands)
     stay = _stays(config, params, params if home is None else home, in_place)
     if not holds_objects:
         return _gathered(dp, outputs, stay, stateful)
@@ -183,7 +174,7 @@ def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
 
 
-def _gathered(dp: Steps, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+def _gathered(dp: Wrapper[object], outputs: Scattered, stay: bool, stateful: bool) -> Any:
     """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
     home = "sharded" if stay else None
     output_device = dp._config.output_device
@@ -222,7 +213,7 @@ def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> No
 
 
 def scatter_arguments(
-    dp: Wrapper, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+    dp: Wrapper[object], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
 ) -> tuple[Scattered, Scattered]:
     """Cuts the arguments into chunks, step one: `inputs, kw = dp.scatter((x,), {}, dp.devices)`.
 
@@ -249,7 +240,7 @@ def scatter_arguments(
     return args, kw
 
 
-def replicate_parameters(dp: Wrapper, tree: Tree, devices: Devices) -> Tree:
+def replicate_parameters(dp: Wrapper[object], tree: Tree, devices: Devices) -> Tree:
     """Replicates the parameters, step two: `dp.replicate(params, dp.devices)`. Those in place stay as they are.
 
     Example:
@@ -263,7 +254,7 @@ def replicate_parameters(dp: Wrapper, tree: Tree, devices: Devices) -> Tree:
     return broadcast(tree, mesh, "DataParallel")
 
 
-def run_module(dp: Wrapper, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+def run_module(dp: Wrapper[object], replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
     """Runs the module on every replica, as one program, step three: `dp.parallel_apply(replicas, inputs, kw)`.
 
     `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
@@ -288,7 +279,7 @@ def run_module(dp: Wrapper, replicas: Tree, inputs: Scattered, kwargs: Scattered
     return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
 
-def gather_outputs(dp: Wrapper, outputs: Scattered, output_device: Device | str | None) -> Tree:
+def gather_outputs(dp: Wrapper[object], outputs: Scattered, output_device: Device | str | None) -> Tree:
     """Concatenates the outputs on the output device, step four: `dp.gather(outputs, dp.output_device)`.
 
     Example:
@@ -320,7 +311,7 @@ for _name, _step in _STEPS.items():  # by the names of the methods, for pickle a
 _OWN = tuple(_STEPS.values())
 
 
-def _takes_own_steps(dp: Steps) -> bool:
+def _takes_own_steps(dp: Wrapper[object]) -> bool:
     """Returns True if the four steps are these, and no subclass's."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
