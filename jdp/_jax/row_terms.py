@@ -19,6 +19,7 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     sorted, cumulated  each entry is made of other rows: pairs
     chosen, cond       one of the cases
     scan, loop         the same body until nothing new is known of what it carries
+    at_end             of a loop over the rows: `row_loops.py` tells the sums over them
     number_of_rows     a constant that grows as `b` does
     variance           of jnp.var over the rows it is no mean, unless it meets rows
     made, of_all_rows  all rules end here: the largest kind, and the fault that is left
@@ -37,7 +38,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
+from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan, reached
+from .row_loops import looks_back, sums_at_end
 from .row_values import (
     CONST,
     UNKNOWN,
@@ -47,39 +49,14 @@ from .row_values import (
     RowValue,
     collected,
     constant,
+    either,
+    is_as,
     is_divided,
-    looks_back,
+    lasting,
+    product_degree,
     repeated,
+    sum_degree,
 )
-
-
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
-
-
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def either(a: RowValue, b: RowValue) -> RowValue:
-    """Returns what is known of a value that is one of the two."""
-    if Kind.UNKNOWN in (a.kind, b.kind):
-        return UNKNOWN
-    fault = lasting([a, b]) or a.fault or b.fault
-    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
-    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
-
-
-def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
-    return known[0] == known[1]
 
 
 def added_to_rows(value: RowValue, name: str) -> RowValue:
@@ -110,6 +87,7 @@ class Reader:
     def __init__(self, rows: RowCount) -> None:
         self.rows = rows
         self.around: list[Any] = []  # the equations that it is in, the outermost first
+        self.loops = 0  # over the rows: as many as it is in
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -353,6 +331,8 @@ class Reader:
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
+        if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
+            return RowValue(Kind.ROWS, fault=lasting([value]))  # the row of this round
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
@@ -384,10 +364,8 @@ class Reader:
 
     def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a scan, which may run over the rows."""
-        by_rows, body = self.rows.power(parameter(eqn, "length")) != 0, parameter(eqn, "jaxpr")
+        by_rows, body = self.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
         consts, carry, xs = parts_of_scan(eqn, values)
-        if self.rows.other is not None and xs:  # a length may be a multiple of the prime by chance
-            by_rows = any(0 in self.rows.axes(v) for v in parts_of_scan(eqn, eqn.invars)[2])
         after, ys = self.rounds(body, consts, carry, xs, by_rows)
         if by_rows:
             # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
@@ -397,6 +375,7 @@ class Reader:
             )
             pairs = RowValue(Kind.ROWS, fault=Fault("pairs", self.at(), True))
             ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
+            after = self.at_end(body, consts, after, xs)
         return [*after, *ys]
 
     def rounds(
@@ -412,17 +391,37 @@ class Reader:
                 return after, outputs[len(carry) :]
             carry = after
 
+    def at_end(self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]) -> list[RowValue]:
+        """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
+        factors = sums_at_end(body, consts, carry, xs, self.rows.axes)
+        zero = RowValue(Kind.CONST, number=0.0)
+        started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
+        self.loops += 1
+        added = self.read(body, [*consts, *started, *xs])
+        self.loops -= 1
+        after = []
+        for value, part, factor in zip(carry, added, factors, strict=False):
+            if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
+                kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
+                value = RowValue(kind, part.degree + 1, fault=lasting([part]), at=self.at())
+            elif factor is not None and factor != 1:
+                value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", self.at()))
+            after.append(value)
+        return after
+
     def loop(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
         first = parameter(eqn, "cond_nconsts")
         last = first + parameter(eqn, "body_nconsts")
         cond, consts, carry = values[:first], values[first:last], values[last:]
-        body = parameter(eqn, "body_jaxpr")
+        body, cond_jaxpr = parameter(eqn, "body_jaxpr"), parameter(eqn, "cond_jaxpr")
         after, _ = self.rounds(body, consts, carry, [], False)
-        (goes_on,) = self.read(parameter(eqn, "cond_jaxpr"), [*cond, *after])
-        if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
+        (goes_on,) = self.read(cond_jaxpr, [*cond, *after])
+        grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
+        by_rows = self.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
+        if goes_on.kind > Kind.SHARED or any(grows) or by_rows:
             after, _ = self.rounds(body, consts, carry, [], True)
-        return after
+        return self.at_end(body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
 
 
 def _cuts_off(eqn: Any, out: Any) -> bool:

@@ -247,6 +247,33 @@ def row_by_row(x, w):
     return lax.scan(lambda total, row: (total + (row @ w).sum(), jnp.tanh(row @ w).mean()), 0.0, x)[1].mean()
 
 
+def kahan(e):
+    """A sum that keeps what rounding took away."""
+
+    def step(carry, v):
+        total, lost = carry
+        v = v - lost
+        return (total + v, (total + v - total) - v), None
+
+    return lax.scan(step, (0.0, 0.0), e)[0][0] / e.shape[0]
+
+
+def mean_as_it_goes(e):
+    return lax.scan(lambda c, v: ((c[0] + 1.0, c[1] + (v - c[1]) / (c[0] + 1.0)), None), (0.0, 0.0), e)[0][1]
+
+
+def sum_and_count(e, m):
+    def step(carry, row):
+        return lax.cond(row[1], lambda: (carry[0] + row[0], carry[1] + 1), lambda: (carry[0], carry[1] + 1)), None
+
+    total, count = lax.scan(step, (0.0, 0), (e, m))[0]
+    return total / count
+
+
+def while_there_are_rows(e):
+    return lax.while_loop(lambda c: c[0] < e.shape[0], lambda c: (c[0] + 1, c[1] + e[c[0]]), (0, 0.0))[1] / e.shape[0]
+
+
 def row_by_index(x):
     def step(carry, _):
         i, rows, key = carry
@@ -462,6 +489,15 @@ ACCEPTED = {
     "scan over time": over_time,
     "sum over time": added_over_time,
     "row by row": row_by_row,
+    "Kahan's sum": kahan,
+    "a mean as it goes": mean_as_it_goes,
+    "a sum and a count": sum_and_count,
+    "while there are rows": while_there_are_rows,
+    "sum of rows": lambda x: (lax.scan(lambda t, row: (t + row, None), jnp.zeros(5), x)[0] / x.shape[0]).mean(),
+    "31 steps in time": lambda e: lax.fori_loop(0, 31, lambda i, m: 0.9 * m + e.mean(), 0.0),
+    "largest over time": lambda t: lax.scan(
+        lambda m, x: (jnp.maximum(m, x), None), jnp.zeros_like(t[:, 0]), t.swapaxes(0, 1)
+    )[0].mean(),
     "row by index": row_by_index,
     "row by row in place": row_by_row_in_place,
     "row by place": row_by_place,
@@ -656,6 +692,8 @@ REFUSED = {
         lambda e: jnp.pad(e, (0, 2))[1:].sum() / e.shape[0],
         lambda e: jnp.where(jnp.arange(e.shape[0]) < 4, e, 0.0).mean(),
         lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
+        lambda e: lax.scan(lambda t, v: (t + v, None), 0.0, e)[0],
+        lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: t + jnp.exp(e[i]), 0.0) / 8,
         unfinished_maml,
         by_chance,
     ],
@@ -717,6 +755,15 @@ REFUSED = {
         lambda x: (x / jnp.linalg.norm(x)).sum(),
         lambda x: jnp.sort(x.mean(0))[-1],
         lambda m, table: lax.dynamic_slice(table, (m.sum(), 0), (1, 4), allow_negative_indices=False).sum(),
+        lambda e: lax.scan(lambda t, v: (jnp.maximum(t, v), None), 0.0, e)[0],
+        lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0],
+        lambda e, s: lax.scan(lambda t, v: (s * t + v, None), 0.0, e)[0] / e.shape[0],
+        lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0] * e.mean(),
+        lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: jnp.maximum(t, e[i]), 0.0),
+        lambda e: lax.while_loop(lambda c: c[0] < e.shape[0], lambda c: (c[0] + 1, 0.9 * c[1] + e[c[0]]), (0, 0.0))[1],
+        lambda e: lax.scan(lambda t, v: (jnp.where(v > t, v, t), None), 0.0, e)[0],
+        lambda e: lax.scan(lambda c, v: ((c[0] + v, c[0] + c[1]), None), (0.0, 0.0), e)[0][1] / e.shape[0],
+        lambda x: (lax.scan(lambda h, row: (jnp.tanh(h + row), None), jnp.zeros(5), x)[0] ** 2).mean(),
         in_a_scan,
         in_a_jit,
         barlow,
