@@ -38,7 +38,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan, reached
+from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
 from .row_loops import looks_back, sums_at_end
 from .row_values import (
     CONST,
@@ -153,6 +153,8 @@ class Reader:
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
+        if name == "slice" and self.rows.takes_some(eqn) and is_made_in(eqn, "associative_scan"):
+            values = self.cumulated(values, out)
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
         if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].kind > Kind.SHARED:
@@ -334,7 +336,7 @@ class Reader:
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
             return RowValue(Kind.ROWS, fault=lasting([value]))  # the row of this round
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
-        is_alone = self.rows.prime and self.rows.other is None
+        is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))

@@ -275,6 +275,11 @@ class RowCount:
         places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
         return any(i in self.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
 
+    def takes_some(self, eqn: Any) -> bool:
+        """Returns True if a slice takes some of the rows."""
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
+
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""
         places = [[i for i, size in enumerate(shape) if self.power(size) != 0] for shape in (before, after)]

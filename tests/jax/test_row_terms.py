@@ -824,7 +824,21 @@ def triangle(x):
     return ((x[:, None] - x[None]) ** 2).sum(-1)
 
 
+def discounted(e):
+    rates = jnp.full_like(e, 0.9)
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (rates, e), reverse=True)[1]
+
+
 COUNTS = {
+    "discounted returns": (lambda e: discounted(e).mean(), "pairs"),
+    "advantages": (lambda e, x: (discounted(e) * x[:, 0]).mean(), "pairs"),
+    "the largest so far": (lambda e: lax.associative_scan(jnp.maximum, e).mean(), "pairs"),
+    "the last of a sum": (lambda e: lax.associative_scan(jnp.add, e)[-1], "pairs"),
+    "a scan of columns": (lambda x: jax.vmap(lambda c: lax.associative_scan(jnp.add, c), 1)(x).mean(), "pairs"),
+    "a scan over time": (lambda t: lax.associative_scan(jnp.add, t, axis=1).mean() * (len(t) / len(t)), None),
+    "a scan of each row": (lambda x: jax.vmap(discounted)(x).mean() * (len(x) / len(x)), None),
+    "a scan of places": (lambda e, m: (e * (lax.associative_scan(jnp.add, m.astype(int)) < 5)).mean(), None),
+    "pairs, one by one": (lambda x: jnp.stack([jax.nn.logsumexp(near) for near in x @ x.T]).mean(), "pairs"),
     "a mean over all pairs": (lambda x: triangle(x)[np.triu_indices(len(x), 1)].mean(), "pairs"),
     "a sum over all pairs": (lambda x: triangle(x).sum() / (len(x) * (len(x) - 1) / 2), "pairs"),
     "a sum over all pairs by a logarithm": (lambda x: triangle(x).sum() / np.log(len(x)), "pairs"),

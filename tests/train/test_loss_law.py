@@ -221,6 +221,8 @@ GRAMMAR = {
         "jnp.mean(jax.nn.logsumexp({pairs} + jnp.arange(len(z)), 1))",
         "jax.lax.scan(lambda largest, row: (jnp.maximum(largest, row), None), s, {rows})[0]",
         "jax.lax.scan(lambda after, row: (0.9 * after + row, None), 0.0 * s, {rows}, reverse=True)[0]",
+        "jnp.mean(jax.lax.associative_scan(jnp.maximum, {rows}))",
+        "jnp.mean({rows} * jax.lax.associative_scan(jnp.add, {rows}, reverse=True))",
         "({no mean} + {mean})",
         "({factor} * {no mean})",
         "({no mean} * {mean})",
