@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
 from .row_loops import looks_back, sums_at_end
+from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
     UNKNOWN,
@@ -52,6 +53,7 @@ from .row_values import (
     either,
     is_as,
     is_divided,
+    is_padded,
     lasting,
     product_degree,
     repeated,
@@ -69,16 +71,6 @@ def added_to_rows(value: RowValue, name: str) -> RowValue:
         return value
     is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
     return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
-
-
-def is_padded(name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
-    padded = [v.padded for v in values]
-    if name in ("mul", "and", "dot_general"):
-        return any(padded)
-    if name == "div":
-        return padded[0]
-    return name in primitives.KEEP_ZERO and all(padded)
 
 
 class Reader:
@@ -119,12 +111,12 @@ class Reader:
             joined = functools.reduce(either, values, CONST)
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in CALLS:
-            found = self.read(next(inside(eqn)), values)
-            return [self.variance(v) for v in found] if eqn.params.get("name") == "_var" else found
+            return self.named(eqn, values, self.read(next(inside(eqn)), values))
         if name in ("cond", "scan", "while"):
             return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
         if name == "select_n":
-            return [self.chosen(eqn, values[0], values[1:], outs[0])]
+            made = self.chosen(eqn, values[0], values[1:], outs[0])
+            return [of_pairs(self.rows, eqn, name, values, made)]
         if name == "sort":  # which moves all operands by the first
             values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
             return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
@@ -137,6 +129,7 @@ class Reader:
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
         padded = padded or name == "pad" and self.rows.pads(eqn, values)
+        made = of_pairs(self.rows, eqn, name, values, made)
         return made._replace(padded=padded and made.kind != Kind.SUMMED)
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
@@ -146,6 +139,8 @@ class Reader:
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out) if name in primitives.MAY_SUM else 0
+        if summed and name == "reduce_sum" and values[0].entries == "diagonal":
+            summed -= 1  # all but one entry for each row are zero
         if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
@@ -222,6 +217,13 @@ class Reader:
         if value.kind == Kind.ROWS and along_rows and is_key:
             return value._replace(fault=lasting([value]) or Fault("pairs", self.at(), True))
         return value
+
+    def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
+        """Returns the outputs of a call; of some functions of JAX, which the name tells, more is known."""
+        name = eqn.params.get("name")
+        if name == "diagonal" and (value := diagonal(eqn, values[0], self.rows)) is not None:
+            return [value]
+        return [self.variance(v) for v in found] if name == "_var" else found
 
     def variance(self, value: RowValue) -> RowValue:
         """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""

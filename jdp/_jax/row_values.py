@@ -17,9 +17,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from . import row_primitives as primitives
 from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
+Entries = Literal["row", "column", "diagonal", "pairs"]
+"""Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
 
 
 class Kind(enum.IntEnum):
@@ -55,6 +58,7 @@ class RowValue(NamedTuple):
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
+    entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
@@ -134,6 +138,16 @@ def either(a: RowValue, b: RowValue) -> RowValue:
 def is_as(a: RowValue, b: RowValue) -> bool:
     known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
     return known[0] == known[1]
+
+
+def is_padded(name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
+    padded = [v.padded for v in values]
+    if name in ("mul", "and", "dot_general"):
+        return any(padded)
+    if name == "div":
+        return padded[0]
+    return name in primitives.KEEP_ZERO and all(padded)
 
 
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits

@@ -182,6 +182,8 @@ GRAMMAR = {
         "jnp.sum({rows}) / len(z)",
         "jnp.sum({matrix}) / float(z.size)",
         "jnp.stack([row for row in {rows}]).mean()",
+        "jnp.mean(jnp.diag(z @ u.T))",
+        "jnp.trace(jnp.exp(z @ u.T)) / b",
         "jax.lax.scan(lambda total, row: (total + row, None), 0.0 * s, {rows})[0] / b",
     ],
     # a number that is none, but for a few that are by chance
