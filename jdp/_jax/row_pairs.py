@@ -45,7 +45,7 @@ def _kept(name: str, values: Sequence[RowValue]) -> RowValue | None:
 
 def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> Entries | None:
     """Returns what the entries of a result are, which has two axes of the rows, and is none that was masked."""
-    places = {v.entries for v in values if v.entries in ("row", "column")}
+    places: set[Entries] = {v.entries for v in values if v.entries == "row" or v.entries == "column"}
     if name == "iota":
         first, second = rows.axes(eqn.outvars[0])
         along = parameter(eqn, "dimension")

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
 from .row_loops import looks_back, sums_at_end
+from .row_numbers import added_to_rows, is_inverse, is_mean_number, is_scaled, product_with_rows, still_linear
 from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
@@ -59,18 +60,6 @@ from .row_values import (
     repeated,
     sum_degree,
 )
-
-
-def added_to_rows(value: RowValue, name: str) -> RowValue:
-    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
-
-    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
-    adds numbers of its own for each feature.
-    """
-    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
-        return value
-    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
-    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
 
 
 class Reader:
@@ -177,6 +166,8 @@ class Reader:
         if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
             values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
+        if name in primitives.ADDS and made.kind == Kind.ROWS and any(map(is_mean_number, values)):
+            made = made._replace(centred=Fault("nonlinear", self.at()))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -185,7 +176,10 @@ class Reader:
         first, *added = [values[i] for i in at]
         linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
-        return self.made(eqn, values, degree, out, linear, summed)
+        made = self.made(eqn, values, degree, out, linear, summed)
+        if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
+            return made._replace(pending=first.fault or Fault("nonlinear", self.at()))
+        return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns a function that is not linear, or that is not known: of rows it is rows, of a sum over them no sum.
@@ -200,6 +194,8 @@ class Reader:
         made = self.made(eqn, values, degree, out, False)
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
+        inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
+        made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
@@ -275,15 +271,19 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
+        pending = product_with_rows(name, a, b, self.at())
         if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
-            a, b = a._replace(pending=None), b._replace(pending=None)
+            a, b = (v._replace(pending=pending, centred=None) for v in (a, b))
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
-        return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
+        made = self.made(eqn, [a, b], degree, out, linear, summed)
+        scaled = made.kind == Kind.ROWS and (made.scaled or is_scaled(name, a, b))
+        inverse = made.kind == Kind.SUMMED and is_inverse(name, *values)
+        return made._replace(meant=name == "mul" and any(counts), scaled=scaled, inverse=inverse)
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
         """Returns both sides of a division: with a fault, if it is by a sum over the rows.
@@ -326,12 +326,14 @@ class Reader:
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
-        pending = next((v.pending for v in values if v.pending is not None), None) if linear else None
+        pending, centred = (still_linear(values, name) if linear else None for name in ("pending", "centred"))
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending)
+        made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
+        met = any(v.met or v.kind == Kind.SUMMED for v in values)
+        return made._replace(met=met, scaled=any(v.scaled for v in values))
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
@@ -357,7 +359,7 @@ class Reader:
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
         if which.guards:  # a number in place of what is not finite
-            which = which._replace(fault=None) if which.kind == Kind.ROWS else CONST
+            which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         return self.made(eqn, [*cases, which], degree, out, True)
 

@@ -57,6 +57,10 @@ class RowValue(NamedTuple):
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
+    centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
+    met: bool = False  # rows that met something made of all rows
+    scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
+    inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant

@@ -332,6 +332,28 @@ def fused_batch_norm(x, s, axis=0):
     return (fused_rows(x, s, axis) ** 2).mean()
 
 
+def batch_norm(x, axis=0):
+    mean = x.mean(axis)
+    return (x - mean) / jnp.sqrt(((x - mean) * (x - mean)).mean(axis) + 1e-5)
+
+
+def batch_renorm(x):
+    mean, std = x.mean(0), jnp.sqrt(x.var(0) + 1e-3)
+    scale, shift = jnp.clip(std / 0.8, 1 / 3, 3), jnp.clip((mean - 0.1) / 0.8, -5, 5)
+    return (x - mean) / std * lax.stop_gradient(scale) + lax.stop_gradient(shift)
+
+
+def batch_norm_by_weights(x, m):
+    weights = m[:, None] / m.mean()
+    mean = (x * weights).mean(0)
+    return (x - mean) * lax.rsqrt(((x - mean) ** 2 * weights).mean(0) + 1e-5)
+
+
+def rounded(x):
+    scale = jnp.abs(x).max() / 127
+    return x + lax.stop_gradient(jnp.round(x / scale) * scale - x)
+
+
 def masked_batch_norm(x, m):
     mask = m[:, None] + 0.0
     n = jnp.maximum(mask.sum(), 1)
@@ -493,6 +515,17 @@ ACCEPTED = {
     "diagonal by einsum": lambda x, z: jnp.einsum("ii->i", x @ z.T).mean(),
     "diagonal by a mask": lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).sum(1).mean(),
     "trace": lambda x, z: jnp.trace(x @ z.T) / x.shape[0],
+    "normed, by other rows": lambda x, z: (batch_norm(x) * z).mean() + (batch_norm(x, None) * z).mean(),
+    "renormed, by other rows": lambda x, z: (batch_renorm(x) * z).mean(),
+    "normed by weights": lambda x, z, m: (batch_norm_by_weights(x, m) * z).mean(),
+    "fused, by other rows": lambda x, z, w: (fused_rows(x, w) * z).mean(),
+    "rounded, by other rows": lambda x, z: (rounded(x) * z).mean(),
+    "derivative of BatchNorm": lambda x, z: jax.jvp(batch_norm, (x,), (z,))[1].mean(),
+    "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu(x - x.mean()).mean(),
+    "a layer with a branch": lambda x: (jax.nn.softplus(x / x.mean()) + jax.nn.leaky_relu(x - x.mean())).mean(),
+    "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
+    "scaled, and a softmax": lambda x, w, y: ce((x / x.max()) @ w, y).mean(),
+    "residual": lambda t: (t / t.max() + jnp.tanh(t / t.max())).mean(),
     "row by row": row_by_row,
     "Kahan's sum": kahan,
     "a mean as it goes": mean_as_it_goes,
@@ -707,6 +740,7 @@ REFUSED = {
     "ratio": [
         lambda e, m: (e * m).sum() / m.sum(),
         lambda e, m: (e * m).sum() / jnp.maximum(m.sum(), 1),
+        lambda o, y: (ce(o, y) * (o.shape[0] / jnp.bincount(y, length=3))[y]).mean(),
         lambda e, m: (e * m).sum() / (m.sum() + 1e-6),
         lambda e, m: (e / m.sum()).sum(),
         lambda e, m: (e * (1 / m.sum())).sum(),
@@ -762,6 +796,21 @@ REFUSED = {
         lambda x: (x / jnp.linalg.norm(x)).sum(),
         lambda x: jnp.sort(x.mean(0))[-1],
         lambda m, table: lax.dynamic_slice(table, (m.sum(), 0), (1, 4), allow_negative_indices=False).sum(),
+        lambda e: (e * (1 - jnp.exp(-e.mean())) ** 2).mean(),
+        lambda e: (e * e.mean()).mean(),
+        lambda e, x: (e * lax.stop_gradient(jax.nn.sigmoid(x.mean()))).sum() / e.shape[0],
+        lambda e, x: jnp.vdot(e * jnp.tanh(e.mean()), x[:, 0]) / e.shape[0],
+        lambda e, m, x: jnp.where(m, e * x.std(), 0).mean(),
+        lambda e: jnp.nan_to_num(e * jnp.exp(e.mean())).mean(),
+        lambda e: (e * jnp.sqrt(e.mean()) * jnp.exp(e.mean())).mean(),
+        lambda e, m: (e * (m / m.mean())).mean(),
+        lambda e, q: (e * (q[:, 0] / q[:, 0].max())).mean(),
+        lambda e, x: (e * (1 / (x**2).mean())).mean(),
+        lambda x: (x**2 * jax.nn.softmax((x**2).mean(0))).sum(1).mean(),
+        lambda e, x: (x[:, 0] * (e - e.mean())).mean(),
+        lambda e, o, y: ((e.mean() - e) * jax.nn.log_softmax(o)[jnp.arange(o.shape[0]), y]).mean(),
+        lambda o, y: (ce(o, y) * (jax.nn.one_hot(y, 3) / jax.nn.one_hot(y, 3).mean(0).max()).sum(1)).mean(),
+        lambda e, m: jnp.where(m, e * ((1 - m).sum() / m.sum()), e).mean(),
         lambda e: lax.scan(lambda t, v: (jnp.maximum(t, v), None), 0.0, e)[0],
         lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0],
         lambda e, s: lax.scan(lambda t, v: (s * t + v, None), 0.0, e)[0] / e.shape[0],
