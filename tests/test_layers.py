@@ -72,7 +72,16 @@ NOT_PROMISED = {
 BESIDE = {
     pathlib.Path("_jax/jaxprs.py"): {
         pathlib.Path(f"_jax/{name}.py")
-        for name in ("pieces", "rewrites", "row_places", "row_terms", "row_values", "segments")
+        for name in (
+            "pieces",
+            "rewrites",
+            "row_loops",
+            "row_pairs",
+            "row_places",
+            "row_terms",
+            "row_values",
+            "segments",
+        )
     }
 }
 

@@ -410,12 +410,21 @@ def _end_of(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tu
     return end[0] if end[1] == axes_of[end[0]] else None
 
 
+def _frames(eqn: Any) -> list[Any]:
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    return list(getattr(traceback, "frames", ()))
+
+
+def is_made_in(eqn: Any, function: str) -> bool:
+    """Returns True if a function of this name made an equation; False where JAX has not kept that."""
+    return any(x.function_name.split(".")[0] == function for x in _frames(eqn))
+
+
 def source_line(eqn: Any) -> str:
     """Returns the user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     loaded = [sys.modules[name] for name in ("jax", "flax", __name__.partition(".")[0]) if name in sys.modules]
     libraries = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)
-    frames = [(os.path.abspath(x.file_name), x.line_num) for x in getattr(traceback, "frames", ())]
+    frames = [(os.path.abspath(x.file_name), x.line_num) for x in _frames(eqn)]
     frames = [x for x in frames if not x[0].startswith(libraries) and "importlib" not in x[0]]
     # What is installed, as optax is, is called by a line of the user's, most often.
     for path, line in [x for x in frames if "site-packages" not in x[0]] or frames:

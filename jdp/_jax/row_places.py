@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .jaxprs import CALLS, axes, bind, inside, is_literal, opened, read
+from .row_primitives import ELEMENTWISE
 
 _MIXED = "rows may meet, or change their places"
 
@@ -273,17 +274,9 @@ def _top_k(e: _Eqn) -> bool:
 
 
 _Rule = Callable[[_Eqn], bool]
-_ELEMENTWISE = _primitives(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj "
-    "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-    "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
-    "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
-    "random_seed random_split random_unwrap random_wrap"
-)
 # What is made of operands with rows.
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_primitives("cumsum cumprod cummax cummin cumlogsumexp"), _apart_from_rows("axis")),
     **dict.fromkeys(_primitives("argmax argmin reduce_sum reduce_max reduce_min reduce_prod"), _without("axes")),
     **dict.fromkeys(_primitives("reduce_and reduce_or reduce_xor"), _without("axes")),

@@ -74,3 +74,12 @@ NONLINEAR = (
         "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
     )
 )
+# Each entry of a result is made of the entries at its place.
+ELEMENTWISE = _names_in(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj "
+    "convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
+    "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
+    "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
+    "random_seed random_split random_unwrap random_wrap"
+)

@@ -19,6 +19,7 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     sorted, cumulated  each entry is made of other rows: pairs
     chosen, cond       one of the cases
     scan, loop         the same body until nothing new is known of what it carries
+    at_end             of a loop over the rows: `row_loops.py` tells the sums over them
     number_of_rows     a constant that grows as `b` does
     variance           of jnp.var over the rows it is no mean, unless it meets rows
     made, of_all_rows  all rules end here: the largest kind, and the fault that is left
@@ -37,7 +38,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, opened, parameter, parts_of_scan
+from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
+from .row_loops import looks_back, sums_at_end
+from .row_numbers import added_to_rows, is_inverse, is_mean_number, is_scaled, product_with_rows, still_linear
+from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
     UNKNOWN,
@@ -47,61 +51,15 @@ from .row_values import (
     RowValue,
     collected,
     constant,
+    either,
+    is_as,
     is_divided,
-    looks_back,
+    is_padded,
+    lasting,
+    product_degree,
     repeated,
+    sum_degree,
 )
-
-
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
-
-
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def either(a: RowValue, b: RowValue) -> RowValue:
-    """Returns what is known of a value that is one of the two."""
-    if Kind.UNKNOWN in (a.kind, b.kind):
-        return UNKNOWN
-    fault = lasting([a, b]) or a.fault or b.fault
-    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
-    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
-
-
-def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
-    return known[0] == known[1]
-
-
-def added_to_rows(value: RowValue, name: str) -> RowValue:
-    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
-
-    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
-    adds numbers of its own for each feature.
-    """
-    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
-        return value
-    is_shift = name == "sub" and value.fault.at and value.fault.at[0].primitive.name in ("reduce_max", "reduce_min")
-    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
-
-
-def is_padded(name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
-    padded = [v.padded for v in values]
-    if name in ("mul", "and", "dot_general"):
-        return any(padded)
-    if name == "div":
-        return padded[0]
-    return name in primitives.KEEP_ZERO and all(padded)
 
 
 class Reader:
@@ -110,6 +68,7 @@ class Reader:
     def __init__(self, rows: RowCount) -> None:
         self.rows = rows
         self.around: list[Any] = []  # the equations that it is in, the outermost first
+        self.loops = 0  # over the rows: as many as it is in
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -141,12 +100,12 @@ class Reader:
             joined = functools.reduce(either, values, CONST)
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name in CALLS:
-            found = self.read(next(inside(eqn)), values)
-            return [self.variance(v) for v in found] if eqn.params.get("name") == "_var" else found
+            return self.named(eqn, values, self.read(next(inside(eqn)), values))
         if name in ("cond", "scan", "while"):
             return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
         if name == "select_n":
-            return [self.chosen(eqn, values[0], values[1:], outs[0])]
+            made = self.chosen(eqn, values[0], values[1:], outs[0])
+            return [of_pairs(self.rows, eqn, name, values, made)]
         if name == "sort":  # which moves all operands by the first
             values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
             return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
@@ -159,6 +118,7 @@ class Reader:
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
         padded = padded or name == "pad" and self.rows.pads(eqn, values)
+        made = of_pairs(self.rows, eqn, name, values, made)
         return made._replace(padded=padded and made.kind != Kind.SUMMED)
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
@@ -168,6 +128,8 @@ class Reader:
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out) if name in primitives.MAY_SUM else 0
+        if summed and name == "reduce_sum" and values[0].entries == "diagonal":
+            summed -= 1  # all but one entry for each row are zero
         if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
             values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
@@ -175,6 +137,8 @@ class Reader:
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
+        if name == "slice" and self.rows.takes_some(eqn) and is_made_in(eqn, "associative_scan"):
+            values = self.cumulated(values, out)
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
         if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].kind > Kind.SHARED:
@@ -202,6 +166,8 @@ class Reader:
         if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
             values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
+        if name in primitives.ADDS and made.kind == Kind.ROWS and any(map(is_mean_number, values)):
+            made = made._replace(centred=Fault("nonlinear", self.at()))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -210,7 +176,10 @@ class Reader:
         first, *added = [values[i] for i in at]
         linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
-        return self.made(eqn, values, degree, out, linear, summed)
+        made = self.made(eqn, values, degree, out, linear, summed)
+        if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
+            return made._replace(pending=first.fault or Fault("nonlinear", self.at()))
+        return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns a function that is not linear, or that is not known: of rows it is rows, of a sum over them no sum.
@@ -225,6 +194,8 @@ class Reader:
         made = self.made(eqn, values, degree, out, False)
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
+        inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
+        made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
@@ -242,6 +213,13 @@ class Reader:
         if value.kind == Kind.ROWS and along_rows and is_key:
             return value._replace(fault=lasting([value]) or Fault("pairs", self.at(), True))
         return value
+
+    def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
+        """Returns the outputs of a call; of some functions of JAX, which the name tells, more is known."""
+        name = eqn.params.get("name")
+        if name == "diagonal" and (value := diagonal(eqn, values[0], self.rows)) is not None:
+            return [value]
+        return [self.variance(v) for v in found] if name == "_var" else found
 
     def variance(self, value: RowValue) -> RowValue:
         """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""
@@ -293,15 +271,19 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
+        pending = product_with_rows(name, a, b, self.at())
         if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
-            a, b = a._replace(pending=None), b._replace(pending=None)
+            a, b = (v._replace(pending=pending, centred=None) for v in (a, b))
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
-        return self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
+        made = self.made(eqn, [a, b], degree, out, linear, summed)
+        scaled = made.kind == Kind.ROWS and (made.scaled or is_scaled(name, a, b))
+        inverse = made.kind == Kind.SUMMED and is_inverse(name, *values)
+        return made._replace(meant=name == "mul" and any(counts), scaled=scaled, inverse=inverse)
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
         """Returns both sides of a division: with a fault, if it is by a sum over the rows.
@@ -344,17 +326,21 @@ class Reader:
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
-        pending = next((v.pending for v in values if v.pending is not None), None) if linear else None
+        pending, centred = (still_linear(values, name) if linear else None for name in ("pending", "centred"))
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        return RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending)
+        made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
+        met = any(v.met or v.kind == Kind.SUMMED for v in values)
+        return made._replace(met=met, scaled=any(v.scaled for v in values))
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
+        if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
+            return RowValue(Kind.ROWS, fault=lasting([value]))  # the row of this round
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
-        is_alone = self.rows.prime and self.rows.other is None
+        is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
@@ -373,7 +359,7 @@ class Reader:
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
         if which.guards:  # a number in place of what is not finite
-            which = which._replace(fault=None) if which.kind == Kind.ROWS else CONST
+            which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         return self.made(eqn, [*cases, which], degree, out, True)
 
@@ -384,10 +370,8 @@ class Reader:
 
     def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a scan, which may run over the rows."""
-        by_rows, body = self.rows.power(parameter(eqn, "length")) != 0, parameter(eqn, "jaxpr")
+        by_rows, body = self.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
         consts, carry, xs = parts_of_scan(eqn, values)
-        if self.rows.other is not None and xs:  # a length may be a multiple of the prime by chance
-            by_rows = any(0 in self.rows.axes(v) for v in parts_of_scan(eqn, eqn.invars)[2])
         after, ys = self.rounds(body, consts, carry, xs, by_rows)
         if by_rows:
             # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
@@ -397,6 +381,7 @@ class Reader:
             )
             pairs = RowValue(Kind.ROWS, fault=Fault("pairs", self.at(), True))
             ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
+            after = self.at_end(body, consts, after, xs)
         return [*after, *ys]
 
     def rounds(
@@ -412,17 +397,37 @@ class Reader:
                 return after, outputs[len(carry) :]
             carry = after
 
+    def at_end(self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]) -> list[RowValue]:
+        """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
+        factors = sums_at_end(body, consts, carry, xs, self.rows.axes)
+        zero = RowValue(Kind.CONST, number=0.0)
+        started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
+        self.loops += 1
+        added = self.read(body, [*consts, *started, *xs])
+        self.loops -= 1
+        after = []
+        for value, part, factor in zip(carry, added, factors, strict=False):
+            if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
+                kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
+                value = RowValue(kind, part.degree + 1, fault=lasting([part]), at=self.at())
+            elif factor is not None and factor != 1:
+                value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", self.at()))
+            after.append(value)
+        return after
+
     def loop(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
         first = parameter(eqn, "cond_nconsts")
         last = first + parameter(eqn, "body_nconsts")
         cond, consts, carry = values[:first], values[first:last], values[last:]
-        body = parameter(eqn, "body_jaxpr")
+        body, cond_jaxpr = parameter(eqn, "body_jaxpr"), parameter(eqn, "cond_jaxpr")
         after, _ = self.rounds(body, consts, carry, [], False)
-        (goes_on,) = self.read(parameter(eqn, "cond_jaxpr"), [*cond, *after])
-        if goes_on.kind > Kind.SHARED or any(v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]):
+        (goes_on,) = self.read(cond_jaxpr, [*cond, *after])
+        grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
+        by_rows = self.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
+        if goes_on.kind > Kind.SHARED or any(grows) or by_rows:
             after, _ = self.rounds(body, consts, carry, [], True)
-        return after
+        return self.at_end(body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
 
 
 def _cuts_off(eqn: Any, out: Any) -> bool:

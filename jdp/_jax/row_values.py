@@ -10,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
-from .jaxprs import inside, opened, parameter, reached
+from . import row_primitives as primitives
+from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
+Entries = Literal["row", "column", "diagonal", "pairs"]
+"""Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
 
 
 class Kind(enum.IntEnum):
@@ -54,7 +57,12 @@ class RowValue(NamedTuple):
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
+    centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
+    met: bool = False  # rows that met something made of all rows
+    scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
+    inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
+    entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
 
@@ -107,31 +115,50 @@ def collected(value: RowValue) -> RowValue:
     return value if value.kind == Kind.CONST else UNKNOWN
 
 
-def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Callable[[Any], list[int]]) -> list[bool]:
-    """Returns for each output of a scan over the rows, except its carry, whether it is made of rows before its own.
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
 
-    It is, if the rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. What has
-    an axis of the rows in the carry does not count, because each round may take its own row from it; nor do integers,
-    which are places.
-    """
 
-    def made_of(inputs: Sequence[bool]) -> list[bool]:
-        return reached(body, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
 
-    holds_one = {i for i in carry if not axes(opened(body).invars[i])}
-    marks = [v.kind == Kind.ROWS and i not in carry for i, v in enumerate(values)]
-    while True:
-        after = made_of(marks)
-        before, marks = marks, [mark or i in holds_one and after[i - carry.start] for i, mark in enumerate(marks)]
-        if marks == before:
-            return made_of([mark and i in holds_one for i, mark in enumerate(marks)])[len(carry) :]
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def either(a: RowValue, b: RowValue) -> RowValue:
+    """Returns what is known of a value that is one of the two."""
+    if Kind.UNKNOWN in (a.kind, b.kind):
+        return UNKNOWN
+    fault = lasting([a, b]) or a.fault or b.fault
+    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
+    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
+
+
+def is_as(a: RowValue, b: RowValue) -> bool:
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
+    return known[0] == known[1]
+
+
+def is_padded(name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
+    padded = [v.padded for v in values]
+    if name in ("mul", "and", "dot_general"):
+        return any(padded)
+    if name == "div":
+        return padded[0]
+    return name in primitives.KEEP_ZERO and all(padded)
 
 
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
 
 
 class OtherTrace:
-    """Two jaxprs of one function, traced with numbers of rows that are twice these primes; pairs their variables."""
+    """Two jaxprs of one function, traced with numbers of rows that are twice these primes; pairs what is in them."""
 
     def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
         """Raises a `ValueError` where the two have different equations."""
@@ -139,7 +166,7 @@ class OtherTrace:
         self._there = {id(v): w for v, w in _pairs_of(one, other)}
 
     def of(self, v: Any) -> Any:
-        """Returns the variable or literal in the place of this one; None if it is not known."""
+        """Returns the variable, literal or equation in the place of this one; None if it is not known."""
         return self._there.get(id(v))
 
     def constant(self, x: Any, y: Any) -> RowValue:
@@ -179,6 +206,7 @@ def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
     for e, f in zip(one.eqns, other.eqns, strict=True):
         if e.primitive is not f.primitive:
             raise ValueError(f"{e.primitive} is {f.primitive} for another number of rows")
+        yield e, f
         yield from zip(e.invars, f.invars, strict=True)
         yield from zip(e.outvars, f.outvars, strict=True)
         for inner in zip(inside(e), inside(f), strict=True):
@@ -225,6 +253,18 @@ class RowCount:
             return constant(v.val, self.prime)
         return self.other.constant(v.val, there.val)
 
+    def counts_rounds(self, eqn: Any) -> bool:
+        """Returns True if a scan has as many rounds as there are rows; a length may be so by chance in one trace."""
+        length = parameter(eqn, "length")
+        if self.other is not None and (there := self.other.of(eqn)) is not None:
+            return bool(length != parameter(there, "length"))
+        return self.power(length) != 0
+
+    def stands_in(self, jaxpr: Any) -> bool:
+        """Returns True if the number of rows is written in a jaxpr: `i < len(x)`."""
+        literals = [v for eqn in equations(jaxpr) for v in eqn.invars if is_literal(v) and not v.aval.shape]
+        return first(jaxpr, "dim_as_value") is not None or any(self.literal(v).degree != 0 for v in literals)
+
     def parts(self, v: Any) -> list[int]:
         """Returns the axes whose size follows the number of rows, and is no multiple of it: b - 1 in `e[1:]`."""
         shape, found = v.aval.shape, self.axes(v)
@@ -252,6 +292,11 @@ class RowCount:
         dims, (inputs, window) = parameter(eqn, "dimension_numbers"), eqn.invars
         places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
         return any(i in self.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
+
+    def takes_some(self, eqn: Any) -> bool:
+        """Returns True if a slice takes some of the rows."""
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
 
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""

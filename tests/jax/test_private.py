@@ -673,8 +673,16 @@ def test_without_ordered_effects(monkeypatch):
         jdp.DataParallel(printed)(W, X)
 
 
+def test_canary_names_of_functions():
+    eqn = jaxprs.first(jax.make_jaxpr(jax.jit(lambda x: jax.lax.associative_scan(jnp.add, x)))(X), "slice")
+    feature = lost("the frames of source_info", "a loss that jax.lax.associative_scan makes along the rows is accepted")
+    assert jaxprs.is_made_in(eqn, "associative_scan"), feature
+    assert not jaxprs.is_made_in(jax.make_jaxpr(lambda x: x[:2])(X).eqns[0], "associative_scan")
+
+
 def test_without_source_lines():
     eqn = types.SimpleNamespace(source_info=None)
+    assert not jaxprs.is_made_in(eqn, "associative_scan")
     assert jaxprs.source_line(eqn) == jaxprs.source_line(types.SimpleNamespace()) == ""
 
 

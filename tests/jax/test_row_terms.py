@@ -247,6 +247,33 @@ def row_by_row(x, w):
     return lax.scan(lambda total, row: (total + (row @ w).sum(), jnp.tanh(row @ w).mean()), 0.0, x)[1].mean()
 
 
+def kahan(e):
+    """A sum that keeps what rounding took away."""
+
+    def step(carry, v):
+        total, lost = carry
+        v = v - lost
+        return (total + v, (total + v - total) - v), None
+
+    return lax.scan(step, (0.0, 0.0), e)[0][0] / e.shape[0]
+
+
+def mean_as_it_goes(e):
+    return lax.scan(lambda c, v: ((c[0] + 1.0, c[1] + (v - c[1]) / (c[0] + 1.0)), None), (0.0, 0.0), e)[0][1]
+
+
+def sum_and_count(e, m):
+    def step(carry, row):
+        return lax.cond(row[1], lambda: (carry[0] + row[0], carry[1] + 1), lambda: (carry[0], carry[1] + 1)), None
+
+    total, count = lax.scan(step, (0.0, 0), (e, m))[0]
+    return total / count
+
+
+def while_there_are_rows(e):
+    return lax.while_loop(lambda c: c[0] < e.shape[0], lambda c: (c[0] + 1, c[1] + e[c[0]]), (0, 0.0))[1] / e.shape[0]
+
+
 def row_by_index(x):
     def step(carry, _):
         i, rows, key = carry
@@ -303,6 +330,28 @@ def fused_rows(x, w, axis=0):
 
 def fused_batch_norm(x, s, axis=0):
     return (fused_rows(x, s, axis) ** 2).mean()
+
+
+def batch_norm(x, axis=0):
+    mean = x.mean(axis)
+    return (x - mean) / jnp.sqrt(((x - mean) * (x - mean)).mean(axis) + 1e-5)
+
+
+def batch_renorm(x):
+    mean, std = x.mean(0), jnp.sqrt(x.var(0) + 1e-3)
+    scale, shift = jnp.clip(std / 0.8, 1 / 3, 3), jnp.clip((mean - 0.1) / 0.8, -5, 5)
+    return (x - mean) / std * lax.stop_gradient(scale) + lax.stop_gradient(shift)
+
+
+def batch_norm_by_weights(x, m):
+    weights = m[:, None] / m.mean()
+    mean = (x * weights).mean(0)
+    return (x - mean) * lax.rsqrt(((x - mean) ** 2 * weights).mean(0) + 1e-5)
+
+
+def rounded(x):
+    scale = jnp.abs(x).max() / 127
+    return x + lax.stop_gradient(jnp.round(x / scale) * scale - x)
 
 
 def masked_batch_norm(x, m):
@@ -461,7 +510,32 @@ ACCEPTED = {
     "rounds by a mean": lambda e: lax.while_loop(lambda mean: mean > 1, jnp.sqrt, e.mean()),
     "scan over time": over_time,
     "sum over time": added_over_time,
+    "diagonal of pairs": lambda x, z: jnp.log(jnp.diag(jnp.exp(x @ z.T / 2)) + 1).mean(),
+    "diagonal of distances": lambda x, z: jnp.diag(((x[:, None] - z[None]) ** 2).sum(-1)).mean(),
+    "diagonal by einsum": lambda x, z: jnp.einsum("ii->i", x @ z.T).mean(),
+    "diagonal by a mask": lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).sum(1).mean(),
+    "trace": lambda x, z: jnp.trace(x @ z.T) / x.shape[0],
+    "normed, by other rows": lambda x, z: (batch_norm(x) * z).mean() + (batch_norm(x, None) * z).mean(),
+    "renormed, by other rows": lambda x, z: (batch_renorm(x) * z).mean(),
+    "normed by weights": lambda x, z, m: (batch_norm_by_weights(x, m) * z).mean(),
+    "fused, by other rows": lambda x, z, w: (fused_rows(x, w) * z).mean(),
+    "rounded, by other rows": lambda x, z: (rounded(x) * z).mean(),
+    "derivative of BatchNorm": lambda x, z: jax.jvp(batch_norm, (x,), (z,))[1].mean(),
+    "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu(x - x.mean()).mean(),
+    "a layer with a branch": lambda x: (jax.nn.softplus(x / x.mean()) + jax.nn.leaky_relu(x - x.mean())).mean(),
+    "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
+    "scaled, and a softmax": lambda x, w, y: ce((x / x.max()) @ w, y).mean(),
+    "residual": lambda t: (t / t.max() + jnp.tanh(t / t.max())).mean(),
     "row by row": row_by_row,
+    "Kahan's sum": kahan,
+    "a mean as it goes": mean_as_it_goes,
+    "a sum and a count": sum_and_count,
+    "while there are rows": while_there_are_rows,
+    "sum of rows": lambda x: (lax.scan(lambda t, row: (t + row, None), jnp.zeros(5), x)[0] / x.shape[0]).mean(),
+    "31 steps in time": lambda e: lax.fori_loop(0, 31, lambda i, m: 0.9 * m + e.mean(), 0.0),
+    "largest over time": lambda t: lax.scan(
+        lambda m, x: (jnp.maximum(m, x), None), jnp.zeros_like(t[:, 0]), t.swapaxes(0, 1)
+    )[0].mean(),
     "row by index": row_by_index,
     "row by row in place": row_by_row_in_place,
     "row by place": row_by_place,
@@ -656,12 +730,17 @@ REFUSED = {
         lambda e: jnp.pad(e, (0, 2))[1:].sum() / e.shape[0],
         lambda e: jnp.where(jnp.arange(e.shape[0]) < 4, e, 0.0).mean(),
         lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
+        lambda x, z: jnp.trace(x @ z.T),
+        lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).mean(),
+        lambda e: lax.scan(lambda t, v: (t + v, None), 0.0, e)[0],
+        lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: t + jnp.exp(e[i]), 0.0) / 8,
         unfinished_maml,
         by_chance,
     ],
     "ratio": [
         lambda e, m: (e * m).sum() / m.sum(),
         lambda e, m: (e * m).sum() / jnp.maximum(m.sum(), 1),
+        lambda o, y: (ce(o, y) * (o.shape[0] / jnp.bincount(y, length=3))[y]).mean(),
         lambda e, m: (e * m).sum() / (m.sum() + 1e-6),
         lambda e, m: (e / m.sum()).sum(),
         lambda e, m: (e * (1 / m.sum())).sum(),
@@ -717,6 +796,30 @@ REFUSED = {
         lambda x: (x / jnp.linalg.norm(x)).sum(),
         lambda x: jnp.sort(x.mean(0))[-1],
         lambda m, table: lax.dynamic_slice(table, (m.sum(), 0), (1, 4), allow_negative_indices=False).sum(),
+        lambda e: (e * (1 - jnp.exp(-e.mean())) ** 2).mean(),
+        lambda e: (e * e.mean()).mean(),
+        lambda e, x: (e * lax.stop_gradient(jax.nn.sigmoid(x.mean()))).sum() / e.shape[0],
+        lambda e, x: jnp.vdot(e * jnp.tanh(e.mean()), x[:, 0]) / e.shape[0],
+        lambda e, m, x: jnp.where(m, e * x.std(), 0).mean(),
+        lambda e: jnp.nan_to_num(e * jnp.exp(e.mean())).mean(),
+        lambda e: (e * jnp.sqrt(e.mean()) * jnp.exp(e.mean())).mean(),
+        lambda e, m: (e * (m / m.mean())).mean(),
+        lambda e, q: (e * (q[:, 0] / q[:, 0].max())).mean(),
+        lambda e, x: (e * (1 / (x**2).mean())).mean(),
+        lambda x: (x**2 * jax.nn.softmax((x**2).mean(0))).sum(1).mean(),
+        lambda e, x: (x[:, 0] * (e - e.mean())).mean(),
+        lambda e, o, y: ((e.mean() - e) * jax.nn.log_softmax(o)[jnp.arange(o.shape[0]), y]).mean(),
+        lambda o, y: (ce(o, y) * (jax.nn.one_hot(y, 3) / jax.nn.one_hot(y, 3).mean(0).max()).sum(1)).mean(),
+        lambda e, m: jnp.where(m, e * ((1 - m).sum() / m.sum()), e).mean(),
+        lambda e: lax.scan(lambda t, v: (jnp.maximum(t, v), None), 0.0, e)[0],
+        lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0],
+        lambda e, s: lax.scan(lambda t, v: (s * t + v, None), 0.0, e)[0] / e.shape[0],
+        lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0] * e.mean(),
+        lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: jnp.maximum(t, e[i]), 0.0),
+        lambda e: lax.while_loop(lambda c: c[0] < e.shape[0], lambda c: (c[0] + 1, 0.9 * c[1] + e[c[0]]), (0, 0.0))[1],
+        lambda e: lax.scan(lambda t, v: (jnp.where(v > t, v, t), None), 0.0, e)[0],
+        lambda e: lax.scan(lambda c, v: ((c[0] + v, c[0] + c[1]), None), (0.0, 0.0), e)[0][1] / e.shape[0],
+        lambda x: (lax.scan(lambda h, row: (jnp.tanh(h + row), None), jnp.zeros(5), x)[0] ** 2).mean(),
         in_a_scan,
         in_a_jit,
         barlow,
@@ -729,7 +832,12 @@ REFUSED = {
         lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(),
         lambda x: jnp.maximum(0, x[:, None, 0] - x[None, :, 0] + 0.1).max(1).mean(),
         lambda x: (jax.nn.softmax(x @ x.T / 2) @ x).mean(),
-        lambda x, z: jnp.diag(x @ z.T).mean(),
+        lambda x, z: jnp.diag(jax.nn.log_softmax(x @ z.T)).mean(),
+        lambda x, z: jnp.diag(x @ z.T @ x @ z.T).mean(),
+        lambda x, z: jnp.diag(jnp.cumsum(x @ z.T, 0)).mean(),
+        lambda x, z: (jnp.diag(x @ z.T)[:, None] - x @ z.T).mean(),
+        lambda x, z: ((x @ z.T) * (1 - jnp.eye(x.shape[0]))).sum() / x.shape[0],
+        lambda x, z: jnp.where(jnp.eye(x.shape[0], dtype=bool), 0, x @ z.T).sum() / x.shape[0],
         lambda e, x: jax.vmap(lambda a: jax.vmap(lambda b: jnp.exp(a @ b))(x))(x).sum(1).mean(),
         lambda e: lax.reduce_window(e, -jnp.inf, lax.max, (2,), (1,), "SAME").mean(),
         lambda e: (lax.reduce_window(e, 0.0, lax.add, (2,), (1,), "SAME") ** 2).mean(),
@@ -777,7 +885,23 @@ def triangle(x):
     return ((x[:, None] - x[None]) ** 2).sum(-1)
 
 
+def discounted(e):
+    rates = jnp.full_like(e, 0.9)
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (rates, e), reverse=True)[1]
+
+
 COUNTS = {
+    "discounted returns": (lambda e: discounted(e).mean(), "pairs"),
+    "advantages": (lambda e, x: (discounted(e) * x[:, 0]).mean(), "pairs"),
+    "the largest so far": (lambda e: lax.associative_scan(jnp.maximum, e).mean(), "pairs"),
+    "the last of a sum": (lambda e: lax.associative_scan(jnp.add, e)[-1], "pairs"),
+    "a scan of columns": (lambda x: jax.vmap(lambda c: lax.associative_scan(jnp.add, c), 1)(x).mean(), "pairs"),
+    "a scan over time": (lambda t: lax.associative_scan(jnp.add, t, axis=1).mean() * (len(t) / len(t)), None),
+    "a scan of each row": (lambda x: jax.vmap(discounted)(x).mean() * (len(x) / len(x)), None),
+    "a scan of places": (lambda e, m: (e * (lax.associative_scan(jnp.add, m.astype(int)) < 5)).mean(), None),
+    "diagonal, one by one": (lambda x, z: sum((x @ z.T)[i, i] for i in range(len(x))) / len(x), None),
+    "of other pairs": (lambda x, z: jnp.diag(x @ z.T, 1).mean(), "pairs"),
+    "pairs, one by one": (lambda x: jnp.stack([jax.nn.logsumexp(near) for near in x @ x.T]).mean(), "pairs"),
     "a mean over all pairs": (lambda x: triangle(x)[np.triu_indices(len(x), 1)].mean(), "pairs"),
     "a sum over all pairs": (lambda x: triangle(x).sum() / (len(x) * (len(x) - 1) / 2), "pairs"),
     "a sum over all pairs by a logarithm": (lambda x: triangle(x).sum() / np.log(len(x)), "pairs"),

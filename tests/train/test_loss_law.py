@@ -182,6 +182,9 @@ GRAMMAR = {
         "jnp.sum({rows}) / len(z)",
         "jnp.sum({matrix}) / float(z.size)",
         "jnp.stack([row for row in {rows}]).mean()",
+        "jnp.mean(jnp.diag(z @ u.T))",
+        "jnp.trace(jnp.exp(z @ u.T)) / b",
+        "jax.lax.scan(lambda total, row: (total + row, None), 0.0 * s, {rows})[0] / b",
     ],
     # a number that is none, but for a few that are by chance
     "no mean": [
@@ -218,6 +221,13 @@ GRAMMAR = {
         "jnp.mean({rows}) * len(z)",
         "jnp.sqrt(jnp.sum({rows}) / len(z))",
         "jnp.mean(jax.nn.logsumexp({pairs} + jnp.arange(len(z)), 1))",
+        "jax.lax.scan(lambda largest, row: (jnp.maximum(largest, row), None), s, {rows})[0]",
+        "jax.lax.scan(lambda after, row: (0.9 * after + row, None), 0.0 * s, {rows}, reverse=True)[0]",
+        "jnp.mean(jax.lax.associative_scan(jnp.maximum, {rows}))",
+        "jnp.mean({rows} * jax.lax.associative_scan(jnp.add, {rows}, reverse=True))",
+        "jnp.mean({rows} * jnp.exp(-jnp.mean({rows})))",
+        "jnp.mean({rows} * (w / jnp.mean(w)))",
+        "jnp.mean(({rows} - jnp.mean({rows})) * w)",
         "({no mean} + {mean})",
         "({factor} * {no mean})",
         "({no mean} * {mean})",

@@ -1,0 +1,180 @@
+"""Tells what a loop over the rows keeps at its end: a sum over them, or something that is none.
+
+Such a loop hands numbers on from row to row. `total + f(row)` is a sum over the rows, as one that `jnp.sum` computes;
+`jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` are none. `sums_at_end` goes through the body, and knows of
+each value how it depends on each number that is handed on: linearly, with a factor, or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from . import row_primitives as primitives
+from .jaxprs import CALLS, inside, is_literal, opened, reached
+from .row_values import Kind, RowValue
+
+Parts = dict[int | str, float | None]
+"""What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
+where the value is not linear in the number, and None where that is not followed. ROW and PLACE are those of the round.
+"""
+
+Axes = Callable[[Any], list[int]]
+"""Tells the axes of a variable that have rows."""
+ROW, PLACE = "row", "place"
+_MOVES = primitives.LINEAR - primitives.ADDS - {"concatenate", "stack", "pad", "neg"}
+
+
+def sums_at_end(
+    body: Any, consts: Sequence[RowValue], carry: Sequence[RowValue], xs: Sequence[RowValue], axes: Axes
+) -> list[float | None]:
+    """Returns for each part of the carry of a loop over the rows whether it is a sum over the rounds at the end.
+
+    It is 1.0 for a sum, nan for what is none, and None where that is not followed, as for all that has an axis of the
+    rows, which may hold all of them. What is made of rows is looked at first, and then what counts the rounds.
+    """
+    invars, inputs = opened(body).invars[len(consts) :], [*consts, *carry, *xs]
+    of_rows = [v.kind in (Kind.SUMMED, Kind.ROWS) for v in inputs]
+    places: list[Parts] = [{ROW: None} if of_row else {PLACE: None} for of_row in of_rows]
+    places[: len(consts)] = [{} if v.kind <= Kind.SHARED else p for v, p in zip(consts, places, strict=False)]
+    sums = [
+        v.kind > Kind.SHARED and jnp.issubdtype(w.aval.dtype, jnp.inexact) and not axes(w)
+        for v, w in zip(carry, invars, strict=False)
+    ]
+    counts = [v.kind == Kind.CONST and v.degree is None for v in carry]
+    found: list[float | None] = [None] * len(carry)
+    for chosen in (sums, counts):
+        parts = [*places]
+        parts[len(consts) : len(consts) + len(carry)] = [
+            {i: 1.0} if is_chosen else places[len(consts) + i] for i, is_chosen in enumerate(chosen)
+        ]
+        factors = _verdicts(_parts_made(body, parts), len(carry))
+        found = [x if is_chosen else y for x, y, is_chosen in zip(factors, found, chosen, strict=True)]
+    return [None if factor != 1 and is_count else factor for factor, is_count in zip(found, counts, strict=True)]
+
+
+def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
+    """Returns for the first values whether each is itself and what the rounds add, and nothing of the others."""
+
+    def own(i: int) -> float | None:
+        factor = found[i].get(i)
+        return factor if factor in (None, 1.0) else None if factor == 0 else math.nan
+
+    def verdict(i: int) -> float | None:
+        others = [j for j, factor in found[i].items() if isinstance(j, int) and j != i and factor != 0]
+        factors = [own(i), *(found[i][j] for j in others)]
+        if any(map(_is_nan, factors)):
+            return math.nan
+        # A sum of sums counts each row several times; what is made of a number that is not followed is not, either.
+        is_lost = None in [*factors, *map(own, others)]
+        return None if is_lost else math.nan if others else 1.0
+
+    return [verdict(i) for i in range(count)]
+
+
+def _parts_made(jaxpr: Any, inputs: Sequence[Parts]) -> list[Parts]:
+    """Returns what the outputs of a jaxpr are made of."""
+    jaxpr = opened(jaxpr)
+    known: dict[Any, Parts] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def parts(v: Any) -> Parts:
+        return {} if is_literal(v) else known.get(v, {})
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _made(eqn, [parts(v) for v in eqn.invars]), strict=True))
+    return [parts(v) for v in jaxpr.outvars]
+
+
+def _made(eqn: Any, operands: list[Parts]) -> list[Parts]:
+    """Returns what the results of an equation are made of."""
+    name, count = eqn.primitive.name.replace("-", "_"), len(eqn.outvars)
+    if name in CALLS:
+        return _parts_made(next(inside(eqn)), operands)
+    if name == "cond":
+        which, *operands = operands
+        branches = [_parts_made(branch, operands) for branch in inside(eqn)]
+        return [_chosen(which, cases) for cases in zip(*branches, strict=True)]
+    if name == "select_n":
+        return [_chosen(operands[0], operands[1:])]
+    if name in primitives.EACH and name != "sort":
+        return operands
+    if name in primitives.ADDS:
+        a, b = operands
+        return [_added(a, _scaled(b, -1) if name == "sub" else b)]
+    if name == "neg":
+        return [_scaled(operands[0], -1)]
+    if name in _MOVES or name in ("scatter_add", "dynamic_slice", "gather"):
+        return [_added(operands[0], _mixed(operands[1:], None))] * count  # what is added at places is not followed
+    if name in ("mul", "div"):
+        return [_multiplied(eqn, name, *operands)]
+    if name == "is_finite":
+        return [{}]
+    known = name in primitives.NONLINEAR or name in primitives.PRODUCTS
+    return [_mixed(operands, math.nan if known else None)] * count
+
+
+def _is_nan(factor: float | None) -> bool:
+    return factor is not None and math.isnan(factor)
+
+
+def _mixed(operands: Sequence[Parts], factor: float | None) -> Parts:
+    """Returns what a value is made of that has all that is in the operands, with one factor."""
+    return {key: factor for parts in operands for key in parts}
+
+
+def _scaled(parts: Parts, by: float) -> Parts:
+    return {key: factor if factor is None else factor * by for key, factor in parts.items()}
+
+
+def _added(a: Parts, b: Parts) -> Parts:
+    found = {**a, **b}
+    for key in a.keys() & b.keys():
+        one, other = a[key], b[key]
+        if one is None or other is None:
+            found[key] = math.nan if _is_nan(one) or _is_nan(other) else None
+        else:
+            found[key] = one + other
+    return found
+
+
+def _chosen(which: Parts, cases: Sequence[Parts]) -> Parts:
+    """Returns what one of the cases is made of; a choice by a number that is handed on is not linear in it."""
+    found: Parts = {}
+    for key in {key for parts in cases for key in parts}:
+        factors = {parts.get(key, 0.0) for parts in cases}
+        found[key] = factors.pop() if len(factors) == 1 else math.nan if any(map(_is_nan, factors)) else None
+    return {**_mixed([which], None), **found, **{k: math.nan for k in which if isinstance(k, int)}}
+
+
+def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
+    """Returns what a product or a quotient is made of; one by a number that is known keeps the factors."""
+    for v, other in ((eqn.invars[1], a), (eqn.invars[0], b)):
+        if is_literal(v) and (name == "mul" or other is a) and not getattr(v.aval, "shape", ()):
+            by = float(v.val) if name == "mul" else 1 / float(v.val or math.nan)
+            return _scaled(other, by)
+    # By a place, as in a mean that is computed as it goes, or by a row, or by a number that is not known.
+    by_place = any(PLACE in parts and ROW not in parts for parts in ((b,) if name == "div" else (a, b)))
+    return _mixed([a, b], None if by_place else math.nan)
+
+
+def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Axes) -> list[bool]:
+    """Returns for each output of a scan over the rows, except its carry, whether it is made of rows before its own.
+
+    It is, if the rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. What has
+    an axis of the rows in the carry does not count, because each round may take its own row from it; nor do integers,
+    which are places.
+    """
+
+    def made_of(inputs: Sequence[bool]) -> list[bool]:
+        return reached(body, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
+
+    holds_one = {i for i in carry if not axes(opened(body).invars[i])}
+    marks = [v.kind == Kind.ROWS and i not in carry for i, v in enumerate(values)]
+    while True:
+        after = made_of(marks)
+        before, marks = marks, [mark or i in holds_one and after[i - carry.start] for i, mark in enumerate(marks)]
+        if marks == before:
+            return made_of([mark and i in holds_one for i, mark in enumerate(marks)])[len(carry) :]

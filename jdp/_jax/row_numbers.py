@@ -1,0 +1,79 @@
+"""Tells what comes of rows that meet a number made of all rows: a normalization, or what is no mean.
+
+A BatchNorm subtracts means from rows and divides by roots of variances, and that is no offence. All else that is linear
+after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the rows, so that it is a
+product of two sums. What is not linear after it, as a layer of a model, is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from .row_values import Fault, Kind, RowValue
+
+
+def added_to_rows(value: RowValue, name: str) -> RowValue:
+    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
+
+    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
+    adds numbers of its own for each feature.
+    """
+    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
+        return value
+    is_shift = name == "sub" and _is_largest(value)
+    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
+
+
+def _is_largest(value: RowValue) -> bool:
+    """Returns True for the largest or the least of all rows."""
+    at = value.fault.at if value.fault is not None else ()
+    return bool(at) and at[0].primitive.name in ("reduce_max", "reduce_min")
+
+
+def is_mean_number(value: RowValue) -> bool:
+    """Returns True for one number that is a mean of all rows, or a sum.
+
+    Rows with it as a summand have a mean; as soon as other rows multiply them, there are two sums in a product.
+    """
+    return value.kind == Kind.SUMMED and value.is_number and value.fault is None
+
+
+def still_linear(values: Sequence[RowValue], name: Literal["pending", "centred"]) -> Fault | None:
+    """Returns the fault that waits in one of several values that are added, or chosen from.
+
+    It is gone where another of them met a number of all rows, too, and is not linear in it: `x + f(x)` is a layer of a
+    model, as a softmax is.
+    """
+    if any(v.kind == Kind.ROWS and v.met and not (v.pending or v.centred) for v in values):
+        return None
+    return next((fault for v in values if (fault := getattr(v, name)) is not None), None)
+
+
+def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
+    """Returns the fault of a product or a quotient with rows, if all that follows is linear; None if there is none."""
+    is_div, fault = name == "div", Fault("nonlinear", at)
+    if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):  # but x * sigmoid(x) is a function of x
+        of_a, of_b = (None if other.met else v.pending or v.centred for v, other in ((a, b), (b, a)))
+        return of_a or (None if is_div else of_b)
+    if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED} or name not in ("mul", "div"):
+        return None
+    rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
+    if is_div and rows is a:  # by a root of a variance it is a normalization
+        return fault if is_mean_number(number) or number.is_number and _is_largest(number) else None
+    return None if number.inverse or rows.scaled else rows.pending or fault
+
+
+def is_scaled(name: str, a: RowValue, b: RowValue) -> bool:
+    """Returns True for rows that are divided by a number of all rows, or by one for each feature."""
+    kinds = a.kind, b.kind
+    by_b = kinds == (Kind.ROWS, Kind.SUMMED) and (name == "div" or b.inverse)
+    return by_b or kinds == (Kind.SUMMED, Kind.ROWS) and name == "mul" and a.inverse
+
+
+def is_inverse(name: str, a: RowValue, b: RowValue) -> bool:
+    """Returns True for a number that is divided by one of all rows which is no mean, as one by a root of a variance."""
+    if name == "div":
+        is_root = b.kind == Kind.SUMMED and b.fault is not None and not _is_largest(b)
+        return a.inverse or a.kind != Kind.SUMMED and is_root
+    return a.inverse or b.inverse
