@@ -236,8 +236,8 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
                 if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
                     error.add_note(
                         f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
-                        f"np.asarray(x), if x); it is traced, before there are values. Return the arrays themselves; "
-                        f"take float(...) of what the call gives."
+                        f"np.asarray(x), if x, table[x] of a numpy table); it is traced, before there are values. Return "
+                        f"the arrays themselves, and take float(...) of what the call gives; index jnp.asarray(table)."
                     )
                 if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
                     error.add_note(

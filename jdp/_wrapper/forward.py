@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from .._core.devices import Device, Devices, resolve_output
 from .._core.gather import gather, join, scatter_list
@@ -19,11 +20,12 @@ from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
 from .._core.programs import Flat, dispatch
-from .._core.replica_mesh import outside_of_mesh
+from .._core.replica_mesh import ReplicaMesh, outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, refuse_other_replicas, split
-from .._core.scattered import Scattered, children, holds_scattered, map_scattered, on_mesh
+from .._core.scattered import Scattered, children, concrete, holds_scattered, map_scattered, on_mesh
 from .._core.unread import unread
+from .._jax.private import trace_state_clean
 from .._model.config import Config, Wrapper
 from .._model.linen import call_options, explain_stacked, place, unboxed
 from .._model.nnx import Held, StandIn, filters_of, is_node, take_nodes
@@ -147,6 +149,8 @@ def four_steps(
     """
     config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
     config.refuse_other_mesh()
+    if not trace_state_clean() and not config.mesh.spans_processes:
+        args, kwargs = _at_home((args, kwargs), params if home is None else home, config.mesh)
     inputs, kw = dp.scatter(args, kwargs, config.devices)
     if cut:
         _refuse_other_rows(cut, inputs, kw)
@@ -165,6 +169,21 @@ def four_steps(
         return _gathered(dp, outputs, stay, stateful)
     outputs, updates = children(outputs)
     return _gathered(dp, outputs, stay, stateful), join(updates, "sharded" if stay else None)
+
+
+def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
+    """Puts the arrays that `jax.grad` traces and nobody has put anywhere where the parameters live.
+
+    So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices.
+    """
+    to = mesh.replicated if lives_replicated(home, mesh) else mesh.devices[0]
+
+    def put(x: Any) -> Any:
+        value = concrete(x) if isinstance(x, Tracer) else None
+        is_free = value is not None and not getattr(value, "committed", False)
+        return jax.device_put(x, to, src=to) if is_free else x
+
+    return jax.tree.map(put, call, is_leaf=is_node)  # type: ignore[no-any-return]
 
 
 def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:

@@ -48,6 +48,25 @@ def loss(apply):
 # --- grad and value_and_grad, outside and inside jit ---
 
 
+def penalty(apply):
+    """That of WGAN-GP: a gradient with respect to the rows, beside the output, and a gradient of both."""
+
+    def of(params, x):
+        grads = jax.grad(lambda x: apply(params, x).sum())(x)
+        return apply(params, x).mean() + ((jnp.linalg.norm(grads, axis=1) - 1) ** 2).mean()
+
+    return of
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("size", [8, 10])
+@pytest.mark.parametrize("lie", [np.asarray, jnp.asarray])
+def test_a_gradient_of_rows_on_the_host_is_beside_the_output(where, size, lie):
+    """Eagerly JAX refuses to add arrays on other devices."""
+    found = jax.value_and_grad(penalty(DP))(placed(where), lie(ROWS[:size]))
+    close(found, jax.value_and_grad(penalty(model))(PARAMS, ROWS[:size]))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [8, 10])
