@@ -21,11 +21,11 @@ def added_to_rows(value: RowValue, name: str) -> RowValue:
     """
     if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
         return value
-    is_shift = name == "sub" and _is_largest(value)
+    is_shift = name == "sub" and is_largest(value)
     return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
 
 
-def _is_largest(value: RowValue) -> bool:
+def is_largest(value: RowValue) -> bool:
     """Returns True for the largest or the least of all rows."""
     at = value.fault.at if value.fault is not None else ()
     return bool(at) and at[0].primitive.name in ("reduce_max", "reduce_min")
@@ -60,7 +60,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
     if is_div and rows is a:  # by a root of a variance it is a normalization
-        return fault if is_mean_number(number) or number.is_number and _is_largest(number) else None
+        return fault if is_mean_number(number) or number.is_number and is_largest(number) else None
     return None if number.inverse or rows.scaled else rows.pending or fault
 
 
@@ -74,6 +74,6 @@ def is_scaled(name: str, a: RowValue, b: RowValue) -> bool:
 def is_inverse(name: str, a: RowValue, b: RowValue) -> bool:
     """Returns True for a number that is divided by one of all rows which is no mean, as one by a root of a variance."""
     if name == "div":
-        is_root = b.kind == Kind.SUMMED and b.fault is not None and not _is_largest(b)
+        is_root = b.kind == Kind.SUMMED and b.fault is not None and not is_largest(b)
         return a.inverse or a.kind != Kind.SUMMED and is_root
     return a.inverse or b.inverse

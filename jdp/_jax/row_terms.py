@@ -39,6 +39,7 @@ import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
+from .row_backward import backward_of, mixes_cotangents
 from .row_loops import looks_back, sums_at_end
 from .row_numbers import added_to_rows, is_inverse, is_mean_number, is_scaled, product_with_rows, still_linear
 from .row_pairs import diagonal, of_pairs
@@ -69,6 +70,8 @@ class Reader:
         self.rows = rows
         self.around: list[Any] = []  # the equations that it is in, the outermost first
         self.loops = 0  # over the rows: as many as it is in
+        self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, which is None if lost
+        self.mixed: list[tuple[Any, ...]] = []  # those that are made of several rows, as `at` names them
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -99,6 +102,10 @@ class Reader:
         if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
             joined = functools.reduce(either, values, CONST)
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
+        if name == "custom_vjp_call":
+            _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
+            if backward is not None and mixes_cotangents(eqn, backward, values, self.read):
+                self.mixed.append(self.at())
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
         if name in ("cond", "scan", "while"):

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .jaxprs import opened, reached, source_line
+from .jaxprs import equations, opened, reached, source_line
+from .row_backward import backward_of, is_linear
 from .row_terms import Reader
 from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowCount, RowValue
 
@@ -142,8 +143,7 @@ class Traced:
             if fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
             else:
-                line = next(filter(None, map(source_line, fault.at)), "")
-                found.append(Offence(fault.kind, line, _named(fault.at[0]) if fault.at else ""))
+                found.append(_offence(fault.kind, fault.at))
         return found
 
     @functools.cached_property
@@ -151,13 +151,41 @@ class Traced:
         """For each output whether it depends on no input."""
         return [not depends for depends in reached(self.jaxpr, [True] * len(self.inputs))]
 
-    @functools.cached_property
+    def mixed(self) -> Offence | None:
+        """Returns the first backward pass of the function's own that is made of several rows; None if there is none."""
+        reader = self._read[1]
+        return _offence("pairs", reader.mixed[0]) if reader.mixed else None
+
+    @property
+    def is_backward_followed(self) -> bool:
+        """Whether all backward passes of the function's own could be traced."""
+        return all(backward is not None for _, backward in self._read[1].backward.values())
+
+    @property
     def _values(self) -> list[RowValue]:
+        return self._read[0]
+
+    @functools.cached_property
+    def _read(self) -> tuple[list[RowValue], Reader]:
         inputs = [RowValue(Kind.ROWS) if rows else RowValue(Kind.CONST) for rows in self.inputs]
+        reader = Reader(self.rows)
         try:
-            return Reader(self.rows).read(self.jaxpr, inputs)
+            return reader.read(self.jaxpr, inputs), reader
         except NotImplementedError:  # this version of JAX has other equations than those known here
-            return [UNKNOWN] * len(self.avals)
+            return [UNKNOWN] * len(self.avals), reader
+
+
+def is_backward_linear(jaxpr: Any) -> bool:
+    """Returns False if a backward pass of a function's own (`jax.custom_vjp`) is not linear, as one that clips."""
+    calls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "custom_vjp_call"]
+    passes = [(eqn, backward_of(eqn)) for eqn in calls]
+    read = Reader(RowCount()).read
+    return all(backward is None or is_linear(eqn, backward, read) for eqn, backward in passes)
+
+
+def _offence(kind: Blame, at: tuple[Any, ...]) -> Offence:
+    line = next(filter(None, map(source_line, at)), "")
+    return Offence(kind, line, _named(at[0]) if at else "")
 
 
 def _named(eqn: Any) -> str:

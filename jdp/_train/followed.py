@@ -177,6 +177,19 @@ class Followed:
                 f"made of its own row. {_sentence(self._way)}."
             )
 
+    def refuse_mixed_cotangents(self, name: str) -> None:
+        """Raises a `TypeError` for a loss with a backward pass of its own that is made of several rows."""
+        if self.rows is None or not self._is_judged:
+            return
+        traced = self._traced
+        followed = [traced] if traced is not None and traced.is_backward_followed else self._numbered
+        said = [found for each in followed if (found := each.mixed()) is not None]
+        if said and len(said) == len(followed):
+            raise TypeError(
+                f"{name} has a backward pass of its own, which is {_what(said[0])}; a gradient is that of one device "
+                f"where each row's is made of its own. {_sentence(self._way)}."
+            )
+
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
         kind: row_traces.TermKind = "sum" if len(at) == 1 else "count"

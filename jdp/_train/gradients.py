@@ -17,7 +17,7 @@ from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.convolutions import canonical
 from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, source_line, varying
-from .._jax.row_traces import Traced, of_any_rows
+from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
@@ -353,8 +353,11 @@ def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
 
 
 def _look_at_terms(jaxpr: Any, forms: Forms, differentiated: int) -> None:
-    """Raises `SeveralTerms` for a `jdp.Mean` whose count is differentiated."""
-    if forms.each[0].kind == "ratio" and _count_depends(jaxpr, differentiated):
+    """Raises `SeveralTerms` for a `jdp.Mean` whose count is differentiated, or has to be known for the gradient.
+
+    A backward pass of the user's own that is not linear, as one that clips, sees the gradient of the mean so.
+    """
+    if forms.each[0].kind == "ratio" and (_count_depends(jaxpr, differentiated) or not is_backward_linear(jaxpr)):
         raise SeveralTerms
 
 

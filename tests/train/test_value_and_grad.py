@@ -1429,7 +1429,7 @@ class OfRows(nn.Module):
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.parametrize("form", ["scalar", "vector", "sum", "synchronised"])
+@pytest.mark.parametrize("form", ["scalar", "vector", "sum", "mean", "terms", "synchronised"])
 def test_a_backward_pass_that_is_not_linear_sees_the_gradient_of_all_rows(form, rows, steps):
     """Equal to one device, where the gradient of each row is that of the mean over all of them."""
     if form == "synchronised" and (steps > 1 or rows % 4):
@@ -1440,11 +1440,15 @@ def test_a_backward_pass_that_is_not_linear_sees_the_gradient_of_all_rows(form, 
 
     def loss(v, x):
         values = (model.apply(v, x, mutable=["batch_stats"])[0] ** 2).mean(1)
-        return {"vector": lambda: values, "sum": lambda: jdp.Sum(values.sum() / 8)}.get(form, values.mean)()
+        mean = jdp.Mean(values.sum(), (x > 0.2).sum())
+        forms = {"vector": values, "sum": jdp.Sum(values.sum() / 8), "mean": mean, "terms": mean + 0.5 * values.mean()}
+        return forms.get(form, values.mean())
 
     def of_one(params):
         found = loss({**variables, "params": params}, x)
-        return found.total if form == "sum" else found.mean()
+        if form == "terms":
+            return found.terms[0].total / found.terms[0].count + 0.5 * found.terms[1]
+        return found.total / (found.count if form == "mean" else 1) if form in ("mean", "sum") else found.mean()
 
     expected = jax.grad(of_one)(variables["params"])
     step = jdp.DataParallel(model, range(4)).train_step(
@@ -1453,3 +1457,82 @@ def test_a_backward_pass_that_is_not_linear_sees_the_gradient_of_all_rows(form, 
     state, _ = step(step.init(variables), x)
     for before, after, grad in zip(*map(jax.tree.leaves, (variables["params"], state.params, expected)), strict=True):
         np.testing.assert_allclose(before - jax.device_get(after), grad, rtol=1e-4, atol=1e-6)
+
+
+def with_backward(fn, backward):
+    """A function with a backward pass of its own, `backward(x, g)`."""
+    found = jax.custom_vjp(fn)
+    found.defvjp(lambda x: (fn(x), x), lambda x, g: (backward(x, g),))
+    return found
+
+
+def normed(x):
+    return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+
+
+def normed_back(x, g):
+    h, scale = normed(x), jax.lax.rsqrt(x.var(0) + 1e-5)
+    return scale * (g - g.mean(0) - h * (g * h).mean(0))
+
+
+OF_SEVERAL_ROWS = {
+    "by its norm": lambda x, g: g / jnp.linalg.norm(g),
+    "by a mean": lambda x, g: g * jnp.abs(x).mean(),
+    "centred": lambda x, g: g - g.mean(0),
+    "asks for its rows": lambda x, g: len(x) * g / jnp.abs(g).max(),
+    "softmax": lambda x, g: jax.nn.softmax(x @ x.T) @ g,
+}
+OF_EACH_ROW = {
+    "clipped": (lambda x: x, lambda x, g: jnp.clip(g, -0.02, 0.02)),
+    "by the norm of each": (lambda x: x, lambda x, g: g / (jnp.linalg.norm(g, axis=1, keepdims=True) + 1)),
+    "reversed": (lambda x: x, lambda x, g: -g),
+    "BatchNorm": (normed, normed_back),
+}
+W3 = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
+X3 = np.random.default_rng(1).normal(size=(7, 3)).astype(np.float32)
+FORMS = {
+    "scalar": lambda e: e.mean(),
+    "vector": lambda e: e,
+    "sum": lambda e: jdp.Sum(e.sum()),
+    "mean": lambda e: jdp.Mean(e.sum(), (e > 1).sum()),
+    "terms": lambda e: jdp.Mean(e.sum(), (e > 1).sum()) + e.mean(),
+}
+
+
+@pytest.mark.one_case("by its norm-scalar", "centred-mean", "asks for its rows-vector")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("what", OF_SEVERAL_ROWS)
+def test_a_backward_pass_of_several_rows_is_refused(what, form):
+    own = with_backward(lambda x: x, OF_SEVERAL_ROWS[what])
+
+    def loss(w, x):
+        return FORMS[form]((own(x @ w) ** 2).sum(1))
+
+    line = loss.__code__.co_firstlineno + 1
+    for n in (1, 4):
+        dp = jdp.DataParallel(lambda w, x: x @ w, range(n))
+        with pytest.raises(
+            TypeError, match=rf"the loss has a backward pass.*test_value_and_grad\.py:{line}.*criterion="
+        ):
+            dp.value_and_grad(loss)(W3, X3)
+
+
+def test_a_backward_pass_of_several_rows_is_that_of_one_device_in_a_criterion():
+    own = with_backward(lambda x: x, OF_SEVERAL_ROWS["by its norm"])
+
+    def criterion(out, x):
+        return (own(out) ** 2).mean()
+
+    found = jdp.DataParallel(lambda w, x: x @ w, range(4)).value_and_grad(lambda w, x: x @ w, criterion=criterion)(
+        W3, X3
+    )
+    close(found, jax.value_and_grad(lambda w: criterion(X3 @ w, X3))(W3))
+
+
+@pytest.mark.one_case("clipped-mean", "BatchNorm-scalar")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("what", OF_EACH_ROW)
+def test_a_backward_pass_of_each_row_is_accepted(what, form):
+    own = with_backward(*OF_EACH_ROW[what])
+    dp = jdp.DataParallel(lambda w, x: x @ w, range(4))
+    dp.value_and_grad(lambda w, x: FORMS[form]((own(x @ w) ** 2).sum(1)))(W3, X3)

@@ -1,0 +1,81 @@
+"""Tells which backward passes of a user's own (`jax.custom_vjp`) are made of several rows, where the function is not.
+
+One that divides the cotangents by their norm, or subtracts their mean, sees those of one replica's rows alone. A
+BatchNorm with a backward pass of its own is no offence: the function itself is made of all rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .jaxprs import bind, parameter
+from .row_numbers import is_largest
+from .row_values import CONST, Kind, RowValue, lasting
+
+Read = Callable[[Any, Sequence[RowValue]], list[RowValue]]
+
+
+def backward_of(eqn: Any) -> Any:
+    """Returns the jaxpr of a `custom_vjp_call`'s backward pass, with what its function computes; None if there is none.
+
+    Its inputs are the operands and the cotangents of the results, as far as they are no integers.
+    """
+    chosen = [i for i, v in enumerate(eqn.invars) if _has_cotangent(v)]
+
+    def run(values: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        def of_some(*some: Any) -> list[Any]:
+            known = dict(zip(chosen, some, strict=True))
+            results = bind(eqn, [known.get(i, x) for i, x in enumerate(values)])
+            return [x for x, v in zip(results, eqn.outvars, strict=True) if _has_cotangent(v)]
+
+        return jax.vjp(of_some, *[values[i] for i in chosen])[1](cotangents)
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return jax.make_jaxpr(run)([v.aval for v in eqn.invars], [v.aval for v in eqn.outvars if _has_cotangent(v)])
+    except Exception:  # the user's own function may raise anything, as where it asks for its number of rows
+        return None
+
+
+def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read) -> bool:
+    """Returns True if a backward pass is made of several rows, and its function is not.
+
+    `read` tells what is known of a jaxpr's outputs.
+    """
+    inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
+    outputs = read(parameter(eqn, "call_jaxpr"), inputs)
+    if any(v.met or v.kind == Kind.UNKNOWN or lasting([v]) is not None for v in outputs):
+        return False
+    cotangents = [_cotangent(v) for v, w in zip(outputs, eqn.outvars, strict=True) if _has_cotangent(w)]
+    return any(map(_is_mixed, read(backward, [*inputs, *cotangents])))
+
+
+def is_linear(eqn: Any, backward: Any, read: Read) -> bool:
+    """Returns True if a backward pass is linear in the cotangents, or cannot be followed."""
+    total = RowValue(Kind.SUMMED, 1)
+    cotangents = [total for v in eqn.outvars if _has_cotangent(v)]
+    found = read(backward, [*[CONST] * len(eqn.invars), *cotangents])
+    return not any(v.kind == Kind.SUMMED and v.fault is not None for v in found)
+
+
+def _has_cotangent(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
+
+
+def _cotangent(output: RowValue) -> RowValue:
+    """Returns what is known of a cotangent: that of a parameter is a sum over the rows, that of such a sum a number."""
+    if output.kind == Kind.CONST:
+        return RowValue(Kind.SUMMED, 1)
+    return RowValue(Kind.ROWS) if output.kind == Kind.ROWS else CONST
+
+
+def _is_mixed(cotangent: RowValue) -> bool:
+    """Returns True for what is made of several rows, and no sum over them; the largest of all may be a statistic."""
+    if cotangent.kind == Kind.ROWS:
+        return cotangent.met or lasting([cotangent]) is not None
+    return cotangent.kind == Kind.SUMMED and cotangent.fault is not None and not is_largest(cotangent)
