@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from .._jax.jaxprs import constants
+from .._jax.private import types_of_arrays
+from .._jax.rewrites import with_constants
 from .devices import outside
-from .layout import Cut, Layout, Leaf, Static, Tree, Whole
+from .layout import Cut, Layout, Leaf, Static, Tree, Whole, is_key
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
@@ -233,34 +238,75 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
                 with replica_context(signature.layout.mesh):
                     out = run(*operands)
             except Exception as error:
-                if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
-                    error.add_note(
-                        f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), "
-                        f"np.asarray(x), if x, table[x] of a numpy table); it is traced, before there are values. Return "
-                        f"the arrays themselves, and take float(...) of what the call gives; index jnp.asarray(table)."
-                    )
-                if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
-                    error.add_note(
-                        "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of "
-                        "the model's own takes it from there. Leave mesh= out, and name the replica's axes: "
-                        "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
-                    )
-                if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
-                    error.add_note(
-                        "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own "
-                        "has nothing to split. Call the function without shard_map, on the chunk."
-                    )
-                device = signature.layout.devices[replica]
-                error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
+                _explain(error, label, signature.layout.devices[replica], replica)
                 raise
             return returned(out, signature.layout, operands)
 
         call.__name__ = label
         # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
         # on the devices already, with and without a gradient.
-        return jax.jit(call)
+        return _closed(jax.jit(call), signature.layout.mesh)
 
     return body
+
+
+def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
+    """Adds notes to an error of the function that a replica runs: what to do about it, and where it was raised."""
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        error.add_note(
+            f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), np.asarray(x), if x, "
+            f"table[x] of a numpy table); it is traced, before there are values. Return the arrays themselves, and take "
+            f"float(...) of what the call gives; index jnp.asarray(table)."
+        )
+    if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
+        error.add_note(
+            "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of the model's "
+            "own takes it from there. Leave mesh= out, and name the replica's axes: "
+            "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
+        )
+    if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
+        error.add_note(
+            "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own has nothing "
+            "to split. Call the function without shard_map, on the chunk."
+        )
+    if type(error).__name__ == "TraceContextError":
+        error.add_note(
+            f"jdp.parallel_apply: {label} changes an NNX object that it closes over, as BatchNorm and Dropout do in "
+            f"training; what replicas change comes back for objects that they get. Call its eval(), or pass it in the "
+            f"batch."
+        )
+    error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
+
+
+def _closed(call: Callable[..., Outputs], mesh: ReplicaMesh) -> Callable[..., Outputs]:
+    """Returns the jitted call of a replica, which may close over arrays that lie over several devices.
+
+    It gets the copy on one of them. Under the mesh of a replica such an array has a type that JAX combines with
+    no other.
+    """
+    if mesh.inner_axes:  # JAX puts it onto a replica of several devices
+        return call
+
+    def closed(*operands: Any) -> Outputs:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return call(*operands)
+        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*operands)  # the trace serves the call below as well
+        if not any(map(_lies_over_devices, constants(jaxpr))):
+            return call(*operands)
+        out = jax.extend.core.jaxpr_as_fun(with_constants(jaxpr, _on_one_device))(*operands)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return closed
+
+
+def _lies_over_devices(x: Any) -> bool:
+    return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not is_key(x)
+
+
+def _on_one_device(x: Any) -> Any:
+    if not _lies_over_devices(x):
+        return x
+    return x.addressable_data(0) if x.is_fully_replicated else np.asarray(x)
 
 
 _NO_AXES = AbstractMesh((), ())
@@ -270,6 +316,7 @@ _NO_AXES = AbstractMesh((), ())
 _inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())
 _lock = threading.Lock()
 _threads_inside = 0
+_types_as_before: Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -283,10 +330,11 @@ def replica_context(mesh: ReplicaMesh | None = None) -> Iterator[None]:
     JAX itself traces the inside of a `shard_map` under a mesh of Manual axes. The types of values that `jax.eval_shape`
     gives there have that mesh in them or not, depending on the pass. Programs that compare types (the adjoints of
     equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
-    Collectives over the replicas' axis need nothing but its name, and stay as they are.
+    Collectives over the replicas' axis need nothing but its name, and stay as they are. Arrays that the function closes
+    over have no mesh in their types there, wherever they lie.
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
-    with _left_out(), jax.sharding.use_abstract_mesh(mesh.inside if mesh and is_grouped else _NO_AXES):
+    with _without_meshes(), jax.sharding.use_abstract_mesh(mesh.inside if mesh and is_grouped else _NO_AXES):
         token = _inside.set((*_inside.get(), mesh if is_grouped else None))
         try:
             yield
@@ -300,17 +348,18 @@ def in_replica() -> bool:
 
 
 @contextlib.contextmanager
-def _left_out() -> Iterator[None]:
-    """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
+def _without_meshes() -> Iterator[None]:
+    """Replaces `jax.lax.with_sharding_constraint` and the types of arrays while any thread traces a replica.
 
     Nothing in JAX leaves axes out: inside of a `shard_map` a constraint that names an axis of another mesh, or one of
     the `shard_map`, is an error before it becomes part of the program. Flax looks the function up at each call, and so
     do most models; one that was imported by name stays as it is, and JAX's error with it.
     """
-    global _threads_inside
+    global _threads_inside, _types_as_before
     with _lock:
         if not _threads_inside:
             jax.lax.with_sharding_constraint = _constraint
+            _types_as_before = types_of_arrays(_type_of)
         _threads_inside += 1
     try:
         yield
@@ -319,6 +368,17 @@ def _left_out() -> Iterator[None]:
             _threads_inside -= 1
             if not _threads_inside:
                 jax.lax.with_sharding_constraint = _of_jax
+                _types_as_before()
+
+
+def _type_of(of_jax: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns the function of an array's type, from JAX's: without a mesh while this thread traces a replica."""
+
+    def type_of(x: Any) -> Any:
+        is_inside = _inside.get() and _inside.get()[-1] is None
+        return of_jax(x).update(sharding=None) if is_inside else of_jax(x)
+
+    return type_of
 
 
 _of_jax = jax.lax.with_sharding_constraint

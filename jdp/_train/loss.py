@@ -176,7 +176,9 @@ def called(criterion: Any, *args: Any) -> Any:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
             raise
-        error.add_note(f"Caught {type(error).__name__} in criterion {name}, which gets the outputs of all rows.")
+        others = "the whole batch" if len(args) == 2 else f"the {len(args) - 1} arguments after the first, whole"
+        rows = f"which gets the outputs of all rows, and {others}"
+        error.add_note(f"Caught {type(error).__name__} in criterion {name}, {rows}.")
         if isinstance(error, NameError) and is_unbound_axis(error):
             error.add_note("It runs once, outside of the replicas. Leave the collective out: x.mean() is of all rows.")
         raise
@@ -255,9 +257,10 @@ def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = 
         way = "Leave key= out of step.init, or take it"
     elif takes(3):
         what = "takes a third argument, and there is no key"
-        way = "Pass one: step.init(variables, key=jax.random.key(0))"
+        way = "If it is a key, pass one: step.init(variables, key=jax.random.key(0))"
         if key is None:
-            way = "Draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))"
+            way = "If it is a key, draw from an nnx.Rngs of the model (nnx.Dropout(..., rngs=rngs))"
+        way += "; if it is of the batch, take that as one tree: x, y = batch"
     last = ", key" if key else ""
     raise TypeError(f"jdp.{VERB}: {role} {name} {what}; a step calls {role}({first}, batch{last}). {way}.")
 
@@ -324,7 +327,8 @@ def variables_loss(
         nodes = [] if held.graph is None else own_nodes(held.graph, (held.variables,), sync_over)
         if nodes:
             args = put_nodes(args, nodes)
-        with rows_explained(*args), lost_attributes(nodes) if nodes else contextlib.nullcontext():
+        of_nodes = lost_attributes(nodes) if nodes else contextlib.nullcontext()
+        with _params_explained(params), rows_explained(*args), of_nodes:
             out = reading(loss_fn)({"params": unbox(params), **collections}, *args, *kwargs.values())
         if criterion is None:
             loss, metrics, updates = results_of(out, reserved)
@@ -344,6 +348,20 @@ def variables_loss(
         return of_criterion(criterion, outputs, args, reserved)
 
     return Loss(compute, VERB, leave_all, Recent(), sync=sync, criterion=None if criterion is None else judge)
+
+
+@contextlib.contextmanager
+def _params_explained(params: Tree) -> Iterator[None]:
+    """Adds a note to the error of a loss function that takes the variables for the parameters."""
+    try:
+        yield
+    except KeyError as error:
+        if isinstance(params, Mapping) and error.args and error.args[0] in params:
+            error.add_note(
+                f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {error.args[0]!r} is a parameter. Take it "
+                f"of variables['params']."
+            )
+        raise
 
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:

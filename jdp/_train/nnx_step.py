@@ -131,10 +131,11 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             state, scattered, flat, nodes = self._ready(batch, donates=True)
             return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
         except flax.errors.TraceContextError as error:
-            error.add_note(
-                f"jdp.{VERB}: the step was called inside of jax.jit or another transformation; it updates the model in "
-                f"place, and is a compiled program itself. Call it outside."
-            )
+            if not trace_state_clean():
+                error.add_note(
+                    f"jdp.{VERB}: the step was called inside of jax.jit or another transformation; it updates the model "
+                    f"in place, and is a compiled program itself. Call it outside."
+                )
             raise
         except KeyboardInterrupt as error:
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
