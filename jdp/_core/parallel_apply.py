@@ -12,16 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.extend
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from .._jax.jaxprs import constants
-from .._jax.private import types_of_arrays
-from .._jax.rewrites import with_constants
 from .devices import outside
-from .layout import Cut, Layout, Leaf, Static, Tree, Whole, is_key
+from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Compiled, Recent, dispatch, kept
 from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
@@ -233,21 +228,44 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
         """Returns the call on a chunk of the size that `replica` (the lowest such) has."""
         run = call_of(signature, replica)
 
-        def call(*operands: Any) -> Outputs:
+        def traced(operands: Sequence[Any], under_mesh: bool) -> Outputs:
             try:
-                with replica_context(signature.layout.mesh):
+                with replica_context(signature.layout.mesh, under_mesh):
                     out = run(*operands)
             except Exception as error:
                 _explain(error, label, signature.layout.devices[replica], replica)
                 raise
             return returned(out, signature.layout, operands)
 
-        call.__name__ = label
+        def call(*operands: Any) -> Outputs:
+            return traced(operands, under_mesh=False)
+
+        def call_under_mesh(*operands: Any) -> Outputs:
+            return traced(operands, under_mesh=True)
+
+        call.__name__ = call_under_mesh.__name__ = label
         # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
         # on the devices already, with and without a gradient.
-        return _closed(jax.jit(call), signature.layout.mesh)
+        return _either(jax.jit(call), jax.jit(call_under_mesh))
 
     return body
+
+
+def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """Returns the call of a replica, traced under the replicas' mesh if it closes over arrays that lie on a mesh.
+
+    Without a mesh around it JAX does not combine such an array with those of the replica.
+    """
+
+    def either(*operands: Any) -> Outputs:
+        try:
+            return call(*operands)
+        except ValueError as error:
+            if "Mesh for all inputs" not in str(error):
+                raise
+        return under_mesh(*operands)
+
+    return either
 
 
 def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
@@ -278,37 +296,6 @@ def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
     error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
 
 
-def _closed(call: Callable[..., Outputs], mesh: ReplicaMesh) -> Callable[..., Outputs]:
-    """Returns the jitted call of a replica, which may close over arrays that lie over several devices.
-
-    It gets the copy on one of them. Under the mesh of a replica such an array has a type that JAX combines with
-    no other.
-    """
-    if mesh.inner_axes:  # JAX puts it onto a replica of several devices
-        return call
-
-    def closed(*operands: Any) -> Outputs:
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return call(*operands)
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*operands)  # the trace serves the call below as well
-        if not any(map(_lies_over_devices, constants(jaxpr))):
-            return call(*operands)
-        out = jax.extend.core.jaxpr_as_fun(with_constants(jaxpr, _on_one_device))(*operands)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-    return closed
-
-
-def _lies_over_devices(x: Any) -> bool:
-    return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not is_key(x)
-
-
-def _on_one_device(x: Any) -> Any:
-    if not _lies_over_devices(x):
-        return x
-    return x.addressable_data(0) if x.is_fully_replicated else np.asarray(x)
-
-
 _NO_AXES = AbstractMesh((), ())
 
 
@@ -316,11 +303,10 @@ _NO_AXES = AbstractMesh((), ())
 _inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())
 _lock = threading.Lock()
 _threads_inside = 0
-_types_as_before: Callable[[], None]
 
 
 @contextlib.contextmanager
-def replica_context(mesh: ReplicaMesh | None = None) -> Iterator[None]:
+def replica_context(mesh: ReplicaMesh | None = None, under_mesh: bool = False) -> Iterator[None]:
     """Traces its body as the code of a replica: sharding constraints name the axes inside of it, and no others.
 
     A model that was written for a mesh names its axes in `with_sharding_constraint`, in `with_logical_constraint` of
@@ -330,11 +316,12 @@ def replica_context(mesh: ReplicaMesh | None = None) -> Iterator[None]:
     JAX itself traces the inside of a `shard_map` under a mesh of Manual axes. The types of values that `jax.eval_shape`
     gives there have that mesh in them or not, depending on the pass. Programs that compare types (the adjoints of
     equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
-    Collectives over the replicas' axis need nothing but its name, and stay as they are. Arrays that the function closes
-    over have no mesh in their types there, wherever they lie.
+    Collectives over the replicas' axis need nothing but its name, and stay as they are. With `under_mesh` JAX's own mesh
+    stays: the function closes over arrays that lie on a mesh, and does not compare types.
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
-    with _without_meshes(), jax.sharding.use_abstract_mesh(mesh.inside if mesh and is_grouped else _NO_AXES):
+    inside = mesh.inside if mesh and is_grouped else _NO_AXES
+    with _left_out(), contextlib.nullcontext() if under_mesh else jax.sharding.use_abstract_mesh(inside):
         token = _inside.set((*_inside.get(), mesh if is_grouped else None))
         try:
             yield
@@ -348,18 +335,17 @@ def in_replica() -> bool:
 
 
 @contextlib.contextmanager
-def _without_meshes() -> Iterator[None]:
-    """Replaces `jax.lax.with_sharding_constraint` and the types of arrays while any thread traces a replica.
+def _left_out() -> Iterator[None]:
+    """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
 
     Nothing in JAX leaves axes out: inside of a `shard_map` a constraint that names an axis of another mesh, or one of
     the `shard_map`, is an error before it becomes part of the program. Flax looks the function up at each call, and so
     do most models; one that was imported by name stays as it is, and JAX's error with it.
     """
-    global _threads_inside, _types_as_before
+    global _threads_inside
     with _lock:
         if not _threads_inside:
             jax.lax.with_sharding_constraint = _constraint
-            _types_as_before = types_of_arrays(_type_of)
         _threads_inside += 1
     try:
         yield
@@ -368,17 +354,6 @@ def _without_meshes() -> Iterator[None]:
             _threads_inside -= 1
             if not _threads_inside:
                 jax.lax.with_sharding_constraint = _of_jax
-                _types_as_before()
-
-
-def _type_of(of_jax: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the function of an array's type, from JAX's: without a mesh while this thread traces a replica."""
-
-    def type_of(x: Any) -> Any:
-        is_inside = _inside.get() and _inside.get()[-1] is None
-        return of_jax(x).update(sharding=None) if is_inside else of_jax(x)
-
-    return type_of
 
 
 _of_jax = jax.lax.with_sharding_constraint

@@ -1,6 +1,6 @@
 """Below JAX's public surface: what JAX, jaxlib and Flax do not promise, and nothing of jdp.
 
-    private.py         twelve names, each with what is lost without it
+    private.py         eleven names, each with what is lost without it
     jaxprs.py          walks the equations of a jaxpr, runs them, and tells which values differ between replicas
     rewrites.py        other functions in place of equations, bodies in place of calls
     segments.py        a jaxpr that is cut at some equations

@@ -1,4 +1,4 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: twelve names, each behind a function or
+"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
 constant.
 
 Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
@@ -15,7 +15,6 @@ changes. `tests/jax/test_private.py` has a test for each name, which fails where
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
 11. `_wrapped_callback` of `jax._src.callback`, which calls back into Python: `callbacks`
-12. `jax._src.core.pytype_aval_mappings`, and `jax._src.array.ArrayImpl` in it: `types_of_arrays`
 """
 
 from __future__ import annotations
@@ -90,23 +89,6 @@ def concrete_value(tracer: Any) -> Any:
         return jax.extend.core.concrete_or_error(None, tracer)
     except jax.errors.ConcretizationTypeError:
         return None
-
-
-def types_of_arrays(replace: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Callable[[], None]:
-    """Puts `replace(f)` in place of JAX's function `f` of an array's type; returns a function that takes it back.
-
-    Without it a function that runs on replicas cannot close over arrays that lie over several devices: JAX raises a
-    `ValueError`, "Mesh for all inputs should be equal".
-
-    Tried: under the mesh of the `shard_map` JAX does this itself. The adjoints of equinox and diffrax, and models that
-    constrain their arrays, fail under that mesh.
-    """
-    functions, kind = _found("jax._src.core", "pytype_aval_mappings"), _found("jax._src.array", "ArrayImpl")
-    if functions is None or kind not in functions:
-        return lambda: None
-    before = functions[kind]
-    functions[kind] = replace(before)
-    return lambda: functions.update({kind: before})
 
 
 def compilations(jitted: Iterable[Any]) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .jaxprs import CALLS, axes, bind, env_of, equations, evaluate_eqn, inside, is_literal, opened, parameter, parts_of_scan, read
+from .jaxprs import CALLS, axes, bind, env_of, equations, evaluate_eqn, inside, opened, parameter, parts_of_scan, read
 
 Rule = Callable[[Any], Callable[..., Any] | None]
 """For an equation the function to put in its place, or None where it stays."""
@@ -29,39 +29,22 @@ def rewrite(jaxpr: Any, rule: Rule) -> Any:
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
-def with_constants(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the jaxpr, closed or open, with `change(x)` in place of each constant, nested ones too."""
-
-    def of(v: Any) -> Any:
-        return type(v)(change(v.val), v.aval) if is_literal(v) else v
-
-    inner = opened(jaxpr)
-    if inner is not jaxpr:
-        return jaxpr.replace(jaxpr=with_constants(inner, change), consts=[*map(change, jaxpr.consts)])
-    eqns = []
-    for eqn in jaxpr.eqns:
-        params = {name: _with_jaxprs(x, lambda y: with_constants(y, change)) for name, x in eqn.params.items()}
-        eqns.append(eqn.replace(params=params, invars=[*map(of, eqn.invars)]))
-    consts = {"consts": [*map(change, jaxpr.consts)]} if hasattr(jaxpr, "consts") else {}
-    return jaxpr.replace(eqns=eqns, outvars=[*map(of, jaxpr.outvars)], **consts)
-
-
 def _rewritten(eqn: Any, rule: Rule) -> Any:
     function = rule(eqn)
     if function is not None:
         # One equation that calls the new function, made by JAX itself, in place of the old one.
         (new,) = jax.make_jaxpr(jax.jit(function))(*[v.aval for v in eqn.invars]).eqns
         return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-    params = {name: _with_jaxprs(value, lambda x: rewrite(x, rule)) for name, value in eqn.params.items()}
+    params = {name: _rewritten_parameter(value, rule) for name, value in eqn.params.items()}
     return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
-def _with_jaxprs(x: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns an equation's parameter with `change(jaxpr)` in place of each jaxpr in it."""
+def _rewritten_parameter(x: Any, rule: Rule) -> Any:
+    """Returns an equation's parameter with the jaxprs in it rewritten."""
     if type(x) in (tuple, list) and any(hasattr(y, "eqns") for y in x):
-        new = type(x)(_with_jaxprs(y, change) for y in x)
+        new = type(x)(_rewritten_parameter(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
-    return change(x) if hasattr(x, "eqns") else x
+    return rewrite(x, rule) if hasattr(x, "eqns") else x
 
 
 _OF_ALL = {"psum", "pmax", "pmin"}

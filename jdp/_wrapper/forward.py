@@ -149,7 +149,7 @@ def four_steps(
     """
     config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
     config.refuse_other_mesh()
-    if not trace_state_clean() and not config.mesh.spans_processes:
+    if not trace_state_clean():
         args, kwargs = _at_home((args, kwargs), params if home is None else home, config.mesh)
     inputs, kw = dp.scatter(args, kwargs, config.devices)
     if cut:
@@ -176,7 +176,7 @@ def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any,
 
     So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices.
     """
-    to = mesh.replicated if lives_replicated(home, mesh) else mesh.devices[0]
+    to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 
     def put(x: Any) -> Any:
         value = concrete(x) if isinstance(x, Tracer) else None
