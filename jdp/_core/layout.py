@@ -56,6 +56,7 @@ class Shard(NamedTuple):
     is_whole: bool = False
 
 
+@jax.tree_util.register_static
 class Static:
     """A leaf that is no array (a bool, a string, a function): part of the program, not of its data."""
 

@@ -156,11 +156,6 @@ def _checked_positions(name: str, given: Any) -> tuple[int, ...]:
     return tuple(sorted({*found}))
 
 
-@jax.tree_util.register_static
-class _Object(Static):
-    """An argument, or a part of one, that is part of the program."""
-
-
 Replicas = tuple[dict[int, Tree], Held]
 
 
@@ -180,7 +175,7 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
                 f"static_broadcasted_argnums; what is static is part of the program. Pass what is hashable (a tuple "
                 f"for a list), or leave {p} out there."
             ) from None
-    return tuple(_Object(x) if p in static else x for p, x in enumerate(args))
+    return tuple(Static(x) if p in static else x for p, x in enumerate(args))
 
 
 def _axes_of_arguments(
@@ -233,7 +228,7 @@ def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     for i, x in enumerate(leaves):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             classify(x, VERB, lambda i=i: _argument_name(whole, i))
-            leaves[i] = _Object(x)
+            leaves[i] = Static(x)
     return treedef.unflatten(leaves)
 
 
@@ -245,7 +240,7 @@ def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     """Restores the objects that `_without_objects` has wrapped."""
 
     def is_object(x: Any) -> bool:
-        return isinstance(x, _Object)
+        return isinstance(x, Static)
 
     return jax.tree.map(lambda x: x.value if is_object(x) else x, whole, is_leaf=is_object)
 
