@@ -178,7 +178,7 @@ MOST_CLASSES = {
     "_jax": 14,
     "_core": 27,
     "_model": 5,
-    "_train": 32,
+    "_train": 31,
     "_wrapper": 10,
 }
 

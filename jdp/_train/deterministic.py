@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
 from .._core.outputs import Outputs
 from .._core.parallel_apply import CallOf
-from .._core.replica_mesh import ReplicaMesh, make_mesh
+from .._core.replica_mesh import make_mesh
 from .._core.scattered import Scattered, unpadded
 from .._core.tree import (
     Parts,
@@ -41,42 +41,8 @@ from .gradients import gradients, has_cotangent
 from .state import TrainState
 from .terms import finished
 
-
-class OnDevices:
-    """Takes arrays over a mesh apart into the parts on each of this process's devices, and puts parts together."""
-
-    def __init__(self, mesh: ReplicaMesh) -> None:
-        self.mesh = mesh
-        self.devices: list[Any] = list(mesh.own.devices)
-        self._known: dict[int, tuple[Any, Sequence[Any]]] = {}  # by id: the last arrays put together, with their parts
-
-    def apart(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Returns, for each device, the parts of the arrays on it."""
-        parts = [*map(self._parts, arrays)]
-        return [[x[i] for x in parts] for i in range(len(self.devices))]
-
-    def _parts(self, x: Any) -> Sequence[Any]:
-        known = self._known.get(id(x))
-        if known is not None and known[0] is x:
-            return known[1]
-        found = {shard.device: shard.data for shard in x.addressable_shards}
-        return [found[device] for device in self.devices]
-
-    def whole(self, each: Sequence[Sequence[Any]], remember: bool = False) -> list[Any]:
-        """Returns replicated arrays, made of each device's copies; `remember` keeps the copies for the next `apart`."""
-        to, parts = self.mesh.replicated, [*map(list, zip(*each, strict=True))]
-        arrays = [jax.make_array_from_single_device_arrays(x[0].shape, to, x) for x in parts]
-        if remember:
-            self._known = {id(x): (x, of_x) for x, of_x in zip(arrays, parts, strict=True)}
-        return arrays
-
-    def cut(self, each: Sequence[Sequence[Any]], axes: Sequence[int]) -> list[Any]:
-        """Returns arrays that are cut along these axes, made of each device's parts."""
-        arrays = []
-        for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
-            shape = tuple(n * self.mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
-            arrays.append(jax.make_array_from_single_device_arrays(shape, self.mesh.along(axis), parts))
-        return arrays
+Copies = dict[int, tuple[Any, Sequence[Any]]]
+"""The arrays of the state that the last step made, by id, each with its copies on this process's devices."""
 
 
 class TurnPrograms(NamedTuple):
@@ -114,14 +80,16 @@ def _on_device(shapes: Any, device: Any) -> Any:
 class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
-    def __init__(self, step: Computation, treedef: Any, layout: Layout, on: OnDevices) -> None:
+    def __init__(self, step: Computation, treedef: Any, layout: Layout, copies: Copies) -> None:
+        """Takes the `copies` that the programs of all layouts share: the next step need not take the state apart."""
         self.__name__ = f"train_step_{step.label}"
-        self._step, self._layout, self._on = step, layout, on
+        self._step, self._layout, self._copies = step, layout, copies
+        self._devices: list[Any] = list(layout.mesh.own.devices)
         # The compiled programs, by the shapes of the operands: the turns, of which a loss of all rows has two; for each
         # device the program of that loss, if there is one, and that of the update; and two treedefs of the update's
         # results: that of the state, and that of the metrics and the updates of NNX objects.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
-        one = make_mesh((on.devices[0],), layout.mesh.axis_name)
+        one = make_mesh((self._devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
         self._alone = Layout(layout.treedef, layout.leaves, layout.sizes, one, layout.dim, len(layout.devices))
         self._treedef = treedef
@@ -135,8 +103,8 @@ class Deterministic:
         on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
         self._exchange: Any = exchange(layout.mesh, on_device)
         own = np.reshape(np.array(layout.own, np.int32), (-1, layout.per_device))
-        self._indices = [jax.device_put([*mine], device) for mine, device in zip(own, on.devices, strict=True)]
-        self._numbers = [jax.device_put([*np.arange(layout.per_device)], device) for device in on.devices]
+        self._indices = [jax.device_put([*mine], device) for mine, device in zip(own, self._devices, strict=True)]
+        self._numbers = [jax.device_put([*np.arange(layout.per_device)], device) for device in self._devices]
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
         states, batches = self._apart(state, arrays)
@@ -160,8 +128,11 @@ class Deterministic:
         found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
         operands = zip(updates, states, map(self._whole, batches), found, judged, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
-        state = of_state.unflatten(self._on.whole(after, remember=True))
-        metrics, changed = of_others.unflatten(self._on.whole(others))
+        leaves = self._arrays(after, [None] * len(after[0]))
+        self._copies.clear()
+        self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
+        state = of_state.unflatten(leaves)
+        metrics, changed = of_others.unflatten(self._arrays(others, [None] * len(others[0])))
         return self._placed(state), self._with_rows(metrics, parts, turns[-1].out), changed
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
@@ -174,14 +145,34 @@ class Deterministic:
         leaves = jax.tree.leaves(state)
         if not all(x.is_fully_replicated for x in leaves):  # the optimizer's state is cut over the devices
             leaves = self._gather(leaves)
-        return self._on.apart(leaves), self._on.apart(arrays)
+        return self._on_each(leaves), self._on_each(arrays)
+
+    def _on_each(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """Returns for each of this process's devices the parts of the arrays on it."""
+        parts = [*map(self._parts, arrays)]
+        return [[x[i] for x in parts] for i in range(len(self._devices))]
+
+    def _parts(self, x: Any) -> Sequence[Any]:
+        known = self._copies.get(id(x))
+        if known is not None and known[0] is x:
+            return known[1]
+        found = {shard.device: shard.data for shard in x.addressable_shards}
+        return [found[device] for device in self._devices]
+
+    def _arrays(self, each: Sequence[Sequence[Any]], axes: Sequence[int | None]) -> list[Any]:
+        """Returns arrays that are made of each device's parts and cut along these axes; None: replicated, of copies."""
+        arrays, mesh = [], self._layout.mesh
+        for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
+            shape = tuple(n * mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
+            arrays.append(jax.make_array_from_single_device_arrays(shape, mesh.along(axis), parts))
+        return arrays
 
     def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
         """Returns, for each device, the gathered outputs of all replicas and the whole batch, both padded."""
         axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
-        rows = self._on.cut([x.rows for x in parts], axes) if axes else []
+        rows = self._arrays([x.rows for x in parts], axes) if axes else []
         found = self._gather([*rows, *batch])
-        apart = self._on.apart(found)
+        apart = self._on_each(found)
         return [x[: len(rows)] for x in apart], [x[len(rows) :] for x in apart]
 
     def _turns(
@@ -230,8 +221,8 @@ class Deterministic:
         """Returns, for each device, the sums over all devices and the values of the primary device."""
         if self._layout.mesh.size == 1:
             return sums, taken
-        operands = [self._on.cut(x, [0] * len(x[0])) for x in (sums, taken)]
-        sums, taken = map(self._on.apart, self._exchange(*operands))
+        operands = [self._arrays(x, [0] * len(x[0])) for x in (sums, taken)]
+        sums, taken = map(self._on_each, self._exchange(*operands))
         return sums, taken
 
     def _whole(self, batch: list[Any]) -> list[Any]:
@@ -248,7 +239,7 @@ class Deterministic:
         if not numbers:
             return metrics
         leaves: list[Any] = [None] * len(out.rules)
-        arrays = self._on.cut([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
+        arrays = self._arrays([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
         for i, x in zip(numbers, arrays, strict=True):
             leaf = Cut(out.rules[i].axis or 0, out.sizes[i]) if out.sizes[i] else Stack()
             leaves[i] = Scattered((x,), self._layout.of(jax.tree.structure(0), [leaf]))
@@ -337,7 +328,7 @@ class Deterministic:
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> types.SimpleNamespace:
         """Returns the step's programs: `as_text()`, which the processes compare, and `compile()`, for every device."""
-        (states, batches), devices = self._apart(state, arrays), self._on.devices
+        (states, batches), devices = self._apart(state, arrays), self._devices
         turns, judge, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]

@@ -9,7 +9,7 @@ again; our function raises `Retraced` in that trace, and the step takes the usua
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ from .computation import (
     of_leaves,
     of_state,
 )
-from .deterministic import Deterministic, OnDevices
+from .deterministic import Copies, Deterministic
 from .gradients import Loss
 from .nonfinite import Nonfinite, flags_on_replicas, report
 from .places import on_other_mesh, places_of
@@ -80,7 +80,7 @@ class Program(Computation):
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self.steps = 0  # dispatched so far; counted with `check_replicas` alone
         self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
-        self._on_devices = OnDevices(config.mesh) if options.deterministic else None
+        self._copies: Copies = {}  # of a deterministic step
 
     def see(self, params: Tree, others: Tree) -> None:
         """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
@@ -191,7 +191,7 @@ class Program(Computation):
         key = layout, treedef, "one by one"
         found = self.compiled.used(key)
         if found is None:
-            found = Deterministic(self, treedef, layout, cast(OnDevices, self._on_devices))
+            found = Deterministic(self, treedef, layout, self._copies)
             found = layout.mesh.same_program(found, ("state", "batch"))
             self.compiled[key] = found
         return found
