@@ -179,7 +179,7 @@ MOST_CLASSES = {
     "_core": 27,
     "_model": 5,
     "_train": 31,
-    "_wrapper": 10,
+    "_wrapper": 9,
 }
 
 

@@ -312,7 +312,7 @@ def _find(platform: str, number: int) -> Device | None:
 
 
 class Wrapper(Protocol):
-    """A `jdp.DataParallel`, as what stands below it sees it: the module, and what the wrapper was made with."""
+    """A `jdp.DataParallel`, as what stands below it sees it: what it was made with, the module, and the four steps."""
 
     _config: Config
 
@@ -320,6 +320,10 @@ class Wrapper(Protocol):
     def module(self) -> object: ...
     @property
     def devices(self) -> tuple[Device, ...]: ...
+    def scatter(self, *args: Any, **kwargs: Any) -> Any: ...
+    def replicate(self, *args: Any, **kwargs: Any) -> Any: ...
+    def parallel_apply(self, *args: Any, **kwargs: Any) -> Any: ...
+    def gather(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class NNXWrapper(Wrapper, Protocol):

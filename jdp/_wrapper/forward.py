@@ -6,8 +6,8 @@ among its arguments, and takes the four steps, which a subclass may replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -28,16 +28,6 @@ from .._model.config import Config, Wrapper
 from .._model.linen import call_options, explain_stacked, place, unboxed
 from .._model.nnx import Held, StandIn, filters_of, is_node, take_nodes
 
-
-class Steps(Wrapper, Protocol):
-    """A wrapper, with the four steps of a call."""
-
-    scatter: Callable[..., Any]
-    replicate: Callable[..., Any]
-    parallel_apply: Callable[..., Any]
-    gather: Callable[..., Any]
-
-
 _NO_APPLY = (
     "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
     "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
@@ -45,7 +35,7 @@ _NO_APPLY = (
 
 
 @outside_of_mesh
-def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+def apply(dp: Wrapper, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
 
     For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
@@ -86,14 +76,14 @@ def apply(dp: Steps, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     return module(variables, *args, **kwargs)
 
 
-def _known_result(dp: Steps, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
+def _known_result(dp: Wrapper, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
     """Returns the result of a call that is known, whose parameters are replicated."""
     if ran.program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]
     return _gathered(dp, ran.program.scattered(out), True, stateful)
 
 
-def _run(dp: Steps, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
+def _run(dp: Wrapper, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
     """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and updated."""
     config = dp._config
     cut = {}
@@ -122,7 +112,7 @@ def _run(dp: Steps, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 @outside_of_mesh
-def run_nnx(dp: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_nnx(dp: Wrapper, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs an NNX module, and updates its state, and that of NNX objects among the arguments (an `nnx.Rngs`)."""
     config = dp._config
     filters = filters_of(config.state_axes)
@@ -141,7 +131,7 @@ def run_nnx(dp: Steps, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def four_steps(
-    dp: Steps,
+    dp: Wrapper,
     params: Tree,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -183,7 +173,7 @@ def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
 
 
-def _gathered(dp: Steps, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+def _gathered(dp: Wrapper, outputs: Scattered, stay: bool, stateful: bool) -> Any:
     """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
     home = "sharded" if stay else None
     output_device = dp._config.output_device
@@ -320,7 +310,7 @@ for _name, _step in _STEPS.items():  # by the names of the methods, for pickle a
 _OWN = tuple(_STEPS.values())
 
 
-def _takes_own_steps(dp: Steps) -> bool:
+def _takes_own_steps(dp: Wrapper) -> bool:
     """Returns True if the four steps are these, and no subclass's."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
