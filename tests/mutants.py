@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "known-of-another-module",
         "jdp/_core/calls.py",
-        "if ran is None or ran.owner is not owner or",
-        "if ran is None or",
+        "if not self or module is not self._module or not trace_state_clean():",
+        "if not self or not trace_state_clean():",
         "a module that takes the place of another is not run",
         ("wrapper/test_known_calls.py::test_a_module_that_takes_the_place_of_another",),
     ),

@@ -176,7 +176,7 @@ def test_a_module_of_the_kernel_is_short(path):
 # The most classes in each wing of the kernel: who reads it has to know all of these nouns.
 MOST_CLASSES = {
     "_jax": 14,
-    "_core": 27,
+    "_core": 26,
     "_model": 5,
     "_train": 31,
     "_wrapper": 9,

@@ -6,7 +6,6 @@ replicate unchanged. This module sees that before anything runs, leaf by leaf. E
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,55 +30,42 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-@dataclasses.dataclass(slots=True)
-class Ran:
-    """A program that ran."""
-
-    owner: Any  # the module that ran
-    program: Flat
-    inside: Sequence[Any] | None  # the shardings of the parameters, if some are cut inside of the replicas
-    extra: Any  # what the door needs to finish a repeated call: for value_and_grad, the division of its arguments
-    waits: bool | None = None  # whether its replicas wait for each other; None until the call is first repeated
-
-    def again(self, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
-        """Runs it. Where its replicas wait for each other, few runs of it are in flight at a time."""
-        run = self.program.run
-        if self.waits is None:  # most often JAX has the trace from the first run
-            self.waits = mesh.may_deadlock and (
-                bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
-            )
-        return dispatch(run, mesh, [], *operands) if self.waits else run([], *operands)
+Known = tuple[Flat, Sequence[Any] | None, Any]
+"""A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its door needs
+to finish a repeated call: for value_and_grad, the division of its arguments."""
 
 
-class Calls(Recent[Any, Recent[Any, Ran]]):
+class Calls(Recent[Any, Recent[Any, Known]]):
     """The calls of one door that ran: by what decides how a batch is cut, then by the treedef of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: Reads = {}  # the Python values that the door's function has asked for
+        self._module: Any = None  # the one that ran; calls of one that was replaced are dropped
 
-    def again(
-        self, mesh: ReplicaMesh, owner: Any, params: Tree, args: Args, kwargs: Kwargs
-    ) -> tuple[Ran, tuple[Any, ...]] | None:
-        """Runs a call like one that ran; returns its program and the result, or None if the call is new."""
-        if not self or not trace_state_clean():
+    def run_known(
+        self, mesh: ReplicaMesh, module: Any, params: Tree, args: Args, kwargs: Kwargs
+    ) -> tuple[Flat, Any, tuple[Any, ...]] | None:
+        """Runs a call like one that ran; returns its program, what its door needs, and the result. None: it is new."""
+        if not self or module is not self._module or not trace_state_clean():
             return None
         key, arrays = known_by(args, kwargs)
         known = self.used(key)
         if known is None or not is_plain() or is_watched():
             return None
         leaves, treedef = jax.tree.flatten(params)
-        ran = known.used(treedef)
-        if ran is None or ran.owner is not owner or not leaves:
+        found = known.used(treedef)
+        if found is None or not leaves:
             return None
-        if not all_lie(leaves, mesh.replicated) if ran.inside is None else _shardings(leaves) != ran.inside:
+        program, inside, extra = found
+        if not all_lie(leaves, mesh.replicated) if inside is None else _shardings(leaves) != inside:
             return None
-        return ran, ran.again(mesh, leaves, *arrays)
+        return program, extra, _run_again(program, mesh, leaves, *arrays)
 
     def remember(
         self,
         program: Callable[[], Compiled],
-        owner: Any,
+        module: Any,
         call: tuple[Tree, Args, Kwargs],
         operands: tuple[Tree, Scattered, Scattered],
         extra: Any = None,
@@ -96,11 +82,24 @@ class Calls(Recent[Any, Recent[Any, Ran]]):
         lie = all_lie(found, mesh.replicated)
         if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
+        if module is not self._module:
+            self.clear()
+            self._module = module
         known = self.used(key)
-        if known is None or any(ran.owner is not owner for ran in known.values()):  # of a module that was replaced
+        if known is None:
             known = self[key] = Recent()
         inside = None if lie else _shardings(found)
-        known[treedef] = Ran(owner, program().flat(of_replicas, inputs._layout, kw._layout), inside, extra)
+        known[treedef] = program().flat(of_replicas, inputs._layout, kw._layout), inside, extra
+
+
+def _run_again(program: Flat, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
+    """Runs a program that ran. Where its replicas wait for each other, few runs of it are in flight at a time."""
+    run = program.run
+    if program.waits is None:  # most often JAX has the trace from the first run
+        program.waits = mesh.may_deadlock and (
+            bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
+        )
+    return dispatch(run, mesh, [], *operands) if program.waits else run([], *operands)
 
 
 def known_batch(known: Layouts, batch: Tree) -> Scattered | None:

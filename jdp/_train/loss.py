@@ -25,7 +25,7 @@ from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss
-from .state import first_difference
+from .state import VERB, first_difference
 from .terms import described, finished, is_number
 
 Wanted = tuple[int, tuple[int, ...], Any]
@@ -229,7 +229,6 @@ def gradient_trees(division: Division, found: Gradients, args: Sequence[Any]) ->
     return tuple(known[position] for position, _, _ in division.wanted)
 
 
-VERB = "train_step"
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 

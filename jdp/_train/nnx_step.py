@@ -24,7 +24,6 @@ from .check import LossCheck, checked
 from .computation import of_model
 from .loss import (
     FORMS,
-    VERB,
     Division,
     Replicated,
     check_signature,
@@ -36,7 +35,7 @@ from .loss import (
 )
 from .nonfinite import Nonfinite
 from .places import Bytes, bytes_of
-from .state import TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .state import VERB, TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
 from .step import NO_STEP, Ready, Step
 from .step_options import StepOptions, check_shards
 from .value_and_grad import check_differentiable, hashable

@@ -26,6 +26,7 @@ from .._jax.jaxprs import Value, varying
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held, enter, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
 from .parallel_results import (
+    VERB,
     axes_of_each,
     kept_nodes,
     mark_nodes,
@@ -34,8 +35,6 @@ from .parallel_results import (
     refuse_one_replicas_rows,
     states_of,
 )
-
-VERB = "parallel"
 
 
 def parallel(

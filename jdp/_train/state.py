@@ -24,6 +24,8 @@ from .._core.scattered import Scattered
 from .._page import Page, in_notebook
 from .places import Axis, cut_shardings
 
+VERB = "train_step"
+
 
 class TrainState(struct.PyTreeNode):
     """The state that a step takes and returns: a plain pytree, whose shapes do not depend on the number of devices.
@@ -199,9 +201,6 @@ def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.
             f"freed, that after it is lost. Go on with a checkpoint."
         )
     return f"jdp.train_step: interrupted before a step began; the {what} is as it was. Go on with the same {what}."
-
-
-VERB = "train_step"
 
 
 def checked_optimizer(tx: Any) -> optax.GradientTransformation:

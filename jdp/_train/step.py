@@ -27,11 +27,12 @@ from .._model.nnx import own_values
 from .check import LossCheck, checked
 from .computation import Leaves
 from .gradients import Loss
-from .loss import VERB, check_signature, variables_loss
+from .loss import check_signature, variables_loss
 from .nonfinite import Nonfinite
 from .places import Bytes, bytes_of
 from .program import Program, remember_step, step_again
 from .state import (
+    VERB,
     Given,
     TrainState,
     check_optimizer,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._core.layout import Tree
 from .._model.config import Config
-from .loss import VERB
+from .state import VERB
 
 
 class StepOptions(NamedTuple):

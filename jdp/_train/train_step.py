@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from .._core.layout import Tree
 from .._model.config import NNXWrapper, Wrapper
-from .loss import VERB, checked_criterion
+from .loss import checked_criterion
 from .nnx_step import NNXTrainStep
+from .state import VERB
 from .step import TrainStep
 from .step_options import StepOptions
 from .value_and_grad import check_steps, wire_type

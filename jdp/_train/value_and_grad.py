@@ -116,9 +116,9 @@ def value_and_grad(
 
     @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
-        again = _again(calls, config, args, kwargs)
-        if again is not None:
-            found, grads = again
+        known = _run_known(calls, config, args, kwargs)
+        if known is not None:
+            found, grads = known
         elif in_replica():
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
         else:
@@ -169,22 +169,22 @@ def _first_arrays(first: Tree, state: Tree, held: Held) -> Tree:
     return first, [x[i] for x in states for i in stand_ins(first) if i in x]
 
 
-def _again(
+def _run_known(
     calls: Calls, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Gradients, tuple[Tree, ...]] | None:
     """Runs a call like one that ran; None if the call is new. Its parameters are replicated, so the results stay so."""
     try:
-        again = calls.again(config.mesh, None, args[0], args[1:], kwargs) if args else None
+        known = calls.run_known(config.mesh, None, args[0], args[1:], kwargs) if args else None
     except TypeError:  # of parameters of another dtype: the steps of a first call say what is wrong
         return None
-    if again is None:
+    if known is None:
         return None
-    ran, out = again
-    found: Gradients = out[-1] if ran.program.layout(out).is_gathered else join(ran.program.scattered(out), "sharded")
+    program, division, out = known
+    found: Gradients = out[-1] if program.layout(out).is_gathered else join(program.scattered(out), "sharded")
     if config.mesh.inner_axes:
-        plain = {0: args[0]} if 0 in [position for position, _, _ in ran.extra.wanted] else {}
+        plain = {0: args[0]} if 0 in [position for position, _, _ in division.wanted] else {}
         found = found._replace(grads=placed_like(found.grads, (plain, None), config.mesh))
-    return found, gradient_trees(ran.extra, found, args)
+    return found, gradient_trees(division, found, args)
 
 
 def grad(

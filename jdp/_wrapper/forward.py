@@ -12,13 +12,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._core.calls import Ran
 from .._core.devices import Device, Devices, resolve_output
 from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import dispatch
+from .._core.programs import Flat, dispatch
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, refuse_other_replicas, split
@@ -65,9 +64,10 @@ def apply(dp: Wrapper, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     if config.kind == "linen":
         kwargs, stateful = call_options(variables, kwargs)
     if own and (type(variables) is dict or not is_node(variables)):
-        known = config.calls.again(config.mesh, dp.module, variables, args, kwargs)
+        known = config.calls.run_known(config.mesh, dp.module, variables, args, kwargs)
         if known is not None:
-            return _known_result(dp, *known, stateful)
+            program, _, out = known
+            return _known_result(dp, program, out, stateful)
     if not in_replica():
         return _run(dp, variables, args, kwargs, stateful)
     module: Any = dp.module
@@ -76,11 +76,11 @@ def apply(dp: Wrapper, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     return module(variables, *args, **kwargs)
 
 
-def _known_result(dp: Wrapper, ran: Ran, out: tuple[Any, ...], stateful: bool) -> Any:
+def _known_result(dp: Wrapper, program: Flat, out: tuple[Any, ...], stateful: bool) -> Any:
     """Returns the result of a call that is known, whose parameters are replicated."""
-    if ran.program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
+    if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]
-    return _gathered(dp, ran.program.scattered(out), True, stateful)
+    return _gathered(dp, program.scattered(out), True, stateful)
 
 
 def _run(dp: Wrapper, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:

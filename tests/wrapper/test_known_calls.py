@@ -161,8 +161,8 @@ def test_parameters_that_are_cut_go_another_way(evicted):
     elsewhere = jax.device_put(params["b"], NamedSharding(Mesh(mesh.devices, ("other",)), PartitionSpec("other")))
     expected = dp.apply(params, X)
     if evicted:  # as happens to the oldest of thousands
-        (ran,) = known.values()
-        ran.program.run._clear_cache()
+        ((program, *_),) = known.values()
+        program.run._clear_cache()
     for _ in range(2):
         np.testing.assert_array_equal(dp.apply(params | {"b": cut}, X), expected)  # of shard_params
         with pytest.raises(RuntimeError, match="must have its parameters and buffers on device"):
