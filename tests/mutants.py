@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "moments-inside-of-a-replica",
-        "jdp/_train/places.py",
+        "jdp/_train/state_shardings.py",
         "if found is not None and shape == jnp.shape(x):",
         "if found is not None and shape == ():",
         "the moments of a parameter that is cut inside of a replica are whole on each of its devices",

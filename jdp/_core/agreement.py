@@ -59,7 +59,7 @@ def begin(
     """
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
-    rows = sizes or [0] * len(mesh.own_places)
+    rows = sizes or [0] * len(mesh.own_indices)
     # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
     # than another; what comes between two steps does not.
     seconds = limits.step if verb in group.calls else limits.start
@@ -86,7 +86,7 @@ def _finish(
     if (words[:, :2] != words[0, :2]).any():
         call.tell("", seconds)  # which raises: to the others it is another call
     mesh = group.mesh
-    batches = {p: tuple(words[mesh.places_of(p)[0], 2:4].tolist()) for p in mesh.processes}
+    batches = {p: tuple(words[mesh.indices_of(p)[0], 2:4].tolist()) for p in mesh.processes}
     if _FAILED in batches.values():
         texts = call.tell("" if failure is None else _text_of(failure), seconds)
         process = next(p for p, batch in batches.items() if batch == _FAILED)
@@ -210,7 +210,7 @@ class _Group:
 
     def _place(self, own: tuple[_Words, ...]) -> jax.Array:
         words = np.zeros((len(self._order), len(own[0])), np.uint32)
-        words[[*self.mesh.own_places]] = own
+        words[[*self.mesh.own_indices]] = own
         return self._array(words[self._order], PartitionSpec("replicas"))
 
     def _array(self, host: np.ndarray, spec: PartitionSpec) -> jax.Array:

@@ -173,7 +173,7 @@ class Layout:
     @property
     def own(self) -> tuple[int, ...]:
         """The replicas on this process's devices; of devices that are only described, all."""
-        return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_places)
+        return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_indices)
 
     @functools.cached_property
     def here(self) -> Layout:

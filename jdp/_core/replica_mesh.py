@@ -29,7 +29,7 @@ class ReplicaMesh:
 
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
-        *("processes", "spans_processes", "exchange", "own_places", "is_described", "may_deadlock"),
+        *("processes", "spans_processes", "exchange", "own_indices", "is_described", "may_deadlock"),
         *("inside", "along", "replicated", "sums_in_32_bits", "_own"),
     )
 
@@ -52,7 +52,7 @@ class ReplicaMesh:
         self.exchange: Exchange | None = exchange_of(self.processes) if self.spans_processes else None
         """How this process tells the others what it does; None if there are no others."""
         here = jax.process_index()
-        self.own_places: tuple[int, ...] = self.places_of(None if self.exchange is None else here)
+        self.own_indices: tuple[int, ...] = self.indices_of(None if self.exchange is None else here)
         """The numbers of the groups that are this process's; of devices that are only described, all."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
@@ -79,7 +79,7 @@ class ReplicaMesh:
     def __deepcopy__(self, memo: Any) -> ReplicaMesh:
         return self
 
-    def places_of(self, process: int | None) -> tuple[int, ...]:
+    def indices_of(self, process: int | None) -> tuple[int, ...]:
         """Returns the numbers of the groups that are a process's; None: all groups."""
         return tuple(i for i, d in enumerate(self.devices) if process in (None, d.process_index))
 
@@ -90,7 +90,7 @@ class ReplicaMesh:
             axis = self.jax_mesh.axis_names.index(self.axis_name)
             self._own = self
             if self.exchange is not None:
-                own = np.take(self.jax_mesh.devices, self.own_places, axis)
+                own = np.take(self.jax_mesh.devices, self.own_indices, axis)
                 self._own = replica_mesh(Mesh(own, self.jax_mesh.axis_names), self.axis_name)
         return self._own
 

@@ -20,7 +20,7 @@ from .layout import Tree
 from .programs import capturing
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import concrete, is_scattered, put_all
-from .shards import cut_axis_of, refuse_too_large, shard, shard_axis
+from .shards import axis_for_parameter, cut_axis_of, refuse_too_large, shard
 
 
 @outside_of_mesh
@@ -127,7 +127,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
         return x if hasattr(x, "ndim") else jnp.asarray(x)
 
     def place(x: Any) -> Any:
-        target = mesh.along(shard_axis(x, mesh.size))
+        target = mesh.along(axis_for_parameter(x, mesh.size))
         return x if isinstance(x, Tracer) or getattr(x, "sharding", None) == target else put(x, target)
 
     refuse_too_large(tree, mesh, verb, root)

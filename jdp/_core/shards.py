@@ -30,8 +30,8 @@ Never = Collection[tuple[tuple[int, ...], int]]
 """Shapes of parameters, each with an axis that must not be cut, because a scan runs over it."""
 
 
-def shard_axis(x: Any, n: int, never: Never = ()) -> int | None:
-    """Returns the axis that a parameter is cut along over n devices; None if it stays whole.
+def axis_for_parameter(x: Any, n: int, never: Never = ()) -> int | None:
+    """Returns the axis to cut a parameter along over n devices; None if it stays whole.
 
     It is the first that n divides, because the parts lie one after the other then. With three or more axes, axis 0 is
     the last choice: a scan may iterate over it.
@@ -46,7 +46,7 @@ def as_shards(params: Tree, mesh: ReplicaMesh, never: Never) -> Tree:
     """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
 
     def cut(x: Any) -> Any:
-        axis = shard_axis(x, mesh.size, never)
+        axis = axis_for_parameter(x, mesh.size, never)
         return x if axis is None else shard(x, axis, mesh)
 
     return jax.tree.map(cut, params)

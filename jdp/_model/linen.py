@@ -21,7 +21,7 @@ from .._core.outputs import Marked, Reduce
 from .._core.parallel_apply import replica_context
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import concrete
-from .._core.shards import refuse_too_large, shard_axis
+from .._core.shards import axis_for_parameter, refuse_too_large
 
 _NO_COLLECTIONS = (
     flax.errors.ScopeCollectionNotFound,
@@ -210,7 +210,7 @@ def init_as_program(
     if mesh.inner_axes:
         return jax.jit(make, out_shardings=annotated_shardings(shapes, mesh))(*arrays)
     refuse_too_large(shapes, mesh, "init", "variables")
-    params = jax.tree.map(lambda x: mesh.along(shard_axis(x, mesh.size)), shapes.get("params", {}))
+    params = jax.tree.map(lambda x: mesh.along(axis_for_parameter(x, mesh.size)), shapes.get("params", {}))
     where = {name: params if name == "params" else mesh.replicated for name in shapes}
     return jax.jit(make, out_shardings=where)(*arrays)
 

@@ -22,7 +22,7 @@ from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered, fold_key
-from .._core.shards import refuse_too_large, shard_axis
+from .._core.shards import axis_for_parameter, refuse_too_large
 from .._jax.jaxprs import MAYBE, passed_on
 from .._jax.private import CAPTURES
 from .linen import mark_sown, mark_state, sharding_within
@@ -106,7 +106,7 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
 
     def where(path: Any, variable: Any) -> Any:
         is_param = isinstance(variable, nnx.Param)
-        return jax.tree.map(lambda x: mesh.along(shard_axis(x, mesh.size) if is_param else None), variable)
+        return jax.tree.map(lambda x: mesh.along(axis_for_parameter(x, mesh.size) if is_param else None), variable)
 
     target = nnx.map_state(where, state)
     make = jax.jit(lambda: nnx.split(module())[1], out_shardings=target)

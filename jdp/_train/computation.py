@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from .._core.global_arrays import put
 from .._core.layout import Layout, Shard, Tree, Whole
 from .._core.scattered import Scattered, trim
-from .._core.shards import as_shards, shard_axis
+from .._core.shards import as_shards, axis_for_parameter
 from .._jax.pieces import run_over
 from .._model.config import Config, nodes_of
 from .._model.nnx import Held, with_updates
@@ -22,8 +22,8 @@ from .compiler_options import CompilerOptions
 from .criterion import gradients_on_replicas
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import all_finite
-from .places import axis_to_cut, cut_shardings, like_params, whole
 from .state import TrainState, first_difference, update
+from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, like_params, whole
 from .step_options import StepOptions
 from .terms import finished
 
@@ -58,14 +58,15 @@ class Computation:
         self.options, self.label = options, label
         n = config.mesh.size
         cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
-        scatter = (lambda x: axis_to_cut(x, n)) if cuts else None
+        scatter = (lambda x: axis_for_optimizer(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
         self.never: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
         loss = loss._replace(look=self._look) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
         self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
-        self.places: tuple[Any, ...] = ({}, {}, {})  # of what is cut inside of a replica, when the state was seen last
+        # Those of the parameters, of what the optimizer sees of them, and of the other state, as they were seen last.
+        self.inner_shardings: tuple[InnerShardings, ...] = ({}, {}, {})
 
     def shardings(self, state: TrainState) -> TrainState:
         """Returns the sharding of each part of a state, as a prefix of its tree."""
@@ -74,23 +75,23 @@ class Computation:
         if self.config.mesh.inner_axes:
             params, opt_state, others = self._inside(state)
         if self.options.shard_params:
-            params = cut_shardings(state.params, self.config.mesh, self.axis)
+            params = cut_shardings(state.params, self.config.mesh, self.axis_rule)
         if self.options.shard_optimizer:
-            opt_state = cut_shardings(state.opt_state, self.config.mesh, self.axis)
+            opt_state = cut_shardings(state.opt_state, self.config.mesh, self.axis_rule)
         key = None if state.key is None else everywhere
         return TrainState(step=everywhere, params=params, opt_state=opt_state, state=others, key=key)
 
     def _inside(self, state: TrainState) -> tuple[Tree, Tree, Tree]:
         """Returns the shardings of parameters, optimizer state and other state over the devices of a replica."""
         mesh = self.config.mesh
-        params, of_view, others = self.places
+        params, of_view, others = self.inner_shardings
         parts = (state.params, params), (state.opt_state, of_view), (state.state, others)
-        first, second, third = (like_params(tree, places, mesh) for tree, places in parts)
+        first, second, third = (like_params(tree, inner, mesh) for tree, inner in parts)
         return first, second, third if others else cast(Any, mesh.replicated)
 
-    def axis(self, x: Any, n: int) -> int | None:
-        """Returns the axis that a leaf is cut along over n devices; optimizer state is cut as its parameters are."""
-        return shard_axis(x, n, self.never or ()) if self.options.shard_params else axis_to_cut(x, n)
+    def axis_rule(self, x: Any, n: int) -> int | None:
+        """Returns the axis to cut a leaf of the state along; with `shard_params` that of a parameter, for all."""
+        return axis_for_parameter(x, n, self.never or ()) if self.options.shard_params else axis_for_optimizer(x, n)
 
     def _look(self, jaxpr: Any, whole: Sequence[Any]) -> None:
         """Records the shapes of the parameters that the loss's scans iterate over, each with the axis."""
@@ -135,7 +136,7 @@ class Computation:
         mesh = self.config.mesh
         grads, params = self.view(found.grads), self.view(state.params)
         shard = self.options.shard_optimizer and not self.options.deterministic
-        axis = self.axis if shard else None
+        axis = self.axis_rule if shard else None
         before, after, opt_state = update(self.tx, grads, state.opt_state, params, loss, mesh, axis)
         (new_state, updates), count = found.state, state.step + 1
         metrics = {"loss": loss, **metrics}

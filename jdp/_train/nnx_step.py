@@ -34,8 +34,8 @@ from .loss import (
     rows_explained,
 )
 from .nonfinite import Nonfinite
-from .places import Bytes, bytes_of
 from .state import VERB, TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .state_shardings import Bytes, bytes_of
 from .step import NO_STEP, Ready, Step
 from .step_options import StepOptions, check_shards
 from .value_and_grad import check_differentiable, hashable

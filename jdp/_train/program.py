@@ -51,8 +51,8 @@ from .computation import (
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
 from .nonfinite import Nonfinite, flags_on_replicas, report
-from .places import on_other_mesh, places_of
 from .state import Given, TrainState, refuse_deleted
+from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
 
 flatten = jax.tree_util.default_registry.flatten  # without the Python around it
@@ -87,16 +87,16 @@ class Program(Computation):
         mesh = self.config.mesh
         if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             found = (
-                places_of(params, mesh, "params"),
-                places_of(self.view(params), mesh, "params"),
-                places_of(others, mesh, "state"),
+                inner_shardings_of(params, mesh, "params"),
+                inner_shardings_of(self.view(params), mesh, "params"),
+                inner_shardings_of(others, mesh, "state"),
             )
-            if found != self.places:
+            if found != self.inner_shardings:
                 self.forget()
-            self.places = found
+            self.inner_shardings = found
 
     def forget(self) -> None:
-        """Drops the programs, because they are those of other shapes or places."""
+        """Drops the programs, because they are those of other shapes or shardings."""
         self.compiled.clear()
         self.known.clear()
 
@@ -175,7 +175,7 @@ class Program(Computation):
         found = self.compiled.used(key)
         if found is None:
             # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
-            options = {} if traced else self.compiler_options(state)
+            options = {} if traced else self.options_of_compiler(state)
             if treedef is not None:
                 found = jit_of_leaves(self, state, treedef, layout, options)
                 if is_plain():
@@ -196,7 +196,7 @@ class Program(Computation):
             self.compiled[key] = found
         return found
 
-    def compiler_options(self, state: TrainState) -> CompilerOptions:
+    def options_of_compiler(self, state: TrainState) -> CompilerOptions:
         if not takes_options(self.config.mesh):
             return {}
         wire = self.options.reduce_dtype
@@ -209,14 +209,14 @@ class Program(Computation):
         options = self.options._replace(**changed)
         other = Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
         if mesh.inner_axes:
-            other.places = tuple(on_other_mesh(places, mesh) for places in self.places)
+            other.inner_shardings = tuple(on_other_mesh(inner, mesh) for inner in self.inner_shardings)
         return other
 
     def like(self, **changed: Any) -> Program:
         """Returns the same step on the same devices, with these options changed."""
         options = self.options._replace(**changed)
         other = Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
-        other.places = self.places
+        other.inner_shardings = self.inner_shardings
         return other
 
     def _compare_replicas(self, state: TrainState) -> None:

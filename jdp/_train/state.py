@@ -22,7 +22,7 @@ from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
 from .._page import Page, in_notebook
-from .places import Axis, cut_shardings
+from .state_shardings import AxisRule, cut_shardings
 
 VERB = "train_step"
 
@@ -265,7 +265,7 @@ def _of_wrapper(state: Tree) -> Tree:
 
 
 def update(
-    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: ReplicaMesh, axis: Axis | None
+    tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any, mesh: ReplicaMesh, axis: AxisRule | None
 ) -> tuple[Tree, Tree, Tree]:
     """Returns `(params before, params after, opt_state after)`, all cut over the replicas if `axis` is given.
 

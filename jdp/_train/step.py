@@ -29,7 +29,6 @@ from .computation import Leaves
 from .gradients import Loss
 from .loss import check_signature, variables_loss
 from .nonfinite import Nonfinite
-from .places import Bytes, bytes_of
 from .program import Program, remember_step, step_again
 from .state import (
     VERB,
@@ -48,6 +47,7 @@ from .state import (
     shapes_of,
     too_many,
 )
+from .state_shardings import Bytes, bytes_of
 from .step_options import StepOptions, check_shards, resolved
 from .value_and_grad import check_differentiable, refuse_overwritten
 
@@ -160,7 +160,7 @@ class TrainStep(Step[TrainState]):
         loss = functools.partial(variables_loss, loss_fn, *rules, criterion)
         super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, in_axes)
         self._shapes: TrainState | None = None  # of the states that the step takes; None before the first one
-        self._places = self._program.places  # where the parameters of the last state lie
+        self._inner_shardings = self._program.inner_shardings  # where the parameters of the last state lie
         self._first = first_state(tx)
 
     @outside_of_mesh
@@ -220,7 +220,7 @@ class TrainStep(Step[TrainState]):
         self._shapes = shapes
         if not traced:
             self._given.keep(state, jax.tree.leaves(state))
-            self._places = self._program.places
+            self._inner_shardings = self._program.inner_shardings
         return state
 
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -362,7 +362,7 @@ class TrainStep(Step[TrainState]):
         if is_new:
             refuse_no_arrays(state)
             check_differentiable(VERB, state.params, "state.params")
-        if is_new or self._program.places is not self._places:  # another state, which lies in another way, was seen
+        if is_new or self._program.inner_shardings is not self._inner_shardings:  # it saw another state
             self._program.see(state.params, state.state)
         if is_new:
             state = self._program.placed(state, owned)
@@ -388,7 +388,7 @@ class TrainStep(Step[TrainState]):
             ValueError: these are cut, and the caller has passed `shard_params=False`.
         """
         config = self._program.config
-        grouped = bool(config.mesh.inner_axes)  # `places_of` refuses parameters there that are cut over the replicas
+        grouped = bool(config.mesh.inner_axes)  # `see` refuses parameters there that are cut over the replicas
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(
@@ -440,5 +440,5 @@ class TrainStep(Step[TrainState]):
             nnx.update(nodes, own_values(updates))
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
             self._given.keep(state, leaves)
-            self._places = self._program.places
+            self._inner_shardings = self._program.inner_shardings
         return state, metrics

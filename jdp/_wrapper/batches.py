@@ -220,7 +220,7 @@ class Batches:
         if not mesh.spans_processes:
             return rows, ()
         chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # np.split adds an empty one
-        replicas = [place * each + i for place in mesh.own_places for i in range(each)]
+        replicas = [index * each + i for index in mesh.own_indices for i in range(each)]
         own = [chunks[min(i, len(chunks) - 1)] for i in replicas]
         return np.concatenate(own), [len(chunk) for chunk in own]
 

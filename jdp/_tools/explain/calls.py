@@ -95,7 +95,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     def take(program: Any, *operands: Any) -> None:
         if isinstance(program, Program):
             # A step that has seen no state yet: shapes alone say where the parameters would lie.
-            if args and isinstance(args[0], TrainState) and not any(program.places):
+            if args and isinstance(args[0], TrainState) and not any(program.inner_shardings):
                 program.see(args[0].params, args[0].state)
             raise Captured(step_call(program, *operands))
         raise Captured(replicas_call(program, *operands, inside=inside))
@@ -226,7 +226,7 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
         compilations=compilations(_jitted_of(program.compiled)),
         trace=lambda: jit_of_state(program, shapes, batch._layout, {}).trace(shapes, scattered._arrays),
         alone=alone,
-        compiler_options=program.compiler_options(state),
+        compiler_options=program.options_of_compiler(state),
     )
 
 
@@ -236,7 +236,7 @@ def _gradients(program: Program, params: Tree) -> Tree:
     several = options.accumulate_steps > 1 or program.config.per_device > 1  # sums are not cut, of >= 32 bits
 
     def kept(x: Any) -> Any:
-        axis = program.axis(x, mesh.size) if options.shard_optimizer and not several else None
+        axis = program.axis_rule(x, mesh.size) if options.shard_optimizer and not several else None
         dtype = jnp.promote_types(x.dtype, jnp.float32) if several else x.dtype
         where = x.sharding if mesh.inner_axes else mesh.along(axis)
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)

@@ -28,13 +28,13 @@ def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
     return jax.tree_util.tree_map_with_path(gather, tree)
 
 
-Places = dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]]
-"""The shape and the sharding of parameters, by path."""
+InnerShardings = dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]]
+"""By path, the shape and the sharding of what is cut inside of the replicas."""
 
 
-def places_of(params: Tree, mesh: ReplicaMesh, root: str) -> Places:
-    """Returns where the parameters lie that are cut inside of the replicas."""
-    found: Places = {}
+def inner_shardings_of(params: Tree, mesh: ReplicaMesh, root: str) -> InnerShardings:
+    """Returns the shardings of parameters that are cut inside of the replicas."""
+    found: InnerShardings = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if cut_axis_of(x, mesh) is not None:
             raise ValueError(cut_over_replicas("train_step", root + jax.tree_util.keystr(path), x, mesh))
@@ -44,12 +44,12 @@ def places_of(params: Tree, mesh: ReplicaMesh, root: str) -> Places:
     return found
 
 
-def on_other_mesh(places: Places, mesh: ReplicaMesh) -> Places:
-    """Returns the same places on a mesh with the same axes inside of a replica."""
-    return {path: (shape, NamedSharding(mesh.jax_mesh, where.spec)) for path, (shape, where) in places.items()}
+def on_other_mesh(inner: InnerShardings, mesh: ReplicaMesh) -> InnerShardings:
+    """Returns the same shardings on a mesh with the same axes inside of a replica."""
+    return {path: (shape, NamedSharding(mesh.jax_mesh, where.spec)) for path, (shape, where) in inner.items()}
 
 
-def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
+def like_params(tree: Tree, inner: InnerShardings, mesh: ReplicaMesh) -> Tree:
     """Returns the sharding of each array of a tree: that of the parameter whose path ends the array's own.
 
     An optimizer keeps its moments in trees of the parameters' form. An array of another shape (a factored moment), or
@@ -59,7 +59,7 @@ def like_params(tree: Tree, places: Places, mesh: ReplicaMesh) -> Tree:
     def where(path: Any, x: Any) -> NamedSharding:
         names = tuple(map(str, path))
         for i in range(len(names) + 1):
-            shape, found = places.get(names[i:], (None, None))
+            shape, found = inner.get(names[i:], (None, None))
             if found is not None and shape == jnp.shape(x):
                 return found
         return mesh.replicated
@@ -74,18 +74,18 @@ class Bytes(NamedTuple):
     whole: int
 
 
-def axis_to_cut(x: Any, n: int) -> int | None:
-    """Returns the first axis whose size n divides; None if the array stays whole."""
+def axis_for_optimizer(x: Any, n: int) -> int | None:
+    """Returns the axis to cut optimizer state along: the first whose size n divides; None if it stays whole."""
     if n == 1:
         return None
     return next((axis for axis, size in enumerate(x.shape) if size and size % n == 0), None)
 
 
-Axis = Callable[[Any, int], int | None]
-"""Returns the axis along which an array is cut over n devices; None if it stays whole."""
+AxisRule = Callable[[Any, int], int | None]
+"""Returns the axis to cut an array along over n devices; None if it stays whole."""
 
 
-def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: Axis) -> Tree:
+def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: AxisRule) -> Tree:
     """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:
