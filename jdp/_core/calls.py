@@ -60,7 +60,8 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         program, inside, extra = found
         if not all_lie(leaves, mesh.replicated) if inside is None else _shardings(leaves) != inside:
             return None
-        return program, extra, _run_again(program, mesh, leaves, *arrays)
+        run = program.run
+        return program, extra, dispatch(run, mesh, [], leaves, *arrays) if program.waits else run([], leaves, *arrays)
 
     def remember(
         self,
@@ -89,17 +90,12 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         if known is None:
             known = self[key] = Recent()
         inside = None if lie else _shardings(found)
-        known[treedef] = program().flat(of_replicas, inputs._layout, kw._layout), inside, extra
-
-
-def _run_again(program: Flat, mesh: ReplicaMesh, *operands: Any) -> tuple[Any, ...]:
-    """Runs a program that ran. Where its replicas wait for each other, few runs of it are in flight at a time."""
-    run = program.run
-    if program.waits is None:  # most often JAX has the trace from the first run
-        program.waits = mesh.may_deadlock and (
-            bool(mesh.inner_axes) or communicates(run.trace([], *operands).jaxpr)  # XLA adds some for inner axes
+        ran = program().flat(of_replicas, inputs._layout, kw._layout)
+        known[treedef] = ran, inside, extra
+        # XLA adds collectives for inner axes. JAX has the trace from the run.
+        ran.waits = mesh.may_deadlock and (
+            bool(mesh.inner_axes) or communicates(ran.run.trace([], moved, *arrays).jaxpr)
         )
-    return dispatch(run, mesh, [], *operands) if program.waits else run([], *operands)
 
 
 def known_batch(known: Layouts, batch: Tree) -> Scattered | None:

@@ -113,7 +113,7 @@ class Flat:
         # before it costs, and into the one program that placed arrays run as well.
         where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
         self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), donate_argnums=0)
-        self.waits: bool | None = None  # whether its replicas wait for each other; None until a call is repeated
+        self.waits: bool = True  # whether few runs may be in flight at a time, because replicas wait for each other
         self._layouts = layouts
 
     def layout(self, out: tuple[Any, ...]) -> Layout:

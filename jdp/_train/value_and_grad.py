@@ -145,10 +145,10 @@ def _first(
     config.refuse_state_axes(VERB)
     (taken, keywords), nodes = take_nodes((args, kwargs))
     division, ((plain, state), held), inputs = _divided(config, options, in_axes, taken, keywords, nodes)
+    cut, keywords = children(inputs)
     home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
     state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
-    cut, keywords = children(inputs)
     replicas = (plain, state), Held(others, held.graph, variables)
     program = _program_of(config, loss_fn, options, division)
     run = lambda rows: dispatch(program, config.mesh, replicas, rows, keywords)  # noqa: E731

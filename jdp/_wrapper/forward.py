@@ -6,6 +6,7 @@ among its arguments, and takes the four steps, which a subclass may replace.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,7 +159,7 @@ def four_steps(
     # No call with state_axes is remembered, because another one may have to cut some of the variables.
     if own and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
-        config.calls.remember(lambda: config.program(dp.module), dp.module, call, operands)
+        config.calls.remember(functools.partial(config.program, dp.module), dp.module, call, operands)
     stay = _stays(config, params, params if home is None else home, in_place)
     if not holds_objects:
         return _gathered(dp, outputs, stay, stateful)
