@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -311,26 +311,22 @@ def _find(platform: str, number: int) -> Device | None:
         return None
 
 
-class Wrapper(Protocol):
+M = TypeVar("M", covariant=True)
+
+
+class Wrapper(Protocol[M]):
     """A `jdp.DataParallel`, as what stands below it sees it: what it was made with, the module, and the four steps."""
 
     _config: Config
 
     @property
-    def module(self) -> object: ...
+    def module(self) -> M: ...
     @property
     def devices(self) -> tuple[Device, ...]: ...
     def scatter(self, *args: Any, **kwargs: Any) -> Any: ...
     def replicate(self, *args: Any, **kwargs: Any) -> Any: ...
     def parallel_apply(self, *args: Any, **kwargs: Any) -> Any: ...
     def gather(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class NNXWrapper(Wrapper, Protocol):
-    """A wrapper of an NNX module, to a type checker."""
-
-    @property
-    def module(self) -> nnx.Module: ...
 
 
 def leaf_by_leaf_of(config: Config, batch: Tree, in_axes: Tree, layouts: Layouts) -> Tree:

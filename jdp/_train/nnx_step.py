@@ -59,7 +59,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
     @outside_of_mesh
     def __init__(
         self,
-        dp: Wrapper,
+        dp: Wrapper[object],
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,

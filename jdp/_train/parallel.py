@@ -38,7 +38,7 @@ from .parallel_results import (
 
 
 def parallel(
-    dp: Wrapper,
+    dp: Wrapper[object],
     step_fn: Callable[..., Any],
     *,
     axis_name: str | None = None,

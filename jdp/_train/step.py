@@ -65,7 +65,7 @@ class Step(Generic[Last]):
 
     def __init__(
         self,
-        dp: Wrapper,
+        dp: Wrapper[object],
         loss_fn: Callable[..., Any],
         loss_of: Callable[[bool], Loss],
         tx: Any,
@@ -148,7 +148,7 @@ class TrainStep(Step[TrainState]):
 
     def __init__(
         self,
-        dp: Wrapper,
+        dp: Wrapper[object],
         loss_fn: Callable[..., Any],
         tx: Any,
         options: StepOptions,

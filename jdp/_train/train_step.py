@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._core.layout import Tree
-from .._model.config import NNXWrapper, Wrapper
+from .._model.config import Wrapper
 from .loss import checked_criterion
 from .nnx_step import NNXTrainStep
 from .state import VERB
@@ -38,17 +38,17 @@ class StepArguments(TypedDict, total=False):
 
 @overload
 def train_step(  # pyright: ignore[reportOverlappingOverload]: one of an unknown module is taken for one of variables
-    dp: NNXWrapper,
+    dp: Wrapper[nnx.Module],
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation | nnx.Optimizer[Any],
     **options: Unpack[StepArguments],
 ) -> NNXTrainStep: ...
 @overload
 def train_step(
-    dp: Wrapper, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Unpack[StepArguments]
+    dp: Wrapper[object], loss_fn: Callable[..., Any], tx: optax.GradientTransformation, **options: Unpack[StepArguments]
 ) -> TrainStep: ...
 def train_step(
-    dp: Wrapper,
+    dp: Wrapper[object],
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation | nnx.Optimizer[Any],
     *,

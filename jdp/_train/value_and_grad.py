@@ -39,7 +39,7 @@ Argnums: TypeAlias = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
 def value_and_grad(
-    dp: Wrapper,
+    dp: Wrapper[object],
     loss_fn: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
@@ -188,7 +188,7 @@ def _run_known(
 
 
 def grad(
-    dp: Wrapper,
+    dp: Wrapper[object],
     loss_fn: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,

@@ -24,7 +24,7 @@ from .rows import VERB, Columns, Rows, columns_or_rows
 
 
 def batches(
-    dp: Wrapper,
+    dp: Wrapper[object],
     data: Any,
     batch_size: int,
     *,

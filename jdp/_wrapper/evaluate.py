@@ -34,7 +34,7 @@ _IN_FLIGHT = 2  # batches whose results the host has not read yet
 
 
 @outside_of_mesh
-def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *arguments: Any) -> dict[str, Any]:
+def evaluate(dp: Wrapper[object], metrics_fn: Callable[..., Mapping[str, Any]], /, *arguments: Any) -> dict[str, Any]:
     """Runs a whole data set and returns its metrics: `dp.evaluate(metrics_fn, variables, batches)`.
 
     `metrics_fn(variables, batch)` returns a dict, as `{"accuracy": (logits.argmax(-1) == labels).mean()}`. For NNX:
@@ -94,7 +94,7 @@ def evaluate(dp: Wrapper, metrics_fn: Callable[..., Mapping[str, Any]], /, *argu
     return total.value()
 
 
-def _arguments(dp: Wrapper, metrics_fn: Any, arguments: Sequence[Any]) -> tuple[Tree, Iterable[Tree]]:
+def _arguments(dp: Wrapper[object], metrics_fn: Any, arguments: Sequence[Any]) -> tuple[Tree, Iterable[Tree]]:
     """Returns the first argument of `metrics_fn`, the variables or the model, and the batches."""
     kind = dp._config.kind
     if not callable(metrics_fn):

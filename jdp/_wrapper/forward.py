@@ -35,7 +35,7 @@ _NO_APPLY = (
 
 
 @outside_of_mesh
-def apply(dp: Wrapper, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
+def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a Linen module or a function: `dp.apply(variables, x) == module.apply(variables, x)`.
 
     For Linen modules `rngs`, `mutable` and `method` are those of `flax.linen.Module.apply`; with
@@ -77,14 +77,14 @@ def apply(dp: Wrapper, variables: Tree, /, *args: Any, **kwargs: Any) -> Any:
     return module(variables, *args, **kwargs)
 
 
-def _known_result(dp: Wrapper, program: Flat, out: tuple[Any, ...], stateful: bool) -> Any:
+def _known_result(dp: Wrapper[object], program: Flat, out: tuple[Any, ...], stateful: bool) -> Any:
     """Returns the result of a call that is known, whose parameters are replicated."""
     if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]
     return _gathered(dp, program.scattered(out), True, stateful)
 
 
-def _run(dp: Wrapper, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
+def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
     """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and updated."""
     config = dp._config
     cut = {}
@@ -113,7 +113,7 @@ def _run(dp: Wrapper, variables: Tree, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 @outside_of_mesh
-def run_nnx(dp: Wrapper, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_nnx(dp: Wrapper[object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs an NNX module, and updates its state, and that of NNX objects among the arguments (an `nnx.Rngs`)."""
     config = dp._config
     filters = filters_of(config.state_axes)
@@ -132,7 +132,7 @@ def run_nnx(dp: Wrapper, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def four_steps(
-    dp: Wrapper,
+    dp: Wrapper[object],
     params: Tree,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -174,7 +174,7 @@ def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
 
 
-def _gathered(dp: Wrapper, outputs: Scattered, stay: bool, stateful: bool) -> Any:
+def _gathered(dp: Wrapper[object], outputs: Scattered, stay: bool, stateful: bool) -> Any:
     """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
     home = "sharded" if stay else None
     output_device = dp._config.output_device
@@ -213,7 +213,7 @@ def _refuse_other_rows(cut: Mapping[str, Scattered], inputs: Any, kw: Any) -> No
 
 
 def scatter_arguments(
-    dp: Wrapper, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
+    dp: Wrapper[object], inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Devices
 ) -> tuple[Scattered, Scattered]:
     """Cuts the arguments into chunks, step one: `inputs, kw = dp.scatter((x,), {}, dp.devices)`.
 
@@ -240,7 +240,7 @@ def scatter_arguments(
     return args, kw
 
 
-def replicate_parameters(dp: Wrapper, tree: Tree, devices: Devices) -> Tree:
+def replicate_parameters(dp: Wrapper[object], tree: Tree, devices: Devices) -> Tree:
     """Replicates the parameters, step two: `dp.replicate(params, dp.devices)`. Those in place stay as they are.
 
     Example:
@@ -254,7 +254,7 @@ def replicate_parameters(dp: Wrapper, tree: Tree, devices: Devices) -> Tree:
     return broadcast(tree, mesh, "DataParallel")
 
 
-def run_module(dp: Wrapper, replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
+def run_module(dp: Wrapper[object], replicas: Tree, inputs: Scattered, kwargs: Scattered) -> Scattered:
     """Runs the module on every replica, as one program, step three: `dp.parallel_apply(replicas, inputs, kw)`.
 
     `inputs` and `kwargs` come from `scatter`; lists with one tree per device, as in torch, will do.
@@ -279,7 +279,7 @@ def run_module(dp: Wrapper, replicas: Tree, inputs: Scattered, kwargs: Scattered
     return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 
 
-def gather_outputs(dp: Wrapper, outputs: Scattered, output_device: Device | str | None) -> Tree:
+def gather_outputs(dp: Wrapper[object], outputs: Scattered, output_device: Device | str | None) -> Tree:
     """Concatenates the outputs on the output device, step four: `dp.gather(outputs, dp.output_device)`.
 
     Example:
@@ -311,7 +311,7 @@ for _name, _step in _STEPS.items():  # by the names of the methods, for pickle a
 _OWN = tuple(_STEPS.values())
 
 
-def _takes_own_steps(dp: Wrapper) -> bool:
+def _takes_own_steps(dp: Wrapper[object]) -> bool:
     """Returns True if the four steps are these, and no subclass's."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather

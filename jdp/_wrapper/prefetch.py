@@ -24,7 +24,7 @@ from .._model.nnx import put_nodes, stop_at_objects
 from .._processes.coordination import DesyncError
 
 
-def prefetch(dp: Wrapper, batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Prefetched:
+def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_axes: Tree = None) -> Prefetched:
     """Scatters the next batches ahead: yields each batch, in order, with a `jdp.Scattered` for each of its arrays.
 
     `for batch in dp.prefetch(loader): state, metrics = step(state, batch)`. While a step runs, the next batches go to
