@@ -210,8 +210,8 @@ CACHE = r"lru_cache|@cache|functools\.cache\b|Weak|Recent|@functools\.cached_pro
     "what, pattern, packages, most",
     [
         # What is kept by a key has to be found, bounded and dropped: who reads of one more has to ask when.
-        ("caches", CACHE, KERNEL, 43),
-        ("caches", CACHE, ("_core", "_jax"), 31),
+        ("caches", CACHE, KERNEL, 41),
+        ("caches", CACHE, ("_core", "_jax"), 29),
         # What differs between one process and several is a method of ReplicaMesh, or of what it holds.
         ("questions", "spans_processes", ("_core",), 15),
         ("questions", "spans_processes", KERNEL, 25),

@@ -223,9 +223,7 @@ def _gather_words(words: jax.Array, before: jax.Array) -> jax.Array:
     return jax.lax.all_gather(jnp.concatenate([words, number], axis=1), "replicas", tiled=True)
 
 
-@functools.cache
-def _group(mesh: ReplicaMesh) -> _Group:
-    return _Group(mesh)
+_group = functools.cache(_Group)  # by mesh
 
 
 def _call_name(verb: str) -> _Words:

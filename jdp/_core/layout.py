@@ -99,6 +99,8 @@ class Layout:
     """The replicas on each device, which has consecutive ones: i is on device i // per_device."""
     arrays: tuple[Cut | Stack | Whole | Shard, ...]
     """The leaves that are arrays."""
+    shardings: tuple[NamedSharding, ...]
+    """Where each array lies."""
     devices: tuple[Device, ...]
     """That of each replica."""
     rows: tuple[int, ...]
@@ -122,6 +124,7 @@ class Layout:
             found = super().__new__(cls)
             found.treedef, found.leaves, found.sizes, found.mesh, found.dim, found.per_device = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
+            found.shardings = tuple(found.mesh.along(leaf.axis) for leaf in found.arrays)
             found.devices = tuple(d for d in found.mesh.devices for _ in range(found.per_device))
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
@@ -154,11 +157,6 @@ class Layout:
         return jax.tree.unflatten(
             self.treedef, [leaf.value if isinstance(leaf, Static) else next(arrays) for leaf in self.leaves]
         )
-
-    @functools.cached_property
-    def shardings(self) -> tuple[NamedSharding, ...]:
-        """Where each array lies."""
-        return tuple(self.mesh.along(leaf.axis) for leaf in self.arrays)
 
     @functools.cached_property
     def each(self) -> tuple[Layout, ...]:

@@ -344,7 +344,7 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
     return _of_jax(x, found, *args, **kwargs)
 
 
-def _warn_new_values(seen: Recent[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
+def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
     layouts = [node for node in signature.nodes if node]
     named = [(path, leaf) for x in layouts for path, leaf in _named_leaves(x) if isinstance(leaf, Static)]
