@@ -31,12 +31,18 @@ def is_largest(value: RowValue) -> bool:
     return bool(at) and at[0].primitive.name in ("reduce_max", "reduce_min")
 
 
-def is_mean_number(value: RowValue) -> bool:
-    """Returns True for one number that is a mean of all rows, or a sum.
+def is_average(value: RowValue) -> bool:
+    """Returns True for a mean of all rows, or a sum: one number, or one for each feature.
 
     Rows with it as a summand have a mean; as soon as other rows multiply them, there are two sums in a product.
     """
-    return value.kind == Kind.SUMMED and value.is_number and value.fault is None
+    return value.kind == Kind.SUMMED and value.fault is None
+
+
+def is_threshold(a: RowValue, b: RowValue) -> bool:
+    """Returns True where rows are compared with one number of all rows; that with the largest finds its place."""
+    rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
+    return (rows.kind, number.kind) == (Kind.ROWS, Kind.SUMMED) and number.is_number and not is_largest(number)
 
 
 def still_linear(values: Sequence[RowValue], name: Literal["pending", "centred"]) -> Fault | None:
@@ -56,11 +62,13 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):  # but x * sigmoid(x) is a function of x
         of_a, of_b = (None if other.met else v.pending or v.centred for v, other in ((a, b), (b, a)))
         return of_a or (None if is_div else of_b)
-    if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED} or name not in ("mul", "div"):
+    if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED}:
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
     if is_div and rows is a:  # by a root of a variance it is a normalization
-        return fault if is_mean_number(number) or number.is_number and is_largest(number) else None
+        return fault if number.is_number and (is_average(number) or is_largest(number)) else None
+    if name == "dot_general" and rows.met:
+        return None  # rows are centred before they are whitened
     return None if number.inverse or rows.scaled else rows.pending or fault
 
 

@@ -41,7 +41,7 @@ from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import looks_back, sums_at_end
-from .row_numbers import added_to_rows, is_inverse, is_mean_number, is_scaled, product_with_rows, still_linear
+from .row_numbers import added_to_rows, is_average, is_inverse, is_scaled, is_threshold, product_with_rows, still_linear
 from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
@@ -55,6 +55,7 @@ from .row_values import (
     either,
     is_as,
     is_divided,
+    is_guard,
     is_padded,
     lasting,
     product_degree,
@@ -173,7 +174,7 @@ class Reader:
         if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
             values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        if name in primitives.ADDS and made.kind == Kind.ROWS and any(map(is_mean_number, values)):
+        if name in primitives.ADDS and made.kind == Kind.ROWS and any(map(is_average, values)):
             made = made._replace(centred=Fault("nonlinear", self.at()))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
@@ -199,11 +200,13 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
+        if name in primitives.COMPARES and made.degree == 0 and is_threshold(*values):
+            made = made._replace(pending=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
         made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
-        return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
+        return made._replace(guards=is_guard(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
         """Returns the operand of a cumulative sum along the rows: each entry is made of all rows before it."""
@@ -379,7 +382,9 @@ class Reader:
         """Returns the outputs of a scan, which may run over the rows."""
         by_rows, body = self.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
         consts, carry, xs = parts_of_scan(eqn, values)
+        self.loops += by_rows
         after, ys = self.rounds(body, consts, carry, xs, by_rows)
+        self.loops -= by_rows
         if by_rows:
             # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
             ys = [UNKNOWN if y.kind == Kind.SUMMED else y._replace(pending=None) for y in ys]
@@ -441,10 +446,3 @@ def _cuts_off(eqn: Any, out: Any) -> bool:
     """Returns True if a conversion makes an integer of a number."""
     dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
     return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
-
-
-def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
-    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
-    if name in primitives.COMPARES:
-        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
-    return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

@@ -154,6 +154,13 @@ def is_padded(name: str, values: Sequence[RowValue]) -> bool:
     return name in primitives.KEEP_ZERO and all(padded)
 
 
+def is_guard(eqn: Any, name: str, values: list[RowValue]) -> bool:
+    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
+    if name in primitives.COMPARES:
+        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
+    return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)
+
+
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
 
 

@@ -349,6 +349,15 @@ def batch_norm_by_weights(x, m):
     return (x - mean) * lax.rsqrt(((x - mean) ** 2 * weights).mean(0) + 1e-5)
 
 
+def whitened_by_newton(x):
+    x = x - x.mean(0)
+    cov = x.T @ x / x.shape[0] + 1e-3 * jnp.eye(5)
+    trace, root = jnp.trace(cov), jnp.eye(5)
+    for _ in range(3):
+        root = 0.5 * (3 * root - root @ root @ root @ cov / trace)
+    return x @ (root / jnp.sqrt(trace))
+
+
 def rounded(x):
     scale = jnp.abs(x).max() / 127
     return x + lax.stop_gradient(jnp.round(x / scale) * scale - x)
@@ -519,6 +528,9 @@ ACCEPTED = {
     "renormed, by other rows": lambda x, z: (batch_renorm(x) * z).mean(),
     "normed by weights": lambda x, z, m: (batch_norm_by_weights(x, m) * z).mean(),
     "fused, by other rows": lambda x, z, w: (fused_rows(x, w) * z).mean(),
+    "whitened, by other rows": lambda x, z: (whitened_by_newton(x) * z).mean(),
+    "a layer made of all rows": lambda x, z: jnp.tanh(x @ (z.T @ x / x.shape[0])).mean(),
+    "rows by an index": lambda x, z: jnp.abs(lax.map(lambda i: x[i] * 2, jnp.arange(x.shape[0])) + z).mean(),
     "rounded, by other rows": lambda x, z: (rounded(x) * z).mean(),
     "derivative of BatchNorm": lambda x, z: jax.jvp(batch_norm, (x,), (z,))[1].mean(),
     "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu(x - x.mean()).mean(),
@@ -808,6 +820,11 @@ REFUSED = {
         lambda e, x: (e * (1 / (x**2).mean())).mean(),
         lambda x: (x**2 * jax.nn.softmax((x**2).mean(0))).sum(1).mean(),
         lambda e, x: (x[:, 0] * (e - e.mean())).mean(),
+        lambda x, z: (z * (x - x.mean(0))).sum(1).mean(),
+        lambda x, z: (x @ (z.T @ x / x.shape[0])).sum(1).mean(),
+        lambda x, z: (x @ z.mean(0)).mean(),
+        lambda e: jnp.where(e > e.mean(), e, 0.0).mean(),
+        lambda e: (e > e.mean()).mean(),
         lambda e, o, y: ((e.mean() - e) * jax.nn.log_softmax(o)[jnp.arange(o.shape[0]), y]).mean(),
         lambda o, y: (ce(o, y) * (jax.nn.one_hot(y, 3) / jax.nn.one_hot(y, 3).mean(0).max()).sum(1)).mean(),
         lambda e, m: jnp.where(m, e * ((1 - m).sum() / m.sum()), e).mean(),
@@ -843,6 +860,7 @@ REFUSED = {
         lambda e: (lax.reduce_window(e, 0.0, lax.add, (2,), (1,), "SAME") ** 2).mean(),
         lambda e: nn.max_pool(e[None, :, None], (2,), padding="SAME").mean(),
         lambda e: lax.conv(e[None, None], jnp.ones((1, 1, 3)), (1,), "SAME").mean(),
+        lambda x, z: jax.nn.logsumexp(lax.map(lambda i: x[i], jnp.arange(x.shape[0])) @ z.T, 1).mean(),
         simclr,
         advantages,
         over_the_rows,
