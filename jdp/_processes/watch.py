@@ -15,7 +15,8 @@ if it waits in vain.
   - tracing and comparing (`preparing`): it waits only in calls.
   - compiling (`compiling`, by `same_program` and by JAX's own events): it does not wait, and until `limits.compile` the
     others do not consider it late.
-  - in the dispatch: it waits, since the last of these. A process that does not come, has ended or is silent is named.
+  - in the dispatch: it waits, since the last of these. A process that does not come, has come to another call
+    instead, has ended or is silent is named.
 * A program runs (`dispatched`). The process waits until an output is ready. The oldest running program counts, and
   then the newest.
 * In a callback, also during a dispatch: a device waits for Python, which the frames of Python's threads show. All
@@ -40,9 +41,9 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -84,6 +85,7 @@ class Place(NamedTuple):
     compiles: bool
     positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
     called_back: float = 0.0  # seconds since the running program called back into Python
+    calls: Mapping[str, str] = MappingProxyType({})  # the last call or program in each group
 
 
 class Pending(NamedTuple):
@@ -114,6 +116,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._positions: dict[str, int] = {}
+        self._calls: dict[str, str] = {}
         self._doing, self._since = "its start", time.monotonic()
         self._compiles_since: float | None = None
         self._pending: Pending | None = None  # what is watched: one at a time, and when it has ended, the newest
@@ -129,7 +132,7 @@ class Watch:
 
     def moved(self, group: str, what: str) -> None:
         """Notes that this process has come to the next call or program of a group."""
-        self._positions[group] = self._positions.get(group, 0) + 1
+        self._positions[group], self._calls[group] = self._positions.get(group, 0) + 1, what
         self._doing, self._since, self._compiles_since = what, time.monotonic(), None
 
     def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
@@ -274,6 +277,9 @@ class Watch:
         may_take = limits.step if pending.seconds is None else pending.seconds
         if waited > may_take and (late := self._late(pending)):
             return f"{named(late)} did not come to it{self._last_of(late[0])}{_SAME}"
+        if waited > may_take and (others := self._elsewhere(pending)):
+            process, what = next(iter(others.items()))
+            return f"{named([process])} is at another call in its place, jdp.{what}{_SAME}"
         if held := self._called_back(pending):
             seconds = self._places[held[0]][0].called_back
             return (
@@ -352,11 +358,10 @@ class Watch:
     def _tell(self) -> None:
         now = time.monotonic()
         self._beat, self._told = self._beat + 1, now
-        idle, positions = round(now - self._since, 1), dict(self._positions)
+        idle, positions, calls = round(now - self._since, 1), dict(self._positions), dict(self._calls)
         called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
-        place = Place(
-            self._beat, _machine(), os.getpid(), self._doing, idle, self._compiles(now), positions, called_back
-        )
+        at = self._doing, idle, self._compiles(now), positions, called_back, calls
+        place = Place(self._beat, _machine(), os.getpid(), *at)
         put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -383,16 +388,23 @@ class Watch:
         places = {p: self._places[p][0] for p in pending.processes if p != own_process() and p in self._places}
         return [p for p, place in places.items() if place.called_back > limits.step]
 
+    def _still(self, pending: Pending) -> dict[int, Place]:
+        """Returns where the others are that have not moved for `limits.step`, and do not compile."""
+        places = {p: self._places.get(p, (_NOWHERE, 0.0)) for p in pending.processes if p != own_process()}
+        long = {p: place for p, (place, since) in places.items() if place.idle + self._learnt - since > limits.step}
+        return {p: place for p, place in long.items() if not place.compiles}
+
     def _late(self, pending: Pending) -> list[int]:
         """Returns the processes that lag furthest behind this program and have not moved for `limits.step`."""
-        behind = {}
-        for process in pending.processes:
-            place, since = self._places.get(process, (_NOWHERE, 0.0))
-            position = self._position(process, pending)
-            still = place.idle + self._learnt - since > limits.step and not place.compiles
-            if process != own_process() and position < pending.position and still:
-                behind[process] = position
+        behind = {p: self._position(p, pending) for p in self._still(pending)}
+        behind = {p: position for p, position in behind.items() if position < pending.position}
         return [p for p, position in behind.items() if position == min(behind.values())]
+
+    def _elsewhere(self, pending: Pending) -> dict[int, str]:
+        """Returns the processes that wait at another call, which they have come to in the place of this program."""
+        here = {p: x for p, x in self._still(pending).items() if self._position(p, pending) == pending.position}
+        calls = {p: place.calls.get(pending.group, pending.what) for p, place in here.items()}
+        return {p: what for p, what in calls.items() if what != pending.what}
 
     def _last_of(self, process: int) -> str:
         if process not in self._places:

@@ -234,6 +234,20 @@ def case_asleep_ahead():
     ahead(at_the_step(sleep))
 
 
+def case_a_loop_left():
+    """One process leaves a loop of `prefetch` before its end, and begins the next one."""
+    dp = jdp.DataParallel(linear)
+    step = dp.train_step(mse, optax.sgd(0.1))
+    state = step.init(variables())
+    for _ in range(2):
+        for k, batch in enumerate(dp.prefetch(batch_of(HERE, k) for k in range(AT + 3)), 1):
+            if culprit() and k == AT:
+                note("fault")
+                break
+            state, metrics = step(state, batch)
+            note("step", k=k, loss=float(metrics["loss"]))
+
+
 def case_stopped_in():
     """While the step runs on the device: the others have all come to it."""
 

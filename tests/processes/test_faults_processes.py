@@ -370,6 +370,17 @@ def test_one_call_more(start, row, options):
 
 
 @OF_TWO
+def test_a_loop_of_prefetch_that_one_process_leaves(start, row, options):
+    """It begins the next loop where the other takes a step: nobody is behind, and both would wait for ever."""
+    job = start("a_loop_left", 1, options=options)
+    seconds = job.ended(STUCK)
+    said = "\n".join([*job.printed(0), *job.printed(1)])
+    words = r"is at another call in its place, jdp\.(prefetch|train_step)|did not come to this call"
+    assert job.code() in (WAITED, 1) and re.search(words, said), str(job)
+    row(f"rank 1 of 2, {options[-1]} device(s) each: a loop of prefetch left, and the next one begun", job, seconds)
+
+
+@OF_TWO
 def test_one_save_more(start, row, options):
     """A process that saves alone, after the others have ended, says whom it waits for."""
     job = start("one_save_more", 1, options=options)

@@ -117,6 +117,30 @@ def test_who_does_not_come_is_named_after_the_timeout(job):
     assert "process 2 did not come to it (its last call: step" in found[0]
 
 
+def test_another_call_in_its_place_is_named(job):
+    """Each has come to as many calls as the other, so neither is late, and each waits for the other."""
+    for output in job.come():
+        output.ready = True
+    job.come((0,), "prefetch")
+    job.come((1, 2))
+    found = job.go_on(19)
+    assert not found
+    found = job.go_on(5)
+    assert "jdp.prefetch: process 0 has waited 2" in found[0]
+    assert "process 1 is at another call in its place, jdp.step; all processes make the same calls" in found[0]
+    assert "process 0 is at another call in its place, jdp.prefetch" in found[1]
+
+
+def test_another_call_of_another_group_is_none(job):
+    """What a process does with others, apart from these, does not stand in the place of this program."""
+    outputs = job.come()
+    for watch in job.watches.values():
+        watch.moved("others", f"call {id(watch)}")
+    assert not job.go_on(100)
+    for output in outputs:
+        output.ready = True
+
+
 def test_who_waits_for_another_is_not_to_blame(job):
     """Of two that have not come the one that has come less far: the other waits for it."""
     job.come()
@@ -256,7 +280,7 @@ def test_what_a_process_tells(job):
     job.come((1,), "step.mse")
     job.go_on(4)
     place = json.loads(job.keys["jdp/at/1"])
-    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}, 0.0]
+    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}, 0.0, {"all": "step.mse"}]
 
 
 def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):
