@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .jaxprs import bind, parameter
 from .row_numbers import is_largest
-from .row_values import CONST, Kind, RowValue, lasting
+from .row_values import CONST, Kind, RowValue
 
 Read = Callable[[Any, Sequence[RowValue]], list[RowValue]]
 
@@ -49,7 +49,7 @@ def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: 
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
-    if any(v.met or v.kind == Kind.UNKNOWN or lasting([v]) is not None for v in outputs):
+    if any(v.met or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
         return False
     cotangents = [_cotangent(v) for v, w in zip(outputs, eqn.outvars, strict=True) if _has_cotangent(w)]
     return any(map(_is_mixed, read(backward, [*inputs, *cotangents])))
@@ -77,5 +77,5 @@ def _cotangent(output: RowValue) -> RowValue:
 def _is_mixed(cotangent: RowValue) -> bool:
     """Returns True for what is made of several rows, and no sum over them; the largest of all may be a statistic."""
     if cotangent.kind == Kind.ROWS:
-        return cotangent.met or lasting([cotangent]) is not None
+        return cotangent.met or cotangent.lasting is not None
     return cotangent.kind == Kind.SUMMED and cotangent.fault is not None and not is_largest(cotangent)

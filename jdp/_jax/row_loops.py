@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, inside, is_literal, opened, reached
-from .row_values import Kind, RowValue
+from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
+from .row_values import UNKNOWN, Fault, Kind, RowValue, either, repeated
 
 Parts = dict[int | str, float | None]
 """What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
@@ -26,6 +26,78 @@ Axes = Callable[[Any], list[int]]
 """Tells the axes of a variable that have rows."""
 ROW, PLACE = "row", "place"
 _MOVES = primitives.LINEAR - primitives.ADDS - {"concatenate", "stack", "pad", "neg"}
+
+
+def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
+    """Returns the outputs of a scan, which may run over the rows."""
+    by_rows, body = reader.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
+    consts, carry, xs = parts_of_scan(eqn, values)
+    reader.loops += by_rows
+    after, ys = _rounds(reader, body, consts, carry, xs, by_rows)
+    reader.loops -= by_rows
+    if by_rows:
+        # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
+        ys = [UNKNOWN if y.kind == Kind.SUMMED else y._replace(pending=None) for y in ys]
+        back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
+        pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
+        ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
+        after = _at_end(reader, body, consts, after, xs)
+    return [*after, *ys]
+
+
+def _rounds(
+    reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
+) -> tuple[list[RowValue], list[RowValue]]:
+    """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
+    while True:  # each round less is known of the carry, or it is the last
+        outputs = reader.read(body, [*consts, *carry, *xs])
+        after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
+        if by_rows:
+            after = [a if is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
+        if all(map(is_as, after, carry)):
+            return after, outputs[len(carry) :]
+        carry = after
+
+
+def _at_end(
+    reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]
+) -> list[RowValue]:
+    """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
+    factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
+    zero = RowValue(Kind.CONST, number=0.0)
+    started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
+    reader.loops += 1
+    added = reader.read(body, [*consts, *started, *xs])
+    reader.loops -= 1
+    after = []
+    for value, part, factor in zip(carry, added, factors, strict=False):
+        if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
+            kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
+            value = RowValue(kind, part.degree + 1, fault=part.lasting, at=reader.at())
+        elif factor is not None and factor != 1:
+            value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", reader.at()))
+        after.append(value)
+    return after
+
+
+def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
+    """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
+    first = parameter(eqn, "cond_nconsts")
+    last = first + parameter(eqn, "body_nconsts")
+    cond, consts, carry = values[:first], values[first:last], values[last:]
+    body, cond_jaxpr = parameter(eqn, "body_jaxpr"), parameter(eqn, "cond_jaxpr")
+    after, _ = _rounds(reader, body, consts, carry, [], False)
+    (goes_on,) = reader.read(cond_jaxpr, [*cond, *after])
+    grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
+    by_rows = reader.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
+    if goes_on.kind > Kind.SHARED or any(grows) or by_rows:
+        after, _ = _rounds(reader, body, consts, carry, [], True)
+    return _at_end(reader, body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
+
+
+def is_as(a: RowValue, b: RowValue) -> bool:
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
+    return known[0] == known[1]
 
 
 def sums_at_end(
@@ -178,3 +250,7 @@ def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Axes) 
         before, marks = marks, [mark or i in holds_one and after[i - carry.start] for i, mark in enumerate(marks)]
         if marks == before:
             return made_of([mark and i in holds_one for i, mark in enumerate(marks)])[len(carry) :]
+
+
+LOOPS = {"scan": read_scan, "while": read_while}
+"""Returns what is known of a loop's outputs: `LOOPS[name](reader, eqn, values)`."""

@@ -8,7 +8,7 @@ product of two sums. What is not linear after it, as a layer of a model, is acce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .row_values import Fault, Kind, RowValue
 
@@ -39,21 +39,21 @@ def is_average(value: RowValue) -> bool:
     return value.kind == Kind.SUMMED and value.fault is None
 
 
-def is_threshold(a: RowValue, b: RowValue) -> bool:
-    """Returns True where rows are compared with one number of all rows; that with the largest finds its place."""
-    rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
-    return (rows.kind, number.kind) == (Kind.ROWS, Kind.SUMMED) and number.is_number and not is_largest(number)
+def is_threshold(value: RowValue) -> bool:
+    """Returns True for one number of all rows that rows may be compared with; that with the largest finds its place."""
+    return value.kind == Kind.SUMMED and value.is_number and not is_largest(value)
 
 
-def still_linear(values: Sequence[RowValue], name: Literal["pending", "centred"]) -> Fault | None:
-    """Returns the fault that waits in one of several values that are added, or chosen from.
+def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:
+    """Returns the faults `(pending, centred)` that wait in one of several values that are added, or chosen from.
 
-    It is gone where another of them met a number of all rows, too, and is not linear in it: `x + f(x)` is a layer of a
-    model, as a softmax is.
+    They are gone where another of them met a number of all rows, too, and is not linear in it: `x + f(x)` is a layer of
+    a model, as a softmax is.
     """
     if any(v.kind == Kind.ROWS and v.met and not (v.pending or v.centred) for v in values):
-        return None
-    return next((fault for v in values if (fault := getattr(v, name)) is not None), None)
+        return None, None
+    pending = next((v.pending for v in values if v.pending is not None), None)
+    return pending, next((v.centred for v in values if v.centred is not None), None)
 
 
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
@@ -72,16 +72,17 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     return None if number.inverse or rows.scaled else rows.pending or fault
 
 
-def is_scaled(name: str, a: RowValue, b: RowValue) -> bool:
-    """Returns True for rows that are divided by a number of all rows, or by one for each feature."""
-    kinds = a.kind, b.kind
-    by_b = kinds == (Kind.ROWS, Kind.SUMMED) and (name == "div" or b.inverse)
-    return by_b or kinds == (Kind.SUMMED, Kind.ROWS) and name == "mul" and a.inverse
+def normalized(name: str, a: RowValue, b: RowValue, made: RowValue) -> RowValue:
+    """Returns what is known of a product or a quotient, with whether it is one of a normalization.
 
-
-def is_inverse(name: str, a: RowValue, b: RowValue) -> bool:
-    """Returns True for a number that is divided by one of all rows which is no mean, as one by a root of a variance."""
-    if name == "div":
-        is_root = b.kind == Kind.SUMMED and b.fault is not None and not is_largest(b)
-        return a.inverse or a.kind != Kind.SUMMED and is_root
-    return a.inverse or b.inverse
+    Rows are `scaled` by what they are divided by. A number is an `inverse` if it is divided by one of all rows which is
+    no mean, as by a root of a variance.
+    """
+    if made.kind == Kind.ROWS:
+        kinds = a.kind, b.kind
+        by_b = kinds == (Kind.ROWS, Kind.SUMMED) and (name == "div" or b.inverse)
+        by_a = kinds == (Kind.SUMMED, Kind.ROWS) and name == "mul" and a.inverse
+        return made._replace(scaled=made.scaled or by_a or by_b)
+    is_root = b.kind == Kind.SUMMED and b.fault is not None and not is_largest(b)
+    by_root = a.inverse or a.kind != Kind.SUMMED and is_root
+    return made._replace(inverse=by_root if name == "div" else a.inverse or b.inverse)

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import row_primitives as primitives
 from .jaxprs import parameter
-from .row_values import UNKNOWN, Entries, Kind, RowCount, RowValue, lasting
+from .row_values import UNKNOWN, Entries, Kind, RowCount, RowValue
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # zeros, and what is on the diagonal
@@ -27,7 +27,7 @@ def of_pairs(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
         return made._replace(entries=None)
     kept = _kept(name, values)
     if kept is not None:
-        is_alone = kept.entries in ("pairs", "diagonal") or lasting([kept]) is None
+        is_alone = kept.entries in ("pairs", "diagonal") or kept.lasting is None
         return made._replace(entries="diagonal", fault=None if is_alone else made.fault)
     return made._replace(entries=_entries(rows, eqn, name, values, made))
 
@@ -57,7 +57,7 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     sums_pairs = name in ("dot_general", "reduce_sum") and rows.summed(eqn, name, eqn.outvars[0])
     if made.kind != Kind.ROWS or name not in _OF_PAIRS or sums_pairs:
         return None
-    return "pairs" if all(v.entries == "pairs" or lasting([v]) is None for v in values) else None
+    return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
 def diagonal(eqn: Any, value: RowValue, rows: RowCount) -> RowValue | None:

@@ -18,8 +18,7 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     nonlinear          a root, a logarithm, a maximum of a sum is no sum; of rows it is rows
     sorted, cumulated  each entry is made of other rows: pairs
     chosen, cond       one of the cases
-    scan, loop         the same body until nothing new is known of what it carries
-    at_end             of a loop over the rows: `row_loops.py` tells the sums over them
+    LOOPS              the same body until nothing new is known of what it carries
     number_of_rows     a constant that grows as `b` does
     variance           of jnp.var over the rows it is no mean, unless it meets rows
     made, of_all_rows  all rules end here: the largest kind, and the fault that is left
@@ -38,10 +37,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter, parts_of_scan, reached
+from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
-from .row_loops import looks_back, sums_at_end
-from .row_numbers import added_to_rows, is_average, is_inverse, is_scaled, is_threshold, product_with_rows, still_linear
+from .row_loops import LOOPS
+from .row_numbers import added_to_rows, is_average, is_threshold, normalized, product_with_rows, still_linear
 from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
@@ -53,15 +52,30 @@ from .row_values import (
     collected,
     constant,
     either,
-    is_as,
     is_divided,
-    is_guard,
     is_padded,
-    lasting,
-    product_degree,
-    repeated,
-    sum_degree,
 )
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
+
+
+def may_be_of_pairs(name: str, values: Sequence[RowValue], made: RowValue) -> bool:
+    """Returns False for what `of_pairs` has nothing to say of, as for most."""
+    is_pair = made.fault is not None and made.fault.kind == "pairs"
+    return is_pair or name == "iota" or any(v.entries is not None for v in values)
 
 
 class Reader:
@@ -110,10 +124,10 @@ class Reader:
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
         if name in ("cond", "scan", "while"):
-            return {"cond": self.cond, "scan": self.scan, "while": self.loop}[name](eqn, values)
+            return self.cond(eqn, values) if name == "cond" else LOOPS[name](self, eqn, values)
         if name == "select_n":
             made = self.chosen(eqn, values[0], values[1:], outs[0])
-            return [of_pairs(self.rows, eqn, name, values, made)]
+            return [of_pairs(self.rows, eqn, name, values, made) if may_be_of_pairs(name, values, made) else made]
         if name == "sort":  # which moves all operands by the first
             values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
             return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
@@ -126,7 +140,8 @@ class Reader:
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
         padded = padded or name == "pad" and self.rows.pads(eqn, values)
-        made = of_pairs(self.rows, eqn, name, values, made)
+        if may_be_of_pairs(name, values, made):
+            made = of_pairs(self.rows, eqn, name, values, made)
         return made._replace(padded=padded and made.kind != Kind.SUMMED)
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
@@ -171,10 +186,11 @@ class Reader:
                 return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-        if name in primitives.ADDS and any(v.kind == Kind.ROWS for v in values):
+        meets = name in primitives.ADDS and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
+        if meets:
             values = [added_to_rows(v, name) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        if name in primitives.ADDS and made.kind == Kind.ROWS and any(map(is_average, values)):
+        if meets and any(map(is_average, values)):
             made = made._replace(centred=Fault("nonlinear", self.at()))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
@@ -200,13 +216,14 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        if name in primitives.COMPARES and made.degree == 0 and is_threshold(*values):
+        meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
+        if meets and made.degree == 0 and any(map(is_threshold, values)):
             made = made._replace(pending=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
         made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
-        return made._replace(guards=is_guard(eqn, name, values), root=values[0] if name == "sqrt" else None)
+        return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
         """Returns the operand of a cumulative sum along the rows: each entry is made of all rows before it."""
@@ -281,7 +298,9 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
-        pending = product_with_rows(name, a, b, self.at())
+        meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
+        waits = meets or any(v.pending or v.centred or v.inverse for v in values)
+        pending = product_with_rows(name, a, b, self.at()) if waits else None
         if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
             a, b = (v._replace(pending=pending, centred=None) for v in (a, b))
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
@@ -290,10 +309,8 @@ class Reader:
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
         counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
-        made = self.made(eqn, [a, b], degree, out, linear, summed)
-        scaled = made.kind == Kind.ROWS and (made.scaled or is_scaled(name, a, b))
-        inverse = made.kind == Kind.SUMMED and is_inverse(name, *values)
-        return made._replace(meant=name == "mul" and any(counts), scaled=scaled, inverse=inverse)
+        made = self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
+        return normalized(name, values[0], values[1], made) if waits else made
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
         """Returns both sides of a division: with a fault, if it is by a sum over the rows.
@@ -316,16 +333,18 @@ class Reader:
         `linear`: in all that is summed; `summed`: over so many axes of the rows. A product of sums has a fault; one
         that rows meet is forgotten if it does not last; two axes of the rows are a value for each pair of rows.
         """
-        kind, rows = max((v.kind for v in values), default=Kind.CONST), self.rows.axes(out)
+        kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
             return UNKNOWN
+        rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
-        lasts, any_fault = lasting(values), next((v.fault for v in values if v.fault is not None), None)
+        any_fault = next((v.fault for v in values if v.fault is not None), None)
+        lasts = any_fault and lasting(values)
         if kind <= Kind.SHARED:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
             return RowValue(kind, degree, number, any_fault, at)
@@ -336,7 +355,8 @@ class Reader:
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
-        pending, centred = (still_linear(values, name) if linear else None for name in ("pending", "centred"))
+        waits = linear and any(v.pending or v.centred for v in values)
+        pending, centred = still_linear(values) if waits else (None, None)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
@@ -378,71 +398,15 @@ class Reader:
         branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
 
-    def scan(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        """Returns the outputs of a scan, which may run over the rows."""
-        by_rows, body = self.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
-        consts, carry, xs = parts_of_scan(eqn, values)
-        self.loops += by_rows
-        after, ys = self.rounds(body, consts, carry, xs, by_rows)
-        self.loops -= by_rows
-        if by_rows:
-            # What an iteration over the rows seems to make of all rows, it may make of the one at its index.
-            ys = [UNKNOWN if y.kind == Kind.SUMMED else y._replace(pending=None) for y in ys]
-            back = looks_back(
-                body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), self.rows.axes
-            )
-            pairs = RowValue(Kind.ROWS, fault=Fault("pairs", self.at(), True))
-            ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
-            after = self.at_end(body, consts, after, xs)
-        return [*after, *ys]
-
-    def rounds(
-        self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
-    ) -> tuple[list[RowValue], list[RowValue]]:
-        """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
-        while True:  # each round less is known of the carry, or it is the last
-            outputs = self.read(body, [*consts, *carry, *xs])
-            after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
-            if by_rows:
-                after = [a if is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
-            if all(map(is_as, after, carry)):
-                return after, outputs[len(carry) :]
-            carry = after
-
-    def at_end(self, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]) -> list[RowValue]:
-        """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
-        factors = sums_at_end(body, consts, carry, xs, self.rows.axes)
-        zero = RowValue(Kind.CONST, number=0.0)
-        started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
-        self.loops += 1
-        added = self.read(body, [*consts, *started, *xs])
-        self.loops -= 1
-        after = []
-        for value, part, factor in zip(carry, added, factors, strict=False):
-            if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
-                kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
-                value = RowValue(kind, part.degree + 1, fault=lasting([part]), at=self.at())
-            elif factor is not None and factor != 1:
-                value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", self.at()))
-            after.append(value)
-        return after
-
-    def loop(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
-        first = parameter(eqn, "cond_nconsts")
-        last = first + parameter(eqn, "body_nconsts")
-        cond, consts, carry = values[:first], values[first:last], values[last:]
-        body, cond_jaxpr = parameter(eqn, "body_jaxpr"), parameter(eqn, "cond_jaxpr")
-        after, _ = self.rounds(body, consts, carry, [], False)
-        (goes_on,) = self.read(cond_jaxpr, [*cond, *after])
-        grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
-        by_rows = self.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
-        if goes_on.kind > Kind.SHARED or any(grows) or by_rows:
-            after, _ = self.rounds(body, consts, carry, [], True)
-        return self.at_end(body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
-
 
 def _cuts_off(eqn: Any, out: Any) -> bool:
     """Returns True if a conversion makes an integer of a number."""
     dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
     return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
+
+
+def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
+    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
+    if name in primitives.COMPARES:
+        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
+    return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

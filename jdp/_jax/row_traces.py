@@ -112,8 +112,9 @@ class Traced:
         return self._values[i].joined and any(self.rows.power(n) == 1 and n != self.rows.size for n in shape)
 
     def is_followed(self, i: int) -> bool:
-        """Returns True where something is known of output i."""
-        return self._values[i].kind != Kind.UNKNOWN
+        """Returns True where something is known of output i, and all backward passes of the function's own are."""
+        passes = self._read[1].backward.values()
+        return self._values[i].kind != Kind.UNKNOWN and all(backward is not None for _, backward in passes)
 
     def grows(self, i: int) -> bool:
         """Returns True where output i is made of the number of rows, and not of the rows."""
@@ -151,15 +152,11 @@ class Traced:
         """For each output whether it depends on no input."""
         return [not depends for depends in reached(self.jaxpr, [True] * len(self.inputs))]
 
-    def mixed(self) -> Offence | None:
-        """Returns the first backward pass of the function's own that is made of several rows; None if there is none."""
-        reader = self._read[1]
-        return _offence("pairs", reader.mixed[0]) if reader.mixed else None
-
     @property
-    def is_backward_followed(self) -> bool:
-        """Whether all backward passes of the function's own could be traced."""
-        return all(backward is not None for _, backward in self._read[1].backward.values())
+    def backward(self) -> Offence | None:
+        """The first backward pass of the function's own (`jax.custom_vjp`) that is made of several rows, or None."""
+        mixed = self._read[1].mixed
+        return _offence("pairs", mixed[0]) if mixed else None
 
     @property
     def _values(self) -> list[RowValue]:

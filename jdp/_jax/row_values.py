@@ -65,6 +65,11 @@ class RowValue(NamedTuple):
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
+    @property
+    def lasting(self) -> Fault | None:
+        """The fault, if it lasts."""
+        return self.fault if self.fault is not None and self.fault.lasts else None
+
 
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
 
@@ -115,33 +120,16 @@ def collected(value: RowValue) -> RowValue:
     return value if value.kind == Kind.CONST else UNKNOWN
 
 
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
-
-
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
 def either(a: RowValue, b: RowValue) -> RowValue:
     """Returns what is known of a value that is one of the two."""
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
-    fault = lasting([a, b]) or a.fault or b.fault
+    fault = a.lasting or b.lasting or a.fault or b.fault
+    degrees = {v.degree for v in (a, b) if v.number != 0} or {0}
     number, pending = a.number if a.number == b.number else None, a.pending or b.pending
-    return RowValue(max(a.kind, b.kind), sum_degree([a, b]), number, fault, a.at or b.at, pending=pending)
-
-
-def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
-    return known[0] == known[1]
+    return RowValue(
+        max(a.kind, b.kind), degrees.pop() if len(degrees) == 1 else None, number, fault, a.at or b.at, pending=pending
+    )
 
 
 def is_padded(name: str, values: Sequence[RowValue]) -> bool:
@@ -152,13 +140,6 @@ def is_padded(name: str, values: Sequence[RowValue]) -> bool:
     if name == "div":
         return padded[0]
     return name in primitives.KEEP_ZERO and all(padded)
-
-
-def is_guard(eqn: Any, name: str, values: list[RowValue]) -> bool:
-    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
-    if name in primitives.COMPARES:
-        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
-    return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)
 
 
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits

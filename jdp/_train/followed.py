@@ -140,7 +140,7 @@ class Followed:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
             return say(self._traced)
-        said = [say(traced) for traced in self._numbered]
+        said = [say(traced) for traced in self._numbered or filter(None, [self._traced])]
         return [functools.reduce(lambda x, y: x and y, each) for each in zip(*said, strict=True)]
 
     def grows(self, index: int) -> bool:
@@ -156,13 +156,23 @@ class Followed:
                 f"the arrays, and concatenate them where all rows are."
             )
 
-    def _offences(self, kind: row_traces.TermKind, at: Sequence[int]) -> list[row_traces.Offence | None]:
-        """Returns, for each leaf, why it is not of this kind, or None."""
-        return self._agreed(at, lambda traced: traced.offences(kind, at))
+    def _offences(self, kind: row_traces.TermKind, at: Sequence[int], name: str) -> list[row_traces.Offence | None]:
+        """Returns, for each leaf, why it is not of this kind, or None.
+
+        Raises a `TypeError` where gradients are taken, by a backward pass of the function's own that is made of several
+        rows.
+        """
+        found = self._agreed(at, lambda traced: [traced.backward, *traced.offences(kind, at)])
+        if found and found[0] is not None and self._way is IN_TRAINING:
+            raise TypeError(
+                f"{name} has a backward pass of its own, which is {_what(found[0])}; a gradient is that of one device "
+                f"where each row's is made of its own. {_sentence(self._way)}."
+            )
+        return found[1:]
 
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is not a mean over the rows; accepts one that cannot be followed."""
-        for found in filter(None, self._offences("mean", [index])):
+        for found in filter(None, self._offences("mean", [index], name)):
             way = _sentence(_FIRST.get(found.kind, "") + self._way)
             raise TypeError(
                 f"{name} is a scalar, and it is {_what(found)}; a scalar is taken for the mean over the rows of the "
@@ -171,29 +181,16 @@ class Followed:
 
     def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
         """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""
-        for found in filter(None, self._offences("vector" if is_averaged else "rows", [index])):
+        for found in filter(None, self._offences("vector" if is_averaged else "rows", [index], name)):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
                 f"made of its own row. {_sentence(self._way)}."
             )
 
-    def refuse_mixed_cotangents(self, name: str) -> None:
-        """Raises a `TypeError` for a loss with a backward pass of its own that is made of several rows."""
-        if self.rows is None or not self._is_judged:
-            return
-        traced = self._traced
-        followed = [traced] if traced is not None and traced.is_backward_followed else self._numbered
-        said = [found for each in followed if (found := each.mixed()) is not None]
-        if said and len(said) == len(followed):
-            raise TypeError(
-                f"{name} has a backward pass of its own, which is {_what(said[0])}; a gradient is that of one device "
-                f"where each row's is made of its own. {_sentence(self._way)}."
-            )
-
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
         kind: row_traces.TermKind = "sum" if len(at) == 1 else "count"
-        for part, found in zip(("total", "count"), self._offences(kind, at), strict=False):
+        for part, found in zip(("total", "count"), self._offences(kind, at, name), strict=False):
             if found is None:
                 continue
             what = _what(found) if found.kind != "sum" else "no sum over the rows: it does not grow with their number"

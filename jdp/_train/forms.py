@@ -150,7 +150,6 @@ def terms(
 
 def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> None:
     loss_value(loss, rows, verb)  # raises a TypeError for other kinds of losses
-    followed.refuse_mixed_cotangents(f"jdp.{verb}: the loss")
     if is_number(loss) and jnp.ndim(loss) and followed.is_known and followed.axis(0) != 0:
         raise TypeError(
             f"jdp.{verb}: the loss is {described(loss)} for {rows} rows and for other numbers of them; a vector has "

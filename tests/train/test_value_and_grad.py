@@ -1490,7 +1490,7 @@ OF_EACH_ROW = {
 }
 W3 = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 X3 = np.random.default_rng(1).normal(size=(7, 3)).astype(np.float32)
-FORMS = {
+LOSSES_OF_ROWS = {
     "scalar": lambda e: e.mean(),
     "vector": lambda e: e,
     "sum": lambda e: jdp.Sum(e.sum()),
@@ -1500,13 +1500,13 @@ FORMS = {
 
 
 @pytest.mark.one_case("by its norm-scalar", "centred-mean", "asks for its rows-vector")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LOSSES_OF_ROWS)
 @pytest.mark.parametrize("what", OF_SEVERAL_ROWS)
 def test_a_backward_pass_of_several_rows_is_refused(what, form):
     own = with_backward(lambda x: x, OF_SEVERAL_ROWS[what])
 
     def loss(w, x):
-        return FORMS[form]((own(x @ w) ** 2).sum(1))
+        return LOSSES_OF_ROWS[form]((own(x @ w) ** 2).sum(1))
 
     line = loss.__code__.co_firstlineno + 1
     for n in (1, 4):
@@ -1530,9 +1530,9 @@ def test_a_backward_pass_of_several_rows_is_that_of_one_device_in_a_criterion():
 
 
 @pytest.mark.one_case("clipped-mean", "BatchNorm-scalar")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LOSSES_OF_ROWS)
 @pytest.mark.parametrize("what", OF_EACH_ROW)
 def test_a_backward_pass_of_each_row_is_accepted(what, form):
     own = with_backward(*OF_EACH_ROW[what])
     dp = jdp.DataParallel(lambda w, x: x @ w, range(4))
-    dp.value_and_grad(lambda w, x: FORMS[form]((own(x @ w) ** 2).sum(1)))(W3, X3)
+    dp.value_and_grad(lambda w, x: LOSSES_OF_ROWS[form]((own(x @ w) ** 2).sum(1)))(W3, X3)
