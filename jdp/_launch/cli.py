@@ -9,7 +9,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from .options import Job, described, environments, gpus_to_divide, parse
 from .output import Printer, Reader, open_the_closed
@@ -119,7 +119,7 @@ def _attempt(
     # A user who presses Ctrl-C knows why the workers end; a script that does not handle SIGTERM ends by it.
     code = culprit.code if culprit is not None and culprit.code else 0
     if culprit is not None and (asked is None or (asked != signal.SIGINT and code != -signal.SIGTERM)):
-        _report(culprit, reader.last_words(culprit.rank), printer)
+        _report(culprit, crew.workers, reader.last_words(culprit.rank), printer)
     if asked is not None:
         clean = all(worker.code == 0 for worker in crew.workers)
         return 0 if clean and asked in (signal.SIGTERM, signal.SIGHUP) else 128 + asked
@@ -194,7 +194,10 @@ def _pause_after(attempt: int) -> float:
     return min(5.0, 0.1 * 2.0 ** min(attempt, 10))
 
 
-def _report(culprit: Worker, last_words: list[bytes], printer: Printer) -> None:
+def _report(culprit: Worker, workers: Sequence[Worker], last_words: list[bytes], printer: Printer) -> None:
+    left = [worker for worker in workers if worker.code == 0 and worker.ended < culprit.ended]
+    if left:  # as if all were well, and the others may have waited for it
+        printer.say("; ".join(f"rank {worker.rank} ended with exit code 0 {worker.after()}" for worker in left))
     said = culprit.end() if culprit.code == WAITED else f"{culprit.end()}, before any other"
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
     last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]

@@ -38,7 +38,10 @@ class Worker:
             how = f"was ended by signal {-self.code}"
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(-self.code).name}"
-        return f"rank {self.rank} {how} after {self.ended - self.started:.1f} s"
+        return f"rank {self.rank} {how} {self.after()}"
+
+    def after(self) -> str:
+        return f"after {self.ended - self.started:.1f} s"
 
 
 Events = queue.SimpleQueue[Worker | int]
