@@ -247,6 +247,11 @@ def _wrong_device(x: jax.Array, mesh: ReplicaMesh, verb: str, path: str, all_of_
         f"jdp.{verb}: {path}: module must have its parameters and buffers on device {primary} (device_ids[0]) but "
         f"found one of them on device: {found}"
     )
+    if mesh.inner_axes:
+        return (
+            f"{fact}; parameters live there, on the host, or on the replicas' mesh. Put each there, cut as it is: "
+            f"jax.device_put(x, NamedSharding(dp.mesh, x.sharding.spec))."
+        )
     if not x.is_fully_replicated:
         return (
             f"{fact}, cut into pieces ({x.shape} as {spec}); every replica holds all of it. Gather all of them and put "

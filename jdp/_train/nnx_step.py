@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
 from .._core.replica_mesh import outside_of_mesh
@@ -99,7 +100,10 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
         self._program.see(*self._divided([]))
-        self._put_optimizer(self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ())))
+        state = self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ()))
+        if config.mesh.exchange is not None:  # each process has made its own
+            check_replicas({"step": state.step, "opt_state": state.opt_state}, config.mesh, VERB)
+        self._put_optimizer(state)
 
     @outside_of_mesh
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:

@@ -217,6 +217,8 @@ class TrainStep(Step[TrainState]):
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
         state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
+        if mesh.exchange is not None and not traced:  # the optimizer of each process has made its own
+            check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
         if not traced:
             self._given.keep(state, jax.tree.leaves(state))

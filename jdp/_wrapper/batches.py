@@ -153,6 +153,7 @@ class Batches:
         self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
         self.start: int = start
         self.taken: int = start
+        self._newest = object()  # stands for the newest loop
         self.per_epoch: int = data.count // batch_size if drop_last else -(-data.count // batch_size)
         if not self.per_epoch:
             raise ValueError(
@@ -170,6 +171,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Tree]:
         config = self._config
+        loop = self._newest = object()
         self.taken = self.start
         threads = Threads(self._workers)
         # A thread that runs on while Python ends may crash it, and one that Python waits for may never end.
@@ -183,13 +185,14 @@ class Batches:
             else:
                 layouts, scatter = config.batch_layouts, outside_of_mesh(leaf_by_leaf_of, VERB)
                 scattered = ahead(read, lambda batch: scatter(config, batch[0], None, layouts), self._size)
-            yield from map(self._took, itertools.count(self.start + 1), scattered)
+            yield from map(self._took, itertools.repeat(loop), itertools.count(self.start + 1), scattered)
         finally:
             unregister(threads.stop)
             threads.stop()
 
-    def _took(self, number: int, batch: Tree) -> Tree:
-        self.taken = number
+    def _took(self, loop: object, number: int, batch: Tree) -> Tree:
+        if loop is self._newest:
+            self.taken = number
         return batch
 
     def _read(self, threads: Threads) -> Iterator[tuple[Tree, Sequence[int]]]:

@@ -680,11 +680,13 @@ def case_explain():
 
 
 def case_other_parameters():
-    """Each process draws its own."""
-    dp = jdp.DataParallel(MLP)
+    """Each process draws its own, or sets another learning rate."""
+    dp, of_this_process = jdp.DataParallel(MLP), optax.inject_hyperparams(optax.sgd)(0.1 * (1 + P))
     return {
         "init": text_of(lambda: dp.init(jax.random.key(P), X[:1])),
         "nnx": text_of(lambda: jdp.DataParallel(Net(nnx.Rngs(P)))),
+        "optimizer": text_of(lambda: jdp.DataParallel(MLP).train_step(mse, of_this_process).init(variables())),
+        "optimizer of nnx": text_of(lambda: jdp.DataParallel(Net(nnx.Rngs(0))).train_step(mse, of_this_process)),
     }
 
 
@@ -713,6 +715,7 @@ def case_refused():
             )
         ),
         "rows": text_of(lambda: dp.value_and_grad(mse)(v, {"x": X[:0], "y": Y[:0]})),
+        "whole": text_of(lambda: jdp.DataParallel(lambda w, x, y: w * x * y, in_axes=(0, None))(1.0, X[MINE], np.float32(1 + P))),
         "features": text_of(lambda: jdp.scatter({"x": X[MINE, : 4 + P]})),
         "dtypes": text_of(lambda: jdp.scatter({"x": X[MINE].astype(np.float32 if P else np.int32)})),
     }

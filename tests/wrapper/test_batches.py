@@ -147,6 +147,14 @@ def test_taken_counts_what_the_loop_has_taken_and_not_what_is_ahead():
     equal(DP.batches(X, 2, start=batches.taken), [X[i : i + 2] for i in range(6, 11, 2)])
 
 
+def test_taken_counts_the_newest_loop():
+    batches = DP.batches(X, 2)
+    older, newer = iter(batches), iter(batches)
+    for loop in (older, older, newer, older):
+        next(loop)
+    assert batches.taken == 1
+
+
 # ---- what data may be
 
 
