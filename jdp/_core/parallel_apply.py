@@ -273,8 +273,8 @@ def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         error.add_note(
             f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), np.asarray(x), if x, "
-            f"table[x] of a numpy table); it is traced, before there are values. Return the arrays themselves, and take "
-            f"float(...) of what the call gives; index jnp.asarray(table)."
+            f"table[x] of a numpy table); it is traced, before there are values. Return the arrays themselves, and "
+            f"take float(...) of what the call gives; index jnp.asarray(table)."
         )
     if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
         error.add_note(
@@ -316,8 +316,9 @@ def replica_context(mesh: ReplicaMesh | None = None, under_mesh: bool = False) -
     JAX itself traces the inside of a `shard_map` under a mesh of Manual axes. The types of values that `jax.eval_shape`
     gives there have that mesh in them or not, depending on the pass. Programs that compare types (the adjoints of
     equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
-    Collectives over the replicas' axis need nothing but its name, and stay as they are. With `under_mesh` JAX's own mesh
-    stays: the function closes over arrays that lie on a mesh, and does not compare types.
+    Collectives over the replicas' axis need nothing but its name, and stay as they are.
+
+    With `under_mesh` JAX's own mesh stays: the function closes over arrays that lie on a mesh, and does not compare types.
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
     inside = mesh.inside if mesh and is_grouped else _NO_AXES

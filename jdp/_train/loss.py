@@ -358,8 +358,8 @@ def _params_explained(params: Tree) -> Iterator[None]:
     except KeyError as error:
         if isinstance(params, Mapping) and error.args and error.args[0] in params:
             error.add_note(
-                f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {error.args[0]!r} is a parameter. Take it "
-                f"of variables['params']."
+                f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {error.args[0]!r} is a parameter. Take "
+                f"it of variables['params']."
             )
         raise
 

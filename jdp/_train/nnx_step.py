@@ -137,8 +137,8 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         except flax.errors.TraceContextError as error:
             if not trace_state_clean():
                 error.add_note(
-                    f"jdp.{VERB}: the step was called inside of jax.jit or another transformation; it updates the model "
-                    f"in place, and is a compiled program itself. Call it outside."
+                    f"jdp.{VERB}: the step was called inside of jax.jit or another transformation; it updates the "
+                    f"model in place, and is a compiled program itself. Call it outside."
                 )
             raise
         except KeyboardInterrupt as error:

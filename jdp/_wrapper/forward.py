@@ -172,7 +172,7 @@ def four_steps(
 
 
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    """Puts the arrays that `jax.grad` traces and nobody has put anywhere where the parameters live.
+    """Puts traced arrays of the host, and others that are not committed, where the parameters live.
 
     So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices.
     """

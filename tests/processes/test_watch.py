@@ -280,7 +280,11 @@ def test_what_a_process_tells(job):
     job.come((1,), "step.mse")
     job.go_on(4)
     place = json.loads(job.keys["jdp/at/1"])
-    assert place[1:4] == ["b", 101, "step.mse"] and place[4] < 4 and place[5:] == [False, {"all": 1}, 0.0, {"all": "step.mse"}]
+    assert (
+        place[1:4] == ["b", 101, "step.mse"]
+        and place[4] < 4
+        and place[5:] == [False, {"all": 1}, 0.0, {"all": "step.mse"}]
+    )
 
 
 def test_who_was_killed_is_named_at_once_by_those_of_its_machine(job):

@@ -94,7 +94,9 @@ def test_a_loss_of_other_arguments(refused):
         def three(v, x, y, z): ...
 
         step_of(three).init(W)
-    with refused(TypeError, "train_step", r"calls loss_fn\(model, batch\)\. If it is a key, draw from an nnx\.Rngs of the model"):
+    with refused(
+        TypeError, "train_step", r"calls loss_fn\(model, batch\)\. If it is a key, draw from an nnx\.Rngs of the model"
+    ):
         net().train_step(lambda m, x, key: m(x).mean(), SGD)
 
 

@@ -18,7 +18,6 @@ X, W, V = (RNG.randn(*shape).astype(np.float32) for shape in ((9, 4), (4, 2), (4
 DP = jdp.DataParallel(lambda w, x: x @ w, devices=range(N))
 
 
-
 # What jdp itself has returned lies over the devices.
 CLOSED_OVER = {
     "host": lambda: V,
