@@ -318,7 +318,7 @@ def replica_context(mesh: ReplicaMesh | None = None, under_mesh: bool = False) -
     equinox and diffrax) take equal ones for different, and fail. Under the empty mesh they run as on one device.
     Collectives over the replicas' axis need nothing but its name, and stay as they are.
 
-    With `under_mesh` JAX's own mesh stays: the function closes over arrays that lie on a mesh, and does not compare types.
+    With `under_mesh` JAX's own mesh stays, because the function closes over arrays that lie on a mesh.
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
     inside = mesh.inside if mesh and is_grouped else _NO_AXES
