@@ -180,6 +180,9 @@ class Reader:
 
         Of summands that grow differently the sum is none over the rows: `m.sum() + 1` has the 1 once for all of them.
         """
+        if name in primitives.ADDS and {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
+            known = [v for v in values if v.kind == Kind.SUMMED and (v.fault is not None or v.degree not in (0, None))]
+            values = known or values  # what is not followed is taken for one of the same kind, which heals nothing
         degree, degrees = sum_degree(values), {v.degree for v in values}
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
             if name in ("concatenate", "stack") and all(v.kind == Kind.CONST for v in values):
@@ -290,6 +293,8 @@ class Reader:
         """Returns a product or a quotient: linear, but for that of two sums; degrees are added, or subtracted."""
         if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
+        if {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
+            values = [RowValue(Kind.SUMMED) if v.picked else v for v in values]
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
@@ -335,7 +340,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return UNKNOWN
+            return UNKNOWN._replace(picked=all(v.picked for v in values if v.kind == kind))
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
@@ -372,7 +377,7 @@ class Reader:
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
-            return UNKNOWN
+            return UNKNOWN._replace(picked=eqn.primitive.name != "reshape")
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:

@@ -62,6 +62,7 @@ class RowValue(NamedTuple):
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
+    picked: bool = False  # made of rows that were picked one by one, of which nothing else is known
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
 
