@@ -18,6 +18,7 @@ from .row_numbers import is_largest
 from .row_values import CONST, Kind, RowValue
 
 Read = Callable[[Any, Sequence[RowValue]], list[RowValue]]
+Axes = Callable[[Any], list[int]]
 
 
 def backward_of(eqn: Any) -> Any:
@@ -42,16 +43,17 @@ def backward_of(eqn: Any) -> Any:
         return None
 
 
-def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read) -> bool:
+def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read, axes: Axes) -> bool:
     """Returns True if a backward pass is made of several rows, and its function is not.
 
-    `read` tells what is known of a jaxpr's outputs.
+    `read` tells what is known of a jaxpr's outputs, and `axes` which axes of a variable have rows.
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
     if any(v.met or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
         return False
-    cotangents = [_cotangent(v) for v, w in zip(outputs, eqn.outvars, strict=True) if _has_cotangent(w)]
+    pairs = [(v, w) for v, w in zip(outputs, eqn.outvars, strict=True) if _has_cotangent(w)]
+    cotangents = [RowValue(Kind.ROWS) if axes(w) else _cotangent(v) for v, w in pairs]
     return any(map(_is_mixed, read(backward, [*inputs, *cotangents])))
 
 

@@ -49,7 +49,9 @@ def _rounds(
     reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
 ) -> tuple[list[RowValue], list[RowValue]]:
     """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
+    mixed = len(reader.mixed)
     while True:  # each round less is known of the carry, or it is the last
+        del reader.mixed[mixed:]  # what an earlier round found, of a carry that was taken for a constant
         outputs = reader.read(body, [*consts, *carry, *xs])
         after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
         if by_rows:
@@ -66,9 +68,10 @@ def _at_end(
     factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
     zero = RowValue(Kind.CONST, number=0.0)
     started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
-    reader.loops += 1
+    reader.loops, mixed = reader.loops + 1, len(reader.mixed)
     added = reader.read(body, [*consts, *started, *xs])
     reader.loops -= 1
+    del reader.mixed[mixed:]
     after = []
     for value, part, factor in zip(carry, added, factors, strict=False):
         if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:

@@ -119,7 +119,7 @@ class Reader:
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
-            if backward is not None and mixes_cotangents(eqn, backward, values, self.read):
+            if backward is not None and mixes_cotangents(eqn, backward, values, self.read, self.rows.axes):
                 self.mixed.append(self.at())
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
