@@ -1536,3 +1536,26 @@ def test_a_backward_pass_of_each_row_is_accepted(what, form):
     own = with_backward(*OF_EACH_ROW[what])
     dp = jdp.DataParallel(lambda w, x: x @ w, range(4))
     dp.value_and_grad(lambda w, x: LOSSES_OF_ROWS[form]((own(x @ w) ** 2).sum(1)))(W3, X3)
+
+
+def of_a_scan(w, x):
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(clipped_back(h) + x @ w), None), jnp.zeros((len(x), 2)), None, length=3)
+    return h
+
+
+def of_a_loop(w, x):
+    h = jnp.zeros((len(x), 2))
+    for _ in range(3):
+        h = jnp.tanh(clipped_back(h) + x @ w)
+    return h
+
+
+def of_a_learned_state(w, x):
+    return jnp.tanh(clipped_back(jnp.broadcast_to(w[0], (len(x), 2))) + x @ w)
+
+
+@pytest.mark.parametrize("of_rows", [of_a_scan, of_a_loop, of_a_learned_state])
+def test_a_state_that_is_none_of_the_rows_yet_has_a_cotangent_for_each(of_rows):
+    dp = jdp.DataParallel(of_rows, range(4))
+    found = dp.value_and_grad(lambda w, x: (of_rows(w, x) ** 2).mean())(W3, X3)
+    close(found, jax.value_and_grad(lambda w: (of_rows(w, X3) ** 2).mean())(W3))
