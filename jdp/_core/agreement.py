@@ -249,13 +249,7 @@ def _of(x: Any, spec: Leaf) -> str:
         return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
     weak = " (of Python)" if not shape and getattr(x, "weak_type", False) else ""
-    if not isinstance(spec, Whole):
-        return f"{x.dtype}[{', '.join(shape)}]{weak}"
-    value = f" {x.tolist()!r}" if isinstance(x, np.ndarray | np.generic) and x.size <= _FEW_NUMBERS else ""
-    return f"{x.dtype}[{', '.join(shape)}] (whole){value}{weak}"
-
-
-_FEW_NUMBERS = 16  # a whole array of the host with so many or fewer is compared by value, too
+    return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}{weak}"
 
 
 @functools.lru_cache(maxsize=64)

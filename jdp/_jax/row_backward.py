@@ -18,7 +18,7 @@ from .row_numbers import is_largest
 from .row_values import CONST, Kind, RowValue
 
 Read = Callable[[Any, Sequence[RowValue]], list[RowValue]]
-Axes = Callable[[Any], list[int]]
+OfRows = Callable[[Any], bool]
 
 
 def backward_of(eqn: Any) -> Any:
@@ -43,17 +43,19 @@ def backward_of(eqn: Any) -> Any:
         return None
 
 
-def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read, axes: Axes) -> bool:
+def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read, of_rows: OfRows) -> bool:
     """Returns True if a backward pass is made of several rows, and its function is not.
 
-    `read` tells what is known of a jaxpr's outputs, and `axes` which axes of a variable have rows.
+    `read` tells what is known of a jaxpr's outputs, and `of_rows` whether a variable has a value for each row.
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
     if any(v.met or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
         return False
+    if any(v.kind == Kind.SUMMED and v.fault is not None for v in outputs):  # statistics of the rows, as a variance
+        return False
     pairs = [(v, w) for v, w in zip(outputs, eqn.outvars, strict=True) if _has_cotangent(w)]
-    cotangents = [RowValue(Kind.ROWS) if axes(w) else _cotangent(v) for v, w in pairs]
+    cotangents = [RowValue(Kind.ROWS) if of_rows(w) else _cotangent(v) for v, w in pairs]
     return any(map(_is_mixed, read(backward, [*inputs, *cotangents])))
 
 

@@ -19,7 +19,7 @@ from .row_values import UNKNOWN, Fault, Kind, RowValue, either, repeated
 
 Parts = dict[int | str, float | None]
 """What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
-where the value is not linear in the number, and None where that is not followed. ROW and PLACE are those of the round.
+where the value is not linear in the number, and None where that is not followed. ROW stands for the row of the round, and PLACE for the number of the round.
 """
 
 Axes = Callable[[Any], list[int]]
@@ -74,7 +74,9 @@ def _at_end(
     del reader.mixed[mixed:]
     after = []
     for value, part, factor in zip(carry, added, factors, strict=False):
-        if factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
+        if factor == 1 and part.kind == Kind.CONST and part.number == 0:
+            pass  # nothing is added: it is what it was at the start
+        elif factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
             kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
             value = RowValue(kind, part.degree + 1, fault=part.lasting, at=reader.at())
         elif factor is not None and factor != 1:
@@ -228,6 +230,8 @@ def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
     """Returns what a product or a quotient is made of; one by a number that is known keeps the factors."""
     for v, other in ((eqn.invars[1], a), (eqn.invars[0], b)):
         if is_literal(v) and (name == "mul" or other is a) and not getattr(v.aval, "shape", ()):
+            if jnp.issubdtype(v.aval.dtype, jnp.complexfloating):
+                return _mixed([other], None)
             by = float(v.val) if name == "mul" else 1 / float(v.val or math.nan)
             return _scaled(other, by)
     # By a place, as in a mean that is computed as it goes, or by a row, or by a number that is not known.

@@ -92,6 +92,10 @@ class Reader:
         """Returns the equation that is read, then those around it: the places to blame."""
         return tuple(self.around[::-1])
 
+    def of_rows(self, v: Any) -> bool:
+        """Returns True if a variable has an axis of the rows, or one value for each row, in a loop over them."""
+        return self.loops > 0 or bool(self.rows.axes(v))
+
     def read(self, jaxpr: Any, inputs: Sequence[RowValue]) -> list[RowValue]:
         """Returns what is known of a jaxpr's outputs, from what is known of its inputs."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
@@ -119,7 +123,8 @@ class Reader:
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
-            if backward is not None and mixes_cotangents(eqn, backward, values, self.read, self.rows.axes):
+            is_made = any(v.number is None for v in values)  # of something, and no constant
+            if backward is not None and is_made and mixes_cotangents(eqn, backward, values, self.read, self.of_rows):
                 self.mixed.append(self.at())
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
@@ -225,6 +230,7 @@ class Reader:
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
+        inverse = inverse or name in ("max", "min", "clamp") and any(v.inverse for v in values)
         made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
@@ -396,7 +402,8 @@ class Reader:
         if which.guards:  # a number in place of what is not finite
             which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
-        return self.made(eqn, [*cases, which], degree, out, True)
+        made = self.made(eqn, [*cases, which], degree, out, True)
+        return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a branch: each is chosen among those of all branches."""

@@ -194,9 +194,12 @@ def _pause_after(attempt: int) -> float:
     return min(5.0, 0.1 * 2.0 ** min(attempt, 10))
 
 
+_LONG_BEFORE = 5.0  # seconds before the culprit
+
+
 def _report(culprit: Worker, workers: Sequence[Worker], last_words: list[bytes], printer: Printer) -> None:
-    left = [worker for worker in workers if worker.code == 0 and worker.ended < culprit.ended]
-    if left:  # as if all were well, and the others may have waited for it
+    left = [worker for worker in workers if worker.code == 0 and worker.ended < culprit.ended - _LONG_BEFORE]
+    if left:  # the others may have waited for it in vain
         printer.say("; ".join(f"rank {worker.rank} ended with exit code 0 {worker.after()}" for worker in left))
     said = culprit.end() if culprit.code == WAITED else f"{culprit.end()}, before any other"
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.

@@ -163,12 +163,14 @@ class Followed:
         rows.
         """
         found = self._agreed(at, lambda traced: [traced.backward, *traced.offences(kind, at)])
-        if found and found[0] is not None and self._way is IN_TRAINING:
-            raise TypeError(
-                f"{name} has a backward pass of its own, which is {_what(found[0])}; a gradient is that of one device "
-                f"where each row's is made of its own. {_sentence(self._way)}."
-            )
+        if found and self._way is IN_TRAINING:
+            _refuse_backward(found[0], name)
         return found[1:]
+
+    def refuse_backward(self, name: str) -> None:
+        """Raises a `TypeError` for a forward pass with a backward pass of the user's own that is made of several rows."""
+        for found in self._agreed([], lambda traced: [traced.backward]):
+            _refuse_backward(found, name)
 
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is not a mean over the rows; accepts one that cannot be followed."""
@@ -205,6 +207,15 @@ class Followed:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def _refuse_backward(found: row_traces.Offence | None, name: str) -> None:
+    if found is not None:
+        raise TypeError(
+            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a replica's "
+            f"sees the gradients of its own rows alone. Call that function in a criterion=, on the outputs of all rows; "
+            f"where it is for a parameter's gradient, let the optimizer do it (optax.clip)."
+        )
 
 
 def _what(found: row_traces.Offence) -> str:

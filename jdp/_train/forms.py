@@ -159,6 +159,7 @@ def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> N
 
 def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the outputs of a forward pass on `size` rows as `terms` would, all of them as entries per row."""
+    followed.refuse_backward(f"jdp.{verb}: the forward pass")
     paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_marker)
     found = []
     for i, (path, x) in enumerate(paths):

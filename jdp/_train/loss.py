@@ -176,8 +176,8 @@ def called(criterion: Any, *args: Any) -> Any:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
             raise
-        others = "the whole batch" if len(args) == 2 else f"the {len(args) - 1} arguments after the first, whole"
-        rows = f"which gets the outputs of all rows, and {others}"
+        others = {1: "", 2: " and the whole batch"}.get(len(args), f" and the {len(args) - 1} arguments of the batch")
+        rows = f"which gets the outputs of all rows{others}"
         error.add_note(f"Caught {type(error).__name__} in criterion {name}, {rows}.")
         if isinstance(error, NameError) and is_unbound_axis(error):
             error.add_note("It runs once, outside of the replicas. Leave the collective out: x.mean() is of all rows.")
@@ -356,10 +356,10 @@ def _params_explained(params: Tree) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        if isinstance(params, Mapping) and error.args and error.args[0] in params:
+        if isinstance(params, Mapping) and error.args and error.args[0] in [*params]:
             error.add_note(
                 f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {error.args[0]!r} is a parameter. Take "
-                f"it of variables['params']."
+                f"it from variables['params']."
             )
         raise
 

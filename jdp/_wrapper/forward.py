@@ -174,7 +174,8 @@ def four_steps(
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """Puts traced arrays of the host, and others that are not committed, where the parameters live.
 
-    So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices.
+    So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices. With
+    replicated parameters each device has the whole array then, before it is cut.
     """
     to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 

@@ -715,9 +715,6 @@ def case_refused():
             )
         ),
         "rows": text_of(lambda: dp.value_and_grad(mse)(v, {"x": X[:0], "y": Y[:0]})),
-        "whole": text_of(
-            lambda: jdp.DataParallel(lambda w, x, y: w * x * y, in_axes=(0, None))(1.0, X[MINE], np.float32(1 + P))
-        ),
         "features": text_of(lambda: jdp.scatter({"x": X[MINE, : 4 + P]})),
         "dtypes": text_of(lambda: jdp.scatter({"x": X[MINE].astype(np.float32 if P else np.int32)})),
     }
