@@ -19,7 +19,8 @@ from .row_values import UNKNOWN, Fault, Kind, RowValue, either, repeated
 
 Parts = dict[int | str, float | None]
 """What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
-where the value is not linear in the number, and None where that is not followed. ROW stands for the row of the round, and PLACE for the number of the round.
+where the value is not linear in the number, and None where that is not followed. ROW stands for the row of the round,
+and PLACE for the number of the round.
 """
 
 Axes = Callable[[Any], list[int]]

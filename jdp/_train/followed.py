@@ -168,7 +168,7 @@ class Followed:
         return found[1:]
 
     def refuse_backward(self, name: str) -> None:
-        """Raises a `TypeError` for a forward pass with a backward pass of the user's own that is made of several rows."""
+        """Raises a `TypeError` for a backward pass of the user's own in it that is made of several rows."""
         for found in self._agreed([], lambda traced: [traced.backward]):
             _refuse_backward(found, name)
 
@@ -212,9 +212,9 @@ def _sentence(text: str) -> str:
 def _refuse_backward(found: row_traces.Offence | None, name: str) -> None:
     if found is not None:
         raise TypeError(
-            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a replica's "
-            f"sees the gradients of its own rows alone. Call that function in a criterion=, on the outputs of all rows; "
-            f"where it is for a parameter's gradient, let the optimizer do it (optax.clip)."
+            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a gradient is "
+            f"that of one device where each row's is made of its own. Call that function in a criterion=, on the "
+            f"outputs of all rows; if it is for a parameter's gradient, let the optimizer do it (optax.clip)."
         )
 
 

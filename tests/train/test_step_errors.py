@@ -479,3 +479,17 @@ def test_a_model_that_has_changed_since_its_optimizer_was_made(change, refused):
         model.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(1)))
     with refused(ValueError, "train_step", "opt_state.*other parameters than when the optimizer was made.*a new step"):
         step(INPUTS)
+
+
+@pytest.mark.parametrize(("key", "says"), [("kernel", True), ("other", False), (["kernel"], False)])
+def test_a_loss_written_for_parameters_is_told_of_variables(key, says):
+    def loss(params, x):
+        if not isinstance(key, str):
+            raise KeyError(key)
+        return (x @ params[key]).mean()
+
+    step = jdp.DataParallel(lambda v, x: x).train_step(loss, optax.sgd(0.1))
+    with pytest.raises(KeyError) as error:
+        step(step.init({"params": {"kernel": np.ones((3, 2), np.float32)}}), np.ones((8, 3), np.float32))
+    notes = "".join(error.value.__notes__)
+    assert ("variables['params']" in notes) == says, notes

@@ -1559,3 +1559,46 @@ def test_a_state_that_is_none_of_the_rows_yet_has_a_cotangent_for_each(of_rows):
     dp = jdp.DataParallel(of_rows, range(4))
     found = dp.value_and_grad(lambda w, x: (of_rows(w, x) ** 2).mean())(W3, X3)
     close(found, jax.value_and_grad(lambda w: (of_rows(w, X3) ** 2).mean())(W3))
+
+
+def test_a_forward_pass_with_a_backward_pass_of_several_rows_is_refused():
+    """A criterion does not help where the replicas run it."""
+    own = with_backward(lambda x: x, OF_SEVERAL_ROWS["by its norm"])
+    dp = jdp.DataParallel(lambda w, x: x @ w, range(4))
+    grad = dp.value_and_grad(lambda w, x: own(x @ w), criterion=lambda out, x: (out**2).mean())
+    with pytest.raises(TypeError, match="the forward pass has a backward pass of the user's own.*in a criterion="):
+        grad(W3, X3)
+
+
+def moments(x):
+    return x.mean(0), x.var(0)
+
+
+def moments_back(x, g):
+    return (g[0] + 2 * (x - x.mean(0)) * g[1]) / len(x)
+
+
+def test_statistics_with_a_backward_pass_of_their_own_are_those_of_a_batch_norm():
+    own = with_backward(moments, moments_back)
+
+    def loss(w, x):
+        mean, var = own(x @ w)
+        return jnp.tanh((x @ w - mean) * jax.lax.rsqrt(var + 1e-3)).mean()
+
+    close(jdp.DataParallel(loss, range(1)).value_and_grad(loss)(W3, X3), jax.value_and_grad(loss)(W3, X3))
+
+
+@pytest.mark.parametrize("guard", [lambda s: jnp.where(s > 9, 1.0, s), lambda s: jnp.clip(s, 0, 10)])
+def test_a_normalization_by_a_guarded_root_is_one(guard):
+    def loss(w, x):
+        h = x @ w
+        return ((h - h.mean(0)) * guard(jax.lax.rsqrt(h.var(0) + 1e-3)) * x[:, :1]).mean()
+
+    close(jdp.DataParallel(loss, range(1)).value_and_grad(loss)(W3, X3), jax.value_and_grad(loss)(W3, X3))
+
+
+def test_complex_numbers_in_a_loop_over_the_rows():
+    def loss(w, x):
+        return jax.lax.map(lambda row: jnp.abs(jnp.exp(1j * (row @ w)).sum()), x).mean()
+
+    close(jdp.DataParallel(loss, range(4)).value_and_grad(loss)(W3, X3), jax.value_and_grad(loss)(W3, X3))
