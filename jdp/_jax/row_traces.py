@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .jaxprs import equations, first, opened, reached, source_line
+from .jaxprs import equations, opened, reached, source_line
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
 from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowCount, RowValue
@@ -155,8 +155,6 @@ class Traced:
     @property
     def backward(self) -> Offence | None:
         """The first backward pass of the function's own (`jax.custom_vjp`) that is made of several rows, or None."""
-        if first(self.jaxpr, "custom_vjp_call") is None:
-            return None
         mixed = self._read[1].mixed
         return _offence("pairs", mixed[0]) if mixed else None
 

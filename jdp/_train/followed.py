@@ -212,8 +212,8 @@ def _sentence(text: str) -> str:
 def _refuse_backward(found: row_traces.Offence | None, name: str) -> None:
     if found is not None:
         raise TypeError(
-            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a gradient is "
-            f"that of one device where each row's is made of its own. Call that function in a criterion=, on the "
+            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a gradient "
+            f"is that of one device where each row's is made of its own. Call that function in a criterion=, on the "
             f"outputs of all rows; if it is for a parameter's gradient, let the optimizer do it (optax.clip)."
         )
 
