@@ -233,7 +233,7 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
                 with replica_context(signature.layout.mesh, under_mesh):
                     out = run(*operands)
             except Exception as error:
-                _explain(error, label, signature.layout.devices[replica], replica)
+                _explain(error, label, signature.layout, replica)
                 raise
             return returned(out, signature.layout, operands)
 
@@ -261,14 +261,14 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
         try:
             return call(*operands)
         except ValueError as error:
-            if "Mesh for all inputs" not in str(error):
+            if _OF_TWO_MESHES not in str(error):
                 raise
         return under_mesh(*operands)
 
     return either
 
 
-def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
+def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None:
     """Adds notes to an error of the function that a replica runs: what to do about it, and where it was raised."""
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         error.add_note(
@@ -276,13 +276,14 @@ def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
             f"table[x] of a numpy table); it is traced, before there are values. Return the arrays themselves, and "
             f"take float(...) of what the call gives; index jnp.asarray(table)."
         )
-    if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in str(error):
+    is_of_a_mesh = isinstance(error, ValueError) and any(text in str(error) for text in _OTHER_MESH)
+    if is_of_a_mesh and layout.mesh.inner_axes:
         error.add_note(
             "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of the model's "
             "own takes it from there. Leave mesh= out, and name the replica's axes: "
             "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
         )
-    if isinstance(error, ValueError) and "Mesh for all inputs" in str(error):
+    if is_of_a_mesh and not layout.mesh.inner_axes:
         error.add_note(
             "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own has nothing "
             "to split. Call the function without shard_map, on the chunk."
@@ -293,7 +294,11 @@ def _explain(error: Exception, label: str, device: Any, replica: int) -> None:
             f"training; what replicas change comes back for objects that they get. Call its eval(), or pass it in the "
             f"batch."
         )
-    error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {device}.")
+    error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {layout.devices[replica]}.")
+
+
+_OF_TWO_MESHES = "Mesh for all inputs"  # JAX's words
+_OTHER_MESH = _OF_TWO_MESHES, "should match the mesh passed to shard_map"
 
 
 _NO_AXES = AbstractMesh((), ())

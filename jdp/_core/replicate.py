@@ -249,8 +249,8 @@ def _wrong_device(x: jax.Array, mesh: ReplicaMesh, verb: str, path: str, all_of_
     )
     if mesh.inner_axes:
         return (
-            f"{fact}; parameters live there, on the host, or on the replicas' mesh. Put each there, cut as it is: "
-            f"jax.device_put(x, NamedSharding(dp.mesh, x.sharding.spec))."
+            f"{fact}; parameters live there, on the host, or on the replicas' mesh. Put each "
+            f"on that mesh, with its own spec or P(): jax.device_put(x, NamedSharding(dp.mesh, spec))."
         )
     if not x.is_fully_replicated:
         return (

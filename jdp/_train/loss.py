@@ -356,9 +356,10 @@ def _params_explained(params: Tree) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        if isinstance(params, Mapping) and error.args and error.args[0] in [*params]:
+        key = error.args[0] if error.args else None
+        if isinstance(params, Mapping) and isinstance(key, str) and key in params:
             error.add_note(
-                f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {error.args[0]!r} is a parameter. Take "
+                f"jdp.{VERB}: loss_fn(variables, batch) gets all variables, and {key!r} is a parameter. Take "
                 f"it from variables['params']."
             )
         raise

@@ -17,13 +17,14 @@ import textwrap
 import threading
 import time
 import tomllib
+import types
 import uuid
 from pathlib import Path
 
 import pytest
 
 from jdp._launch import output, workers
-from jdp._launch.cli import Places, _pause_after
+from jdp._launch.cli import Places, _pause_after, _report
 from jdp._launch.options import Job, described, environments, gpus_to_divide, parse
 from jdp._launch.protocol import FOR_ANOTHER
 
@@ -443,6 +444,19 @@ def test_an_exception_is_the_last_thing_to_be_read():
     assert any("KeyError: 'key'" in line for line in lines) and "noise" not in report
     assert lines[-1] == "[1] ValueError: the culprit's own words"
     assert err.count("the culprit's own words\n") == 2  # when it came, and in the report
+
+
+def test_who_ended_with_code_0_long_before_is_named():
+    """The others may have waited for it; one that ended just before has done its part."""
+    said = []
+    printer = types.SimpleNamespace(say=lambda text, lines=(): said.append(text))
+    process = types.SimpleNamespace()
+    culprit = workers.Worker(0, process, started=0.0, ended=62.0, code=-6)
+    early = workers.Worker(1, process, started=0.0, ended=1.5, code=0)
+    late = workers.Worker(2, process, started=0.0, ended=61.0, code=0)
+    _report(culprit, [culprit, early, late], [], printer)
+    assert said[0] == "rank 1 ended with exit code 0 after 1.5 s"
+    assert said[1].startswith("rank 0 was ended by SIGABRT after 62.0 s") and len(said) == 2
 
 
 def test_the_first_to_fail_is_named_although_others_fail_milliseconds_later():

@@ -339,3 +339,14 @@ def test_explicit_axes_are_treated_as_auto(refused):
     assert not {EXPLICIT} & {*dp.mesh.axis_types}
     with refused(ValueError, "DataParallel", match=r"traced .* with parameters over Explicit axes, float32"):
         jax.jit(dp)(placed(mesh), rows(8))
+
+
+def test_parameters_of_another_mesh_are_told_to_be_put_on_this_one():
+    """Replicated from the host, all of them would be whole on every device."""
+    other = Mesh(np.array(jax.devices()[:2]), ("model",))
+    w = jax.device_put(np.ones((4, 2), np.float32), NamedSharding(other, P(None, "model")))
+    dp = jdp.DataParallel(lambda w, x: x @ w, mesh_of("4x2"))
+    with pytest.raises(RuntimeError, match=r"NamedSharding\(dp\.mesh, spec\)") as error:
+        dp(w, np.ones((8, 4), np.float32))
+    assert "jdp.replicate" not in str(error.value)
+    assert dp(jax.device_put(w, NamedSharding(dp.mesh, w.sharding.spec)), np.ones((8, 4), np.float32)).shape == (8, 2)

@@ -481,7 +481,9 @@ def test_a_model_that_has_changed_since_its_optimizer_was_made(change, refused):
         step(INPUTS)
 
 
-@pytest.mark.parametrize(("key", "says"), [("kernel", True), ("other", False), (["kernel"], False)])
+@pytest.mark.parametrize(
+    ("key", "says"), [("kernel", True), ("other", False), (["kernel"], False), (np.ones(2), False)]
+)
 def test_a_loss_written_for_parameters_is_told_of_variables(key, says):
     def loss(params, x):
         if not isinstance(key, str):
@@ -493,3 +495,14 @@ def test_a_loss_written_for_parameters_is_told_of_variables(key, says):
         step(step.init({"params": {"kernel": np.ones((3, 2), np.float32)}}), np.ones((8, 3), np.float32))
     notes = "".join(error.value.__notes__)
     assert ("variables['params']" in notes) == says, notes
+
+
+def test_a_criterion_with_the_arguments_of_torch_is_told_of_the_batch():
+    step = jdp.DataParallel(lambda v, x: x).train_step(
+        lambda v, batch: batch[0] @ v["params"],
+        optax.sgd(0.1),
+        criterion=lambda logits, y: optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(),
+    )
+    with pytest.raises(TypeError) as error:
+        step(step.init({"params": np.ones((3, 2), np.float32)}), (np.ones((8, 3), np.float32), np.zeros(8, np.int32)))
+    assert any("gets the outputs of all rows and the whole batch" in note for note in error.value.__notes__)

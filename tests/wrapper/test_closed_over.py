@@ -133,3 +133,20 @@ def test_a_teacher_in_training_is_named():
     assert not any("inside of jax.jit" in note for note in error.value.__notes__)
     norm.eval()
     assert np.isfinite(step(X)["loss"])
+
+
+def test_a_shard_map_of_the_models_own_has_nothing_to_split():
+    """The error is another one under a mesh, and the way out is the same."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("inner",))
+    twice = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    with pytest.raises(ValueError, match="mesh|Mesh") as error:
+        jdp.DataParallel(lambda w, x: twice(x) * w, devices=range(N))(np.float32(1), X)
+    assert any("has nothing to split" in note for note in error.value.__notes__)
+    assert not any("name the replica's axes" in note for note in error.value.__notes__)
+
+
+def test_a_table_of_numpy_is_told_to_be_one_of_jax():
+    table = np.ones((3, 2), np.float32)
+    with pytest.raises(jax.errors.TracerArrayConversionError) as error:
+        jdp.DataParallel(lambda w, i: table[i] * w, devices=range(N))(np.float32(1), np.zeros(6, np.int32))
+    assert any("jnp.asarray(table)" in note for note in error.value.__notes__)
