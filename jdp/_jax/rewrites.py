@@ -1,7 +1,7 @@
 """Rewrites of jaxprs: other functions in place of equations, bodies in place of calls, an index in place of a question.
 
-`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names. `inlined`
-takes the calls and loops around some equations away, so that what comes before and after them can be run apart.
+`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names;
+`with_pairs_cut` tells XLA by such functions how a loss of all pairs of rows is shared out among devices. `inlined` takes the calls and loops around some equations away, so that what comes before and after them can be run apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .jaxprs import CALLS, axes, bind, env_of, equations, evaluate_eqn, inside, opened, parameter, parts_of_scan, read
+from .jaxprs import (
+    CALLS,
+    axes,
+    bind,
+    env_of,
+    equations,
+    evaluate_eqn,
+    inside,
+    is_literal,
+    opened,
+    parameter,
+    parts_of_scan,
+    read,
+)
 
 Rule = Callable[[Any], Callable[..., Any] | None]
 """For an equation the function to put in its place, or None where it stays."""
@@ -45,6 +58,67 @@ def _rewritten_parameter(x: Any, rule: Rule) -> Any:
         new = type(x)(_rewritten_parameter(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
     return rewrite(x, rule) if hasattr(x, "eqns") else x
+
+
+_PLAIN_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}  # without a rule of their own
+
+
+def with_pairs_cut(
+    jaxpr: Any, have_rows: Sequence[bool], rows: int, constrained: Callable[[Any, int | None], Any]
+) -> Any:
+    """Returns the closed jaxpr with each product of all pairs of rows cut along the first of its two axes of rows.
+
+    `have_rows` marks the inputs that have `rows` rows. `constrained(x, axis)` cuts an array along an axis, or with None
+    makes it whole. Arrays that are joined along the rows become whole before they are joined, if the result is no
+    larger than an operand of such a product: XLA would exchange their rows, and then gather them for the product.
+    """
+    products: dict[int, int] = {}  # by the equation's id the axis to cut
+    sizes, joined = [0], []
+
+    def follow(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        jaxpr = opened(jaxpr)
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        for eqn in jaxpr.eqns:
+            mine = [not is_literal(v) and known.get(v, False) for v in eqn.invars]
+            found = [any(mine)] * len(eqn.outvars)
+            if eqn.primitive.name in _PLAIN_CALLS:
+                (body,) = inside(eqn)
+                found = follow(body, mine)
+            elif eqn.primitive.name == "dot_general" and all(mine):
+                axis = _axis_of_pairs(eqn, rows)
+                if axis is not None:
+                    products[id(eqn)] = axis
+                    sizes.extend(v.aval.size for v in eqn.invars)
+            elif eqn.primitive.name == "concatenate":
+                axis = parameter(eqn, "dimension")
+                if all(v.aval.shape[axis] % rows == 0 for v in eqn.invars):
+                    joined.append(eqn)
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [not is_literal(v) and known.get(v, False) for v in jaxpr.outvars]
+
+    follow(jaxpr, have_rows)
+    whole = {id(eqn) for eqn in joined if eqn.outvars[0].aval.size <= max(sizes)}
+
+    def rule(eqn: Any) -> Callable[..., Any] | None:
+        if id(eqn) in products:
+            return lambda *values: [constrained(x, products[id(eqn)]) for x in bind(eqn, values)]
+        if id(eqn) in whole:
+            return lambda *values: bind(eqn, [constrained(x, None) for x in values])
+        return None
+
+    return rewrite(jaxpr, rule)
+
+
+def _axis_of_pairs(eqn: Any, rows: int) -> int | None:
+    """Returns the first axis of rows of a product of all rows with all rows; None if it is no such product."""
+    contracted, batch = parameter(eqn, "dimension_numbers")
+    if any(batch):
+        return None
+    first, second = (
+        [size % rows == 0 for i, size in enumerate(v.aval.shape) if i not in summed]
+        for v, summed in zip(eqn.invars, contracted, strict=True)
+    )
+    return first.index(True) if any(first) and any(second) else None
 
 
 _OF_ALL = {"psum", "pmax", "pmin"}

@@ -27,6 +27,7 @@ from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
+from .._jax.rewrites import with_pairs_cut
 from .._model.sync_batch_norm import apart
 from .forms import Forms, SeveralTerms
 from .gradients import (
@@ -241,10 +242,23 @@ class Passes:
             return loss.criterion(treedef.unflatten(leaves), params, held, [rows.get(i, x) for i, x in enumerate(args)])
 
         with jax.named_scope("criterion"):
-            number, pull, metrics = jax.vjp(value, mine, direct, has_aux=True)
+            run = value if loss.criterion is None else _shared_out(value, mine, direct, layout)
+            number, pull, metrics = jax.vjp(run, mine, direct, has_aux=True)
             cotangents, (of_diff, of_rows) = pull(jnp.ones_like(number))
         of_rows = {i: jax.tree.map(lambda x, s: _like(x, s, layout), of_rows[i], _child(inputs, i)) for i in of_rows}
         return (number, metrics), cotangents, (of_diff, of_rows)
+
+
+def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree, layout: Layout) -> Callable[..., Any]:
+    """Returns `criterion(outputs, direct)` with what it computes of all pairs of rows shared out among the devices."""
+    rows, mesh = sum(layout.rows), layout.mesh
+    if mesh.size == 1 or mesh.inner_axes or not rows or rows % mesh.size:
+        return criterion
+    jaxpr, shapes = jax.make_jaxpr(criterion, return_shape=True)(outputs, direct)
+    have_rows = [i < len(outputs) for i in range(len(jaxpr.in_avals))]
+    cut = with_pairs_cut(jaxpr, have_rows, rows, lambda x, axis: _constrained(x, axis, layout))
+    run, treedef = jax.extend.core.jaxpr_as_fun(cut), jax.tree.structure(shapes)
+    return lambda *operands: treedef.unflatten(run(*jax.tree.leaves(operands)))
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:

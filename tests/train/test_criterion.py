@@ -6,6 +6,7 @@ And what a loss on the chunk may be: a sum of terms, each with a denominator of 
 import functools
 import hashlib
 import operator
+import re
 import types
 
 import flax.linen as nn
@@ -805,6 +806,42 @@ def test_a_refused_call_changes_nothing(same):
     with pytest.raises(TypeError):
         vg(net, *batch(10))
     same(nnx.state(net), before)
+
+
+# --- all pairs of rows ---
+
+
+def two_views(params, x, y):
+    return model(params, x), model(params, x[:, ::-1])
+
+
+def simclr(views, *batch):
+    mine, others = (jnp.concatenate([z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in views]) for _ in range(2))
+    rows = jnp.arange(len(views[0]))
+    own = jnp.concatenate([rows, rows + len(rows)])
+    scores = jnp.where(own[:, None] == jnp.arange(len(own)), -1e9, mine @ others.T)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, (own + len(rows)) % len(own)).mean()
+
+
+@pytest.mark.parametrize("rows", [24, 21, 8])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_two_views(n, rows):
+    got = wrapper(n).value_and_grad(two_views, criterion=simclr)(PARAMS, *batch(rows))
+    close(got, whole(simclr, two_views)(PARAMS, *batch(rows)), rtol=2e-5, atol=2e-6)
+
+
+def test_two_views_are_gathered_and_not_exchanged():
+    """XLA by itself sends parts of the joined rows from device to device, and then gathers them."""
+    dp, at = wrapper(8), jax.sharding.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+    ours = jax.jit(dp.value_and_grad(two_views, criterion=simclr)).lower(PARAMS, *batch(24))
+
+    def by_hand(params, *batch):
+        return jax.value_and_grad(lambda params: simclr(two_views(params, *batch)))(params)
+
+    plain = jax.jit(by_hand, in_shardings=(None, at, at)).lower(PARAMS, *batch(24))
+    texts = [lowered.compile().as_text() for lowered in (ours, plain)]
+    sent = [len(re.findall(r" (?:all-to-all|collective-permute)(?:-start)?\(", text)) for text in texts]
+    assert sent[0] <= sent[1] / 2, sent
 
 
 # --- torch ---

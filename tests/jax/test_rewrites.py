@@ -1,0 +1,69 @@
+"""Products of all pairs of rows: which equations are told how they are cut, and that the numbers stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdp._jax.rewrites import with_pairs_cut
+
+ROWS = 6
+Z = np.random.RandomState(0).randn(2, ROWS, 4).astype(np.float32)
+WEIGHTS = np.ones((4, ROWS), np.float32)  # as wide as there are rows
+
+
+@jax.custom_vjp
+def product(a, b):
+    return a @ b.T
+
+
+product.defvjp(lambda a, b: (a @ b.T, (a, b)), lambda kept, g: (g @ kept[1], g.T @ kept[0]))
+
+
+def simclr(a, b):
+    both = jnp.concatenate([a, b])
+    own = jnp.concatenate([jnp.arange(ROWS), jnp.arange(ROWS) + ROWS])
+    scores = both @ both.T
+    return jax.nn.logsumexp(jnp.where(own[:, None] == jnp.arange(2 * ROWS), -9.0, scores), 1).mean()
+
+
+def with_images(a, b):
+    """The second array is larger than what the product takes."""
+    images = jnp.concatenate([jnp.repeat(a, 9, 1), jnp.repeat(b, 9, 1)])
+    return (a @ b.T).sum() + jnp.square(images).sum()
+
+
+CASES = {
+    "two views": (simclr, [((ROWS, 4), None)] * 2 + [((ROWS,), None)] * 2 + [((2 * ROWS, 2 * ROWS), 0)]),
+    "two towers": (lambda a, b: jax.nn.log_softmax(a @ b.T).trace(), [((ROWS, ROWS), 0)]),
+    "inside of a jit": (lambda a, b: jax.jit(lambda x: jnp.tanh(x @ b.T))(a).sum(), [((ROWS, ROWS), 0)]),
+    "along the last axis": (lambda a, b: jnp.einsum("ik,jk->ij", a, b).sum(), [((ROWS, ROWS), 0)]),
+    "rows second": (lambda a, b: (a[None] @ b.T).sum(), [((1, ROWS, ROWS), 1)]),
+    "what is joined is large": (with_images, [((ROWS, ROWS), 0)]),
+    "a layer": (lambda a, b: jnp.concatenate([a @ WEIGHTS, b @ WEIGHTS]).sum(), []),
+    "of each row": (lambda a, b: jnp.einsum("ik,ik->i", a, b).sum(), []),
+    "of features": (lambda a, b: (a.T @ b).sum(), []),
+    "with its own backward pass": (lambda a, b: product(a, b).sum(), []),
+    "no product": (lambda a, b: jnp.concatenate([a, b]).std(), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_of_rows_are_cut(name):
+    fn, wanted = CASES[name]
+    jaxpr, seen = jax.make_jaxpr(fn)(*Z), []
+
+    def constrained(x, axis):
+        seen.append((x.shape, axis))
+        return x
+
+    cut = with_pairs_cut(jaxpr, [True, True], ROWS, constrained)
+    assert sorted(seen, key=str) == sorted(wanted, key=str)
+    run = jax.extend.core.jaxpr_as_fun(cut)
+    np.testing.assert_array_equal(run(*Z)[0], jax.extend.core.jaxpr_as_fun(jaxpr)(*Z)[0])
+    found, wanted = (jax.grad(lambda a, b, f=f: f(a, b)[0], (0, 1))(*Z) for f in (run, fn_of(fn)))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def fn_of(fn):
+    return lambda *args: [fn(*args)]
