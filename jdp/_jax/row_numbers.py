@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from . import row_primitives as primitives
 from .row_values import Fault, Kind, RowValue
 
 
@@ -42,6 +43,17 @@ def is_average(value: RowValue) -> bool:
 def is_threshold(value: RowValue) -> bool:
     """Returns True for one number of all rows that rows may be compared with; that with the largest finds its place."""
     return value.kind == Kind.SUMMED and value.is_number and not is_largest(value)
+
+
+def meets_one_row(eqn: Any, values: Sequence[RowValue]) -> Fault | None:
+    """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: on each device it is another one.
+
+    Rows beside it, as in `jnp.roll`, or in whose place it stands, as under a mask, do not meet it.
+    """
+    if eqn.primitive.name in primitives.PLACES:
+        return None
+    faults = [v.fault for v in values if v.kind == Kind.SUMMED and v.fault is not None and v.fault.at]
+    return next((x._replace(lasts=True) for x in faults if x.at[0].primitive.name in primitives.PICKS), None)
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:

@@ -40,7 +40,15 @@ from . import row_primitives as primitives
 from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
-from .row_numbers import added_to_rows, is_average, is_threshold, normalized, product_with_rows, still_linear
+from .row_numbers import (
+    added_to_rows,
+    is_average,
+    is_threshold,
+    meets_one_row,
+    normalized,
+    product_with_rows,
+    still_linear,
+)
 from .row_pairs import diagonal, of_pairs
 from .row_values import (
     CONST,
@@ -368,7 +376,7 @@ class Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.pending or v.centred for v in values)
         pending, centred = still_linear(values) if waits else (None, None)
-        fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
+        fault = lasts or (Fault("pairs", self.at(), True) if pairs else meets_one_row(eqn, values))
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)

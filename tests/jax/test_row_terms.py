@@ -423,6 +423,10 @@ def pgd(w, x):
 
 
 ACCEPTED = {
+    "a row in place of others": lambda x, e: (jnp.tanh(jnp.where(e[:, None] > 9, x[0], x)) * (e[:, None] <= 9)).mean(),
+    "rolled": lambda e: jnp.tanh(jnp.roll(e, 2)).mean(),
+    "zeros like a row": lambda x, s: jnp.tanh(x + jnp.zeros_like(x[0]) + s).mean(),
+    "the first of each row": lambda x: jnp.tanh(x - x[:, :1]).mean(),
     "pgd": pgd,
     "masked autoencoder": masked_autoencoder,
     "drawn places": drawn_places,
@@ -770,6 +774,11 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
+        lambda e: jax.nn.relu(e - e[0]).mean(),
+        lambda x, s: jnp.tanh(s * x + x[-1]).sum(1).mean(),
+        lambda x: jnp.exp(x @ x[0]).mean(),
+        lambda e: jnp.maximum(e, e[0]).mean(),
+        lambda e: jnp.abs(e - e[jnp.argmin(e)]).mean(),
         lambda e: jnp.sqrt(e.mean()),
         lambda e: jnp.log(e.mean()),
         lambda e: jnp.exp(e.mean()),
