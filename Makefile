@@ -103,6 +103,7 @@ bench: $(VENV)/.installed-test  ## compare calls and training steps with hand-wr
 	$(VENV)/bin/python benchmarks/processes.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/host_cost.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/leaves.py --write $(ARGS)
+	$(VENV)/bin/python benchmarks/faults.py --write $(ARGS)
 	-$(VENV)/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	$(VENV)/bin/python benchmarks/peers.py --write $(ARGS)
 	$(VENV)/bin/python benchmarks/gpu.py

@@ -25,9 +25,11 @@ device 32 times the parameters.
 
 Where XLA puts arrays changes this row by a few percent from process to process: it is the middle one of three.
 
-A first step: those of the ViT and of train.py's Transformer on 8 devices, traced, lowered, compiled and run after
-jax.clear_caches(), beside one that does not look whether the bare scalar is a mean (jdp._jax.row_traces.trace returns None), in turn. And the part of the
-former's time on the wall that is spent in looking, which is far less noisy; the target is for it, too.
+A first step: that of the ViT and that of train.py's Transformer on 8 devices, traced, lowered, compiled and run after
+jax.clear_caches(), beside one that does not look whether the bare scalar is a mean (jdp._jax.row_traces.trace returns
+None), in turn. And the part of the former's time on the wall that is spent in looking, which is far less noisy; the
+target is for it, too. The ViT asks for its number of rows (`len(images)`), so it is traced for two numbers; the
+Transformer does not, and is traced once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rewrites of jaxprs: other functions in place of equations, bodies in place of calls, an index in place of a question.
 
-`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names;
-`with_pairs_cut` tells XLA by such functions how a loss of all pairs of rows is shared out among devices. `inlined` takes the calls and loops around some equations away, so that what comes before and after them can be run apart.
+`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names.
+`with_pairs_cut` does so to tell XLA how a product of all pairs of rows is cut. `inlined` takes the calls and loops
+around some equations away, so that what comes before and after them can be run apart.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def with_pairs_cut(
         for eqn in jaxpr.eqns:
             mine = [not is_literal(v) and known.get(v, False) for v in eqn.invars]
             found = [any(mine)] * len(eqn.outvars)
-            if eqn.primitive.name in _PLAIN_CALLS:
-                (body,) = inside(eqn)
-                found = follow(body, mine)
+            bodies = [*inside(eqn)] if eqn.primitive.name in _PLAIN_CALLS else []
+            if [len(opened(body).invars) for body in bodies] == [len(mine)]:
+                found = follow(bodies[0], mine)
             elif eqn.primitive.name == "dot_general" and all(mine):
                 axis = _axis_of_pairs(eqn, rows)
                 if axis is not None:
