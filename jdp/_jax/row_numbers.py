@@ -48,7 +48,7 @@ def is_threshold(value: RowValue) -> bool:
 def meets_one_row(eqn: Any, values: Sequence[RowValue]) -> Fault | None:
     """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: on each device it is another one.
 
-    Rows beside it, as in `jnp.roll`, or in whose place it stands, as under a mask, do not meet it.
+    Rows that it is joined with, as in `jnp.roll`, or whose place it takes, as under a mask, do not meet it.
     """
     if eqn.primitive.name in primitives.PLACES:
         return None

@@ -49,7 +49,7 @@ INDEXED = {
 CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # Some of the entries of an array.
 PICKS = _names_in("slice dynamic_slice gather split")
-# Puts arrays beside each other, or one in the place of another.
+# Joins arrays, or puts one in the place of another.
 PLACES = _names_in("concatenate stack pad select_n dynamic_update_slice scatter")
 # Truth values of truth values.
 OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")

@@ -376,7 +376,9 @@ class Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.pending or v.centred for v in values)
         pending, centred = still_linear(values) if waits else (None, None)
-        fault = lasts or (Fault("pairs", self.at(), True) if pairs else meets_one_row(eqn, values))
+        fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
+        if fault is None and any_fault is not None:
+            fault = meets_one_row(eqn, values)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
