@@ -40,6 +40,7 @@ from .gradients import (
     gradients,
     has_cotangent,
     microbatches,
+    replayed,
     run,
     sent_as,
     weight_of_all,
@@ -257,8 +258,7 @@ def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree,
     jaxpr, shapes = jax.make_jaxpr(criterion, return_shape=True)(outputs, direct)
     have_rows = [i < len(outputs) for i in range(len(jaxpr.in_avals))]
     cut = with_pairs_cut(jaxpr, have_rows, rows, lambda x, axis: _constrained(x, axis, layout))
-    run, treedef = jax.extend.core.jaxpr_as_fun(cut), jax.tree.structure(shapes)
-    return lambda *operands: treedef.unflatten(run(*jax.tree.leaves(operands)))
+    return replayed(cut, shapes)
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:

@@ -275,7 +275,7 @@ def by_rows(
     chunks = signature.layout.rows
     if len({*chunks}) == 1:
         return function
-    return _replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
+    return replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
 
 
 def run(
@@ -346,7 +346,7 @@ def _count_depends(jaxpr: Any, first: int) -> bool:
     return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
 
 
-def _replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
+def replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
     """Returns the function that a jaxpr was traced from."""
     run = jax.extend.core.jaxpr_as_fun(jaxpr)
     return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
@@ -416,7 +416,7 @@ def _scan_microbatches(one: One, state: Tree, n: int, size: int, cpu: bool) -> A
             f"jdp.accumulate_steps: the state{first_difference(shapes.state, state)} after a microbatch; microbatches "
             f"hand one tree on. Make the variable when the model is made, or pass accumulate_steps=1."
         )
-    run = _replayed(canonical(jaxpr) if cpu else jaxpr, shapes)
+    run = replayed(canonical(jaxpr) if cpu else jaxpr, shapes)
 
     def body(carry: tuple[Tree, Tree], k: Any) -> tuple[tuple[Tree, Tree], list[Any]]:
         sums, state = carry
