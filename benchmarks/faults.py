@@ -61,7 +61,7 @@ def main() -> None:
         found = _results.table(COLUMNS, rows(tables))
     print(found)
     if args.write:
-        about = f"{_results.versions()}. {len(tables)} runs, four tests at a time."
+        about = f"{_results.versions()}. Four tests at a time; `times` is the number of runs."
         _results.write("faults", "How long a job takes to end after a fault", about, found)
 
 
