@@ -70,35 +70,40 @@ def with_pairs_cut(
     """Returns the closed jaxpr with each product of all pairs of rows cut along the first of its two axes of rows.
 
     `have_rows` marks the inputs that have `rows` rows. `constrained(x, axis)` cuts an array along an axis, or with None
-    makes it whole. Arrays that are joined along the rows become whole before they are joined, if the result is no
-    larger than an operand of such a product: XLA would exchange their rows, and then gather them for the product.
+    makes it whole. Rows that are joined for such a product become whole before they are joined, if the result is no
+    larger than each operand, and so do their labels: XLA would exchange these rows, and then gather them.
     """
     products: dict[int, int] = {}  # by the equation's id the axis to cut
-    sizes, joined = [0], []
+    whole: set[int] = set()  # the ids of the equations that join rows for a product
+    lists: set[int] = set()  # the ids of those that join numbers, one for each row, as labels
 
-    def follow(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    def follow(jaxpr: Any, inputs: Sequence[_Joined]) -> list[_Joined]:
         jaxpr = opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        for eqn in jaxpr.eqns:
-            mine = [not is_literal(v) and known.get(v, False) for v in eqn.invars]
-            found = [any(mine)] * len(eqn.outvars)
-            bodies = [*inside(eqn)] if eqn.primitive.name in _PLAIN_CALLS else []
-            if [len(opened(body).invars) for body in bodies] == [len(mine)]:
-                found = follow(bodies[0], mine)
-            elif eqn.primitive.name == "dot_general" and all(mine):
-                axis = _axis_of_pairs(eqn, rows)
-                if axis is not None:
-                    products[id(eqn)] = axis
-                    sizes.extend(v.aval.size for v in eqn.invars)
-            elif eqn.primitive.name == "concatenate":
-                axis = parameter(eqn, "dimension")
-                if all(v.aval.shape[axis] % rows == 0 for v in eqn.invars):
-                    joined.append(eqn)
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [not is_literal(v) and known.get(v, False) for v in jaxpr.outvars]
 
-    follow(jaxpr, have_rows)
-    whole = {id(eqn) for eqn in joined if eqn.outvars[0].aval.size <= max(sizes)}
+        def of(v: Any) -> _Joined:
+            return None if is_literal(v) else known.get(v)
+
+        for eqn in jaxpr.eqns:
+            values = [of(v) for v in eqn.invars]
+            came = [x for x in values if x is not None]
+            made = {eqn_id: size for x in came for eqn_id, size in x.items()} if came else None
+            bodies = [*inside(eqn)] if eqn.primitive.name in _PLAIN_CALLS else []
+            if _joins_rows(eqn, rows):
+                if eqn.outvars[0].aval.ndim == 1:
+                    lists.add(id(eqn))
+                made = made if made is None else {**made, id(eqn): eqn.outvars[0].aval.size}
+            if len(came) == 2 and (axis := _axis_of_pairs(eqn, rows)) is not None:
+                products[id(eqn)] = axis
+                least = min(v.aval.size for v in eqn.invars)
+                whole.update(eqn_id for x in came for eqn_id, size in x.items() if size <= least)
+            is_followed = [len(opened(body).invars) for body in bodies] == [len(values)]
+            found = follow(bodies[0], values) if is_followed else [made] * len(eqn.outvars)
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    follow(jaxpr, [{} if rows else None for rows in have_rows])
+    whole |= lists if products else set()
 
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if id(eqn) in products:
@@ -110,8 +115,21 @@ def with_pairs_cut(
     return rewrite(jaxpr, rule)
 
 
+_Joined = dict[int, int] | None
+"""Of what is made of rows: the ids and the sizes of the results of the equations that have joined rows for it."""
+
+
+def _joins_rows(eqn: Any, rows: int) -> bool:
+    if eqn.primitive.name != "concatenate":
+        return False
+    axis = parameter(eqn, "dimension")
+    return all(v.aval.shape[axis] % rows == 0 for v in eqn.invars)
+
+
 def _axis_of_pairs(eqn: Any, rows: int) -> int | None:
     """Returns the first axis of rows of a product of all rows with all rows; None if it is no such product."""
+    if eqn.primitive.name != "dot_general":
+        return None
     contracted, batch = parameter(eqn, "dimension_numbers")
     if any(batch):
         return None

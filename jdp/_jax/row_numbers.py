@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
+from .jaxprs import parameter
 from .row_values import Fault, Kind, RowValue
 
 
@@ -45,15 +46,18 @@ def is_threshold(value: RowValue) -> bool:
     return value.kind == Kind.SUMMED and value.is_number and not is_largest(value)
 
 
-def meets_one_row(eqn: Any, values: Sequence[RowValue]) -> Fault | None:
+def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> Fault | None:
     """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: on each device it is another one.
 
-    Rows that it is joined with, as in `jnp.roll`, or whose place it takes, as under a mask, do not meet it.
+    `rows` are the axes of the rows. Rows that it is joined with along these, as in `jnp.roll`, or whose place it takes,
+    as under a mask, do not meet it.
     """
-    if eqn.primitive.name in primitives.PLACES:
+    name = eqn.primitive.name
+    if name in primitives.PLACES or name == "concatenate" and parameter(eqn, "dimension") in rows:
         return None
-    faults = [v.fault for v in values if v.kind == Kind.SUMMED and v.fault is not None and v.fault.at]
-    return next((x._replace(lasts=True) for x in faults if x.at[0].primitive.name in primitives.PICKS), None)
+    met = values[-1:] if name == "select_n" else values  # what chooses comes last, and what is chosen does not meet
+    faults = [v.fault for v in met if v.kind == Kind.SUMMED and v.fault is not None and v.fault.at]
+    return next((Fault("row", x.at, True) for x in faults if x.at[0].primitive.name in primitives.PICKS), None)
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:

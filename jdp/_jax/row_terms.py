@@ -378,7 +378,7 @@ class Reader:
         pending, centred = still_linear(values) if waits else (None, None)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if fault is None and any_fault is not None:
-            fault = meets_one_row(eqn, values)
+            fault = meets_one_row(eqn, values, rows)
         if whole:
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
-Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count"]
+Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
 """Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
 

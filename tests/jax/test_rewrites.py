@@ -33,7 +33,20 @@ def with_images(a, b):
     return (a @ b.T).sum() + jnp.square(images).sum()
 
 
+def of_tokens(a, b):
+    """The first operand, which is joined, is larger than the second, and stays cut."""
+    tokens = jnp.concatenate([jnp.repeat(a[:, None], ROWS, 1), jnp.repeat(b[:, None], ROWS, 1)], 1)
+    return jnp.einsum("ntd,md->ntm", tokens, b).max(1).mean()
+
+
+def beside(a, b):
+    """What is joined is no part of the product."""
+    return (a @ b.T).mean() + jnp.tanh(jnp.concatenate([a, b])).mean()
+
+
 CASES = {
+    "what is joined is no operand": (beside, [((ROWS, ROWS), 0)]),
+    "tokens": (of_tokens, [((ROWS, 2 * ROWS, ROWS), 0)]),
     "two views": (simclr, [((ROWS, 4), None)] * 2 + [((ROWS,), None)] * 2 + [((2 * ROWS, 2 * ROWS), 0)]),
     "two towers": (lambda a, b: jax.nn.log_softmax(a @ b.T).trace(), [((ROWS, ROWS), 0)]),
     "inside of a jit": (lambda a, b: jax.jit(lambda x: jnp.tanh(x @ b.T))(a).sum(), [((ROWS, ROWS), 0)]),

@@ -715,6 +715,15 @@ def unfinished_maml(w, x, o):
 
 
 REFUSED = {
+    "row": [
+        lambda e: jax.nn.relu(e - e[0]).mean(),
+        lambda x, s: jnp.tanh(s * x + x[-1]).sum(1).mean(),
+        lambda x: jnp.exp(x @ x[0]).mean(),
+        lambda e: jnp.maximum(e, e[0]).mean(),
+        lambda e: jnp.abs(e - e[jnp.argmin(e)]).mean(),
+        lambda x: jnp.tanh(jnp.concatenate([x, jnp.broadcast_to(x[0], x.shape)], 1)).mean(),
+        lambda x, o: jnp.where(x[0, 0] > 0, jax.nn.relu(o), 0).mean(),
+    ],
     "sum": [
         lambda e: e.sum(),
         lambda e: 3 * e.sum() + 1,
@@ -774,11 +783,6 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
-        lambda e: jax.nn.relu(e - e[0]).mean(),
-        lambda x, s: jnp.tanh(s * x + x[-1]).sum(1).mean(),
-        lambda x: jnp.exp(x @ x[0]).mean(),
-        lambda e: jnp.maximum(e, e[0]).mean(),
-        lambda e: jnp.abs(e - e[jnp.argmin(e)]).mean(),
         lambda e: jnp.sqrt(e.mean()),
         lambda e: jnp.log(e.mean()),
         lambda e: jnp.exp(e.mean()),
