@@ -19,7 +19,7 @@ from .._processes.coordination import client
 from .at_exit import tell_loss, wait_at_exit
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
-from .read import ARRAYS, MANIFEST, absent, intact, together
+from .read import ARRAYS, MANIFEST, absent, intact
 from .steps import Steps, listed
 
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
@@ -119,7 +119,7 @@ class Writer:
                     f"jdp.{VERB}: in {self._directory} what is older than the newest {self._keep} could not be "
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
-        if together():
+        if jax.process_count() > 1:
             # The processes wait here, because the next thing they do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
@@ -220,7 +220,7 @@ def _checkpointer() -> Any:
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
     # If a thread makes the directories and fails, threads of Orbax wait for ever, and the process with them. With
     # several processes a thread has to make them: otherwise Orbax runs collectives outside of the user's thread.
-    how = ocp.AsyncOptions(create_directories_asynchronously=together())
+    how = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=apart)
