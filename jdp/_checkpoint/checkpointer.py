@@ -16,7 +16,6 @@ import jax
 from .._core.layout import Tree
 from .._processes.coordination import say
 from .._processes.exchange import by_value
-from .at_exit import tell_loss
 from .directory import Quiet, absolute
 from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
 from .preemption import Preemption
@@ -24,7 +23,7 @@ from .ray_run import RayRun
 from .read import tell_all
 from .replay import current
 from .steps import Steps
-from .write import Writer
+from .write import Writer, tell_loss
 
 if TYPE_CHECKING:
     from etils import epath  # imported where it is needed: the import is slow
