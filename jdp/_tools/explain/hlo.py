@@ -134,7 +134,6 @@ class Module:
 
     def __init__(self, header: str, computations: dict[str, Computation], entry: Computation) -> None:
         self.computations, self.entry = computations, entry
-        self.scheduled = "is_scheduled=true" in header
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.devices = math.prod(map(int, sizes))
         self._dissolved: dict[str, Computation] = {}
