@@ -9,7 +9,7 @@ import pytest
 
 from jdp._tools.explain.collectives import group_size
 from jdp._tools.explain.cost import trips
-from jdp._tools.explain.hlo import nbytes, near, parse, shapes
+from jdp._tools.explain.hlo import nbytes, parse
 
 SAVED = sorted((pathlib.Path(__file__).parent / "hlo").glob("*.txt"))
 PAIR = "(f32[8,128]{1,0:T(8,128)S(1)}, (bf16[4]{0:T(256)(2,1)}, s32[]{:T(128)}), /*index=2*/token[])"
@@ -51,8 +51,9 @@ def test_the_instructions_of_a_computation():
     ],
 )
 def test_bytes_of_an_array(shape, size):
-    assert nbytes(*shapes(shape)) == size
-    assert near(shape) == (False,)
+    (one,) = program(f"ROOT %p = {shape} parameter(0)").entry
+    assert nbytes(*one.shapes) == size
+    assert one.near == (False,)
 
 
 @pytest.mark.parametrize(
