@@ -30,7 +30,6 @@ class Worker:
     code: int | None = None
 
     def end(self) -> str:
-        """Returns how it ended, in words."""
         how = f"failed with exit code {self.code}"
         if self.code == WAITED:
             how = "gave up, for it waited in vain for another,"
@@ -88,7 +87,6 @@ class Crew:
         self._events = events
 
     def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
-        """Starts one worker for each environment."""
         head = [sys.executable, "-I", "-S", _launch_guard.__file__, "worker", str(os.getpid())]
         for env in environments:
             process = subprocess.Popen(

@@ -157,8 +157,6 @@ def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collec
 
 
 class _Walk:
-    """The walk of `simulate` through a program's schedule."""
-
     def __init__(self, module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> None:
         self.module, self.chip, self.seconds_of_collective = module, chip, seconds_of_collective
         self.spans: list[Span] = []

@@ -79,8 +79,6 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCall:
-    """A call's program, compiled."""
-
     call: Call
     jaxpr: Any
     compiled: Any

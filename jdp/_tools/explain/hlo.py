@@ -246,7 +246,6 @@ def is_work(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def target(instruction: Instruction) -> str:
-    """Returns the target of a custom call."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
