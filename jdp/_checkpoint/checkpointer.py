@@ -16,15 +16,14 @@ import jax
 from .._core.layout import Tree
 from .._processes.coordination import say
 from .._processes.exchange import by_value
-from .at_exit import tell_loss
 from .directory import Quiet, absolute
-from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, other_replicas
+from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, replicas_of
 from .preemption import Preemption
 from .ray_run import RayRun
-from .read import tell_all, together
+from .read import tell_all
 from .replay import current
 from .steps import Steps
-from .write import Writer
+from .write import Writer, tell_loss
 
 if TYPE_CHECKING:
     from etils import epath  # imported where it is needed: the import is slow
@@ -246,14 +245,17 @@ class Checkpointer:
         self._writer.wait()
         self._report()
 
-    def _compare(self, replicas: Any, leaves: dict[str, Any]) -> None:
-        """Warns if the number of replicas has changed; the state itself does not depend on that number."""
-        if (numbers := other_replicas(replicas, leaves)) and jax.process_index() == 0:
-            before, now = numbers
+    def _compare(self, before: Any, leaves: dict[str, Any]) -> None:
+        """Warns if the number of replicas has changed, then or now by choice; the state does not depend on it."""
+        now = replicas_of(leaves)
+        if not before or not now or before["number"] == now["number"] or not (before["chosen"] or now["chosen"]):
+            return
+        if jax.process_index() == 0:
+            number = before["number"]
             warnings.warn(
-                f"jdp.{VERB}: step {self._steps.newest} in {self.directory} was saved with {before} replicas, and here "
-                f"are {now}; the run goes on, but its batches are cut in another way, and so its bits are others. For "
-                f"the same ones pass replicas={before} to jdp.DataParallel.",
+                f"jdp.{VERB}: step {self._steps.newest} in {self.directory} was saved with {number} replicas, and here "
+                f"are {now['number']}; the run goes on, but its batches are cut in another way, and so its bits are "
+                f"others. For the same ones pass replicas={number} to jdp.DataParallel.",
                 stacklevel=3,  # the user's line, beyond `restore`
             )
 
@@ -336,12 +338,12 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         check_data(data)
         leaves = leaves_of(state)
         prepare()
-        if not together():
+        if jax.process_count() == 1:
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
         local = fingerprints(encode(own))
     except Exception as error:
-        if not together():
+        if jax.process_count() == 1:
             raise
         failed = error
     mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}

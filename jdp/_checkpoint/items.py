@@ -95,7 +95,7 @@ def manifest(
         "fingerprints": fingerprints(encoded),
         "data": data,
         "apart": apart,
-        "replicas": replicas(leaves),
+        "replicas": replicas_of(leaves),
     }
     size = len(json.dumps(content))
     if size > LARGEST - 1000:
@@ -129,7 +129,7 @@ def misformed(content: Any, step: int) -> str:
     return ""
 
 
-def replicas(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
+def replicas_of(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns how many replicas work on these leaves, and whether the user chose that; None if it is unknown."""
     shardings = [x.sharding for x in leaves.values() if isinstance(x, jax.Array)]
     meshes = {where.mesh for where in shardings if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh)}
@@ -137,14 +137,6 @@ def replicas(leaves: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     numbers, chosen = replicas_on(meshes.pop())
     return {"number": numbers.pop(), "chosen": chosen} if len(numbers) == 1 else None
-
-
-def other_replicas(saved: Any, leaves: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns the numbers of replicas then and now, if they differ and the user chose one of them; else None."""
-    here = replicas(leaves)
-    if not saved or not here or saved["number"] == here["number"] or not (saved["chosen"] or here["chosen"]):
-        return None
-    return saved["number"], here["number"]
 
 
 def fingerprints(encoded: Mapping[str, Any]) -> dict[str, str]:

@@ -101,11 +101,6 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
     return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
 
 
-def together() -> bool:
-    """Returns True if several processes save one checkpoint together."""
-    return jax.process_count() > 1
-
-
 def tell_all(text: str) -> list[str]:
     """Returns the texts of all processes, in their order; all of them have to call this.
 

@@ -13,7 +13,7 @@ import jax
 from .._processes.coordination import say
 from .directory import free_name, remove_unfinished, steps_in
 from .items import VERB
-from .read import Damaged, read, tell_all, together
+from .read import Damaged, read, tell_all
 
 _FEW = 40  # steps that one message names
 
@@ -81,8 +81,7 @@ class Steps:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        tell = tell_all if together() else lambda text: [text]
-        ahead = int(tell(str(max((s for s in newer if s > here), default=-1)))[0])
+        ahead = int(tell_all(str(max((s for s in newer if s > here), default=-1)))[0])
         if not self._looked and ahead >= 0:
             raise ValueError(
                 f"jdp.{VERB}: step {step} cannot be saved in {self._directory}, which holds step {ahead} already; a "
@@ -96,7 +95,7 @@ class Steps:
         except OSError as e:
             failed = e
         try:
-            if problem := tell(str(failed or ""))[0]:
+            if problem := tell_all(str(failed or ""))[0]:
                 raise failed or OSError(problem)
         finally:
             failed = None  # the error refers to this frame, and this frame to the lock

@@ -1,25 +1,32 @@
-"""Writes one checkpoint while training goes on; a failed save harms no other, and its error says what is left."""
+"""Writes one checkpoint while training goes on; a failed save harms no other, and its error says what is left.
+
+The program waits for it at its end, and reports on stderr a save that is lost.
+"""
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 its exit hook has to be registered before `_finish`
 import contextlib
+import functools
 import itertools
 import os
 import threading
+import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from .._processes.coordination import client
-from .at_exit import tell_loss, wait_at_exit
+from .._processes.coordination import client, flush, say
+from .._processes.last_words import before_failing
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
-from .read import ARRAYS, MANIFEST, absent, intact, together
+from .read import ARRAYS, MANIFEST, absent, intact
 from .steps import Steps, listed
 
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
@@ -41,9 +48,8 @@ class Writer:
         self._news: list[str] = []  # the thread's warnings, which `wait` issues
         self._told: set[int] = set()  # the damaged steps that it has warned of
         self._lock = Lock(directory)
-        self.process = os.getpid()
         # It runs only after the thread has ended, because that holds `self`.
-        weakref.finalize(self, _dropped, self._lock, self._unheard, self.process)
+        weakref.finalize(self, _dropped, self._lock, self._unheard, os.getpid())
 
     def prepare(self) -> None:
         """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all."""
@@ -65,7 +71,8 @@ class Writer:
             self._delete_unfinished()
         try:
             self._steps.newest = step
-            wait_at_exit(self)
+            _register()
+            _open.add(self)
             if self._orbax is None:
                 self._orbax = _checkpointer()
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
@@ -119,7 +126,7 @@ class Writer:
                     f"jdp.{VERB}: in {self._directory} what is older than the newest {self._keep} could not be "
                     f"deleted: {e}; it takes room there. Delete it by hand."
                 )
-        if together():
+        if jax.process_count() > 1:
             # The processes wait here, because the next thing they do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
@@ -220,7 +227,84 @@ def _checkpointer() -> Any:
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
     # If a thread makes the directories and fails, threads of Orbax wait for ever, and the process with them. With
     # several processes a thread has to make them: otherwise Orbax runs collectives outside of the user's thread.
-    how = ocp.AsyncOptions(create_directories_asynchronously=together())
+    how = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
     handler = ocp.CompositeCheckpointHandler(composite_options=options, handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=apart)
+
+
+_MOMENT = 0.2  # seconds, at least, to see that a save has ended
+_FOR_THE_TEXT = 2.0  # seconds
+_open: weakref.WeakSet[Writer] = weakref.WeakSet()  # those that the program waits for when it ends
+os.register_at_fork(after_in_child=_open.clear)  # a child leaves its parent's saves alone
+
+
+@functools.cache  # once; a forked child inherits the hook
+def _register() -> None:
+    # `atexit` comes too late: Orbax's threads hand work to those of concurrent.futures, which accept none by then.
+    # Those threads end by a hook of this kind, and the hook that was registered last is called first.
+    before_failing(_finish_within)
+    threading._register_atexit(_finish)  # pyright: ignore[reportAttributeAccessIssue]: private, and in CPython since 3.9
+    atexit.register(_finish, late=True)  # in case Ctrl-C in an earlier hook has skipped the rest
+
+
+def _finish(late: bool = False) -> None:
+    lost = False
+    for writer in [*_open]:
+        try:
+            writer.wait()
+        except Exception as e:  # noqa: BLE001 a program ends here, whatever it is
+            lost = True
+            tell_loss(str(e))
+        except BaseException as e:  # Ctrl-C: the user does not want to wait
+            _open.clear()
+            tell_loss(writer.loss(e))
+            raise
+    if late and lost:  # functions that are registered now are not called
+        _end()
+
+
+def _finish_within(seconds: float) -> None:
+    """Waits so long for the saves of a process of a job that has failed, and says which of them are lost."""
+    over = time.monotonic() + seconds
+    for writer in [*_open]:
+        lost: list[str] = []
+        late, stopped = threading.Event(), threading.Event()
+
+        def wait(writer: Writer = writer, lost: list[str] = lost, done: threading.Event = stopped) -> None:
+            try:
+                writer.wait()
+            except Exception as e:  # noqa: BLE001 whatever it is, the process ends
+                lost.append(str(e))
+            done.set()
+
+        def tell(writer: Writer = writer, done: threading.Event = late) -> None:
+            say(writer.loss(TimeoutError("the job ended before it was complete")))
+            done.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        if not stopped.wait(max(_MOMENT, over - time.monotonic())):
+            threading.Thread(target=tell, daemon=True).start()  # it lists the directory, which may take for ever, too
+            late.wait(_FOR_THE_TEXT)
+        for text in lost:
+            say(text)
+
+
+def tell_loss(text: str) -> None:
+    """Prints on stderr what was lost, because no caller is left to raise to; the exit status will not be 0."""
+    atexit.register(_fail, os.getpid())
+    say(text)
+
+
+def _fail(process: int) -> None:
+    """Runs all other exit functions, then ends with status 1: it is registered last, so `atexit` calls it first."""
+    if process != os.getpid():
+        return
+    atexit.unregister(_fail)
+    atexit._run_exitfuncs()
+    _end()
+
+
+def _end() -> NoReturn:
+    flush()
+    os._exit(1)

@@ -99,7 +99,7 @@ def _attempt(
         if attempt == 0:
             printer.say(described(job, gpus, envs[0]))
         crew.start(job.command, envs)
-        reader = Reader(crew.pipes(crew.workers), printer)
+        reader = Reader(crew.pipes(), printer)
         reader.start()
         asked = _supervise(crew, events, job, reader, printer)
         crew.kill()  # what they have left behind, which would keep the pipes open

@@ -30,7 +30,6 @@ class Worker:
     code: int | None = None
 
     def end(self) -> str:
-        """Returns how it ended, in words."""
         how = f"failed with exit code {self.code}"
         if self.code == WAITED:
             how = "gave up, for it waited in vain for another,"
@@ -87,9 +86,7 @@ class Crew:
         self._guard = guard
         self._events = events
 
-    def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> list[Worker]:
-        """Starts one worker for each environment."""
-        first = len(self.workers)
+    def start(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
         head = [sys.executable, "-I", "-S", _launch_guard.__file__, "worker", str(os.getpid())]
         for env in environments:
             process = subprocess.Popen(
@@ -103,20 +100,18 @@ class Crew:
             )
             self._guard.tell(b"+%d\n" % process.pid)
             self.workers.append(Worker(int(env["JDP_PROCESS_ID"]), process, time.monotonic()))
-        new = self.workers[first:]
 
         def note_end(i: int, code: int) -> None:
-            new[i].ended, new[i].code = time.monotonic(), code
-            self._events.put(new[i])
+            worker = self.workers[i]
+            worker.ended, worker.code = time.monotonic(), code
+            self._events.put(worker)
 
-        self._watchers += watch([worker.process for worker in new], note_end)
-        return new
+        self._watchers = watch([worker.process for worker in self.workers], note_end)
 
-    @staticmethod
-    def pipes(workers: Sequence[Worker]) -> list[tuple[IO[bytes], int, int]]:
+    def pipes(self) -> list[tuple[IO[bytes], int, int]]:
         """Returns what the workers write: `(pipe, rank, file descriptor it was written to)`."""
         found = []
-        for worker in workers:
+        for worker in self.workers:
             for fd, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)):
                 assert pipe is not None
                 found.append((pipe, worker.rank, fd))

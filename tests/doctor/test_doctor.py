@@ -409,7 +409,7 @@ def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
 def test_the_kernel_ends_a_worker_that_no_one_watches_and_whose_python_is_stuck(worker, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     worker(HANGS.format(hang="ctypes.PyDLL(None).sleep(600)"))  # it holds the lock of the interpreter
-    with watch.Worker(os.environ, 30) as stuck:
+    with contextlib.closing(watch.Worker(os.environ, 30)) as stuck:
         assert stuck.ask(None, 30)["ready"] and len(stuck.ask({"test": "start", "devices": None}, 30)["devices"]) == 2
         request = {"test": "broadcast", "devices": [0, 1], "words": 8, "alarm": 1}
         stuck._process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -18,7 +18,6 @@ def show(report: Mapping[str, Any], out: TextIO) -> None:
 
 
 def blocks(report: Mapping[str, Any]) -> Iterator[Block]:
-    """Yields the pieces of the report, in the order of reading."""
     yield Title("Machine")
     yield Table(("", ""), _machine(report["machine"]))
     yield Title("Devices")

@@ -45,12 +45,6 @@ class Worker:
         )
         os.close(reply)
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def ask(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Returns the answer; or that it hangs (no line in `seconds`) or died, and then the process is gone.
 

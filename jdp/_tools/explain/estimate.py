@@ -135,10 +135,6 @@ class Schedule:
     """All spans: "computes" and "waits" fill the time, "sends" run in parallel. A loop is drawn as its first iteration,
     stretched to the whole length."""
 
-    def wait(self, until: float) -> None:
-        self.exposed_seconds += max(0.0, until - self.seconds)
-        self.seconds = max(self.seconds, until)
-
     def again(self, before: Schedule, n: int) -> None:
         """Adds n times what has passed since `before`."""
         if self.link > before.link:
@@ -161,8 +157,6 @@ def simulate(module: Module, chip: Chip, seconds_of_collective: Callable[[Collec
 
 
 class _Walk:
-    """The walk of `simulate` through a program's schedule."""
-
     def __init__(self, module: Module, chip: Chip, seconds_of_collective: Callable[[Collective], float]) -> None:
         self.module, self.chip, self.seconds_of_collective = module, chip, seconds_of_collective
         self.spans: list[Span] = []
@@ -214,7 +208,8 @@ class _Walk:
 
     def wait(self, clock: Schedule, until: float, name: str) -> None:
         self.add("waits", clock.seconds, until, name)
-        clock.wait(until)
+        clock.exposed_seconds += max(0.0, until - clock.seconds)
+        clock.seconds = max(clock.seconds, until)
 
     def add(self, lane: Literal["computes", "waits", "sends"], start: float, end: float, name: str) -> None:
         if end > start:

@@ -79,8 +79,6 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCall:
-    """A call's program, compiled."""
-
     call: Call
     jaxpr: Any
     compiled: Any
@@ -93,7 +91,37 @@ class CompiledCall:
         return memory.argument_size_in_bytes + _output_bytes(memory) + memory.temp_size_in_bytes
 
     def report(self) -> Report:
-        return _report(self)
+        call, compiled = self.call, self.compiled
+        hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices[0]
+        module, chip = parse(hlo), chip_of(device.device_kind)
+        sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
+        return Report(
+            label=call.label,
+            platform=device.platform,
+            device_kind=device.device_kind,
+            devices=len(call.mesh.all_devices),
+            processes=len({d.process_index for d in call.mesh.all_devices}),
+            rows=_rows(call.batch[0]),
+            work=_work(compiled, module),
+            parameter_bytes=sizes["parameters"],
+            gradient_bytes=sizes.get("gradients", 0),
+            optimizer_bytes=sizes.get("optimizer", 0),
+            state_bytes=sizes.get("state", 0),
+            batch_bytes=bytes_on_each(call.batch),
+            temp_bytes=memory.temp_size_in_bytes,
+            output_bytes=_output_bytes(memory),
+            peak_bytes=self.peak_bytes,
+            # What the device reports; for a described device, what the data sheet says.
+            memory_bytes=memory_bytes(device) or (chip and chip.available_bytes),
+            collectives=_collectives_of(call, module),
+            unscattered=unscattered(call, self.jaxpr),
+            unused_donations=self.donations,
+            compilations=call.compilations,
+            compile_seconds=self.seconds,
+            hlo=hlo,
+            _alone=functools.partial(work_alone, call),
+            _network=Network.of([*call.mesh.all_devices]) if chip else None,
+        )
 
 
 def compiled_call(
@@ -127,40 +155,6 @@ def _compiled(call: Call, lowered: Any, kernels: str | None) -> Any:
 def _output_bytes(memory: Any) -> int:
     """Returns the bytes of results that do not take the place of a donated argument."""
     return memory.output_size_in_bytes - memory.alias_size_in_bytes
-
-
-def _report(of: CompiledCall) -> Report:
-    call, compiled = of.call, of.compiled
-    hlo, memory, device = compiled.as_text(), compiled.memory_analysis(), call.mesh.devices[0]
-    module, chip = parse(hlo), chip_of(device.device_kind)
-    sizes = {role: bytes_on_each(tree) for role, tree in call.roles.items()}
-    return Report(
-        label=call.label,
-        platform=device.platform,
-        device_kind=device.device_kind,
-        devices=len(call.mesh.all_devices),
-        processes=len({d.process_index for d in call.mesh.all_devices}),
-        rows=_rows(call.batch[0]),
-        work=_work(compiled, module),
-        parameter_bytes=sizes["parameters"],
-        gradient_bytes=sizes.get("gradients", 0),
-        optimizer_bytes=sizes.get("optimizer", 0),
-        state_bytes=sizes.get("state", 0),
-        batch_bytes=bytes_on_each(call.batch),
-        temp_bytes=memory.temp_size_in_bytes,
-        output_bytes=_output_bytes(memory),
-        peak_bytes=of.peak_bytes,
-        # What the device reports; for a described device, what the data sheet says.
-        memory_bytes=memory_bytes(device) or (chip and chip.available_bytes),
-        collectives=_collectives_of(call, module),
-        unscattered=unscattered(call, of.jaxpr),
-        unused_donations=of.donations,
-        compilations=call.compilations,
-        compile_seconds=of.seconds,
-        hlo=hlo,
-        _alone=functools.partial(work_alone, call),
-        _network=Network.of([*call.mesh.all_devices]) if chip else None,
-    )
 
 
 def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:

@@ -32,13 +32,14 @@ class Instruction:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Dtype and dimensions of each array of the result; those of nested tuples one after the other."""
-        return shapes(self._result)
+        """Dtype and dimensions of each array of the result, nested tuples flattened; of a dynamic `<=8` the maximum."""
+        found = _ARRAY.findall(self._result)
+        return tuple((dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims, _ in found)
 
     @functools.cached_property
     def near(self) -> tuple[bool, ...]:
-        """For each array of the result, True if it is in memory on the chip itself, as on a TPU."""
-        return near(self._result)
+        """For each array of the result, True if it is on the chip itself: its layout names another memory, `S(1)`."""
+        return tuple("S(" in layout for *_, layout in _ARRAY.findall(self._result))
 
     @functools.cached_property
     def _end(self) -> int:
@@ -134,7 +135,6 @@ class Module:
 
     def __init__(self, header: str, computations: dict[str, Computation], entry: Computation) -> None:
         self.computations, self.entry = computations, entry
-        self.scheduled = "is_scheduled=true" in header
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.devices = math.prod(map(int, sizes))
         self._dissolved: dict[str, Computation] = {}
@@ -201,16 +201,6 @@ Shape = tuple[str, tuple[int, ...]]  # dtype and dimensions, as XLA names them: 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<= ?]*)\](\{[^}]*\})?")
 
 
-def shapes(text: str) -> tuple[Shape, ...]:
-    """Returns the arrays of a type, nested tuples flattened; a dynamic dimension (`<=8`) counts with its maximum."""
-    return tuple((dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims, _ in _ARRAY.findall(text))
-
-
-def near(text: str) -> tuple[bool, ...]:
-    """Returns which arrays of a type are on the chip itself: their layout names another memory space, `S(1)`."""
-    return tuple("S(" in layout for *_, layout in _ARRAY.findall(text))
-
-
 def nbytes(shape: Shape) -> int:
     """Returns the bytes of an array; types of less than a byte are packed, and a layout's padding is not counted."""
     dtype, dims = shape
@@ -256,7 +246,6 @@ def is_work(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def target(instruction: Instruction) -> str:
-    """Returns the target of a custom call."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import NamedTuple, TextIO, TypeVar
+from typing import NamedTuple, TextIO
 
 from ..._core.devices import Device
 from ..._page import scaled
@@ -25,7 +25,6 @@ from ..topology.quiet import quiet
 from .script import WAYS, Step
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED"  # the error of TPU's compiler; that for GPUs compiles even what no GPU can hold
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -193,7 +192,7 @@ THREADS = 4  # more would need much memory if programs are large
 
 
 @contextlib.contextmanager
-def _threads(tasks: Sequence[tuple[Future[_T], Callable[[], _T]]]) -> Iterator[None]:
+def _threads(tasks: Sequence[tuple[Future[Line], Callable[[], Line]]]) -> Iterator[None]:
     """Runs the tasks in order, in at most `THREADS` threads and one per core; begins no more after its block.
 
     The threads are daemons, so that a user who interrupts the plan need not wait for compilers, which ignore signals.

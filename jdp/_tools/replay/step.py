@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import pdb
 import sys
@@ -99,4 +98,4 @@ def _few(what: str, names: Any, several: str = "") -> str:
 
 def _text(value: Any) -> str:
     x = np.asarray(value)
-    return str(x[()]) if math.prod(x.shape) == 1 and not x.ndim else " ".join(np.array2string(x, threshold=9).split())
+    return str(x[()]) if not x.ndim else " ".join(np.array2string(x, threshold=9).split())

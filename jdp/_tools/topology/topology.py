@@ -172,7 +172,6 @@ def _missing(name: str, what: str, extra: str) -> ImportError:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns advice on how to install an extra of this package."""
     # It does not name the package, because PyPI does not have it, and anybody may take the name.
     return (
         f'Run pip install -e ".[{extra}]" in a checkout of the repository; this package is not on PyPI, where jdp '
