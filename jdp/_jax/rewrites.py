@@ -81,14 +81,13 @@ def with_pairs_cut(
         jaxpr = opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def of(v: Any) -> _Joined:
-            return None if is_literal(v) else known.get(v)
+        def of(variables: Sequence[Any]) -> list[_Joined]:
+            return [None if is_literal(v) else known.get(v) for v in variables]
 
         for eqn in jaxpr.eqns:
-            values = [of(v) for v in eqn.invars]
+            values = of(eqn.invars)
             came = [x for x in values if x is not None]
             made = {eqn_id: size for x in came for eqn_id, size in x.items()} if came else None
-            bodies = [*inside(eqn)] if eqn.primitive.name in _PLAIN_CALLS else []
             if _joins_rows(eqn, rows):
                 if eqn.outvars[0].aval.ndim == 1:
                     lists.add(id(eqn))
@@ -97,26 +96,26 @@ def with_pairs_cut(
                 products[id(eqn)] = axis
                 least = min(v.aval.size for v in eqn.invars)
                 whole.update(eqn_id for x in came for eqn_id, size in x.items() if size <= least)
-            is_followed = [len(opened(body).invars) for body in bodies] == [len(values)]
-            found = follow(bodies[0], values) if is_followed else [made] * len(eqn.outvars)
+            sizes = [len(opened(body).invars) for body in inside(eqn)]
+            is_call = eqn.primitive.name in _PLAIN_CALLS and sizes == [len(values)]
+            found = follow(next(inside(eqn)), values) if is_call else [made] * len(eqn.outvars)
             known.update(zip(eqn.outvars, found, strict=True))
-        return [of(v) for v in jaxpr.outvars]
+        return of(jaxpr.outvars)
 
     follow(jaxpr, [{} if rows else None for rows in have_rows])
     whole |= lists if products else set()
 
     def rule(eqn: Any) -> Callable[..., Any] | None:
-        if id(eqn) in products:
-            return lambda *values: [constrained(x, products[id(eqn)]) for x in bind(eqn, values)]
         if id(eqn) in whole:
             return lambda *values: bind(eqn, [constrained(x, None) for x in values])
-        return None
+        axis = products.get(id(eqn))
+        return None if axis is None else lambda *values: [constrained(x, axis) for x in bind(eqn, values)]
 
     return rewrite(jaxpr, rule)
 
 
 _Joined = dict[int, int] | None
-"""Of what is made of rows: the ids and the sizes of the results of the equations that have joined rows for it."""
+"""The equations that have joined rows for a value that is made of rows: by their ids, the sizes of their results."""
 
 
 def _joins_rows(eqn: Any, rows: int) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
@@ -228,6 +229,7 @@ class Passes:
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
         """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
+        inputs = _typed(inputs)
         (diff, held), counted = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
         args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
@@ -259,6 +261,19 @@ def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree,
     have_rows = [i < len(outputs) for i in range(len(jaxpr.in_avals))]
     cut = with_pairs_cut(jaxpr, have_rows, rows, lambda x, axis: _constrained(x, axis, layout))
     return replayed(cut, shapes)
+
+
+def _typed(inputs: Scattered) -> Scattered:
+    """Returns the arguments as values of jdp's mesh: a program around the call may have typed them by Explicit axes."""
+
+    def typed(x: Any, leaf: Leaf) -> Any:
+        if not isinstance(x, Tracer) or not jax.typeof(x).sharding.mesh.explicit_axes:
+            return x
+        at = inputs._layout.mesh.along(leaf.axis if isinstance(leaf, Cut) else None)
+        return jax.shard_map(lambda x: x, mesh=at.mesh, in_specs=at.spec, out_specs=at.spec, check_vma=False)(x)
+
+    pairs = zip(inputs._arrays, inputs._layout.arrays, strict=True)
+    return Scattered([typed(x, leaf) for x, leaf in pairs], inputs._layout)
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:

@@ -844,6 +844,15 @@ def test_two_views_are_gathered_and_not_exchanged():
     assert sent[0] <= sent[1] / 2, sent
 
 
+@pytest.mark.parametrize("axes", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+def test_under_jit_with_a_batch_that_lies_on_a_mesh(axes):
+    """`jax.make_mesh` makes Explicit axes, which are part of the type of what jit traces."""
+    at = jax.sharding.NamedSharding(jax.make_mesh((4,), ("data",), (axes,)), jax.P("data"))
+    rows = jax.device_put(batch(24), at)
+    got = jax.jit(wrapper(4).value_and_grad(forward, criterion=criterion))(PARAMS, *rows)
+    close(got, whole()(PARAMS, *batch(24)), rtol=2e-5, atol=2e-6)
+
+
 # --- torch ---
 
 
