@@ -23,7 +23,7 @@ device 32 times the parameters.
     gathered       by hand, but that each device compares all rows with all, as a plain criterion does
     memory         XLA's temporaries of the step with accumulate_steps=8, as a part of those without
 
-Where XLA puts arrays changes this row by a few percent from process to process: it is the middle one of three.
+This row differs by a few percent from process to process, so it is the middle one of three processes.
 
 A first step: that of the ViT and that of train.py's Transformer on 8 devices, traced, lowered, compiled and run after
 jax.clear_caches(), beside one that does not look whether the bare scalar is a mean (jdp._jax.row_traces.trace returns

@@ -1,4 +1,4 @@
-"""How long a job takes to end after a fault: the tests of faults in processes, ten runs.
+"""How long a job takes to end after a fault: the tests of faults in processes, ten runs. Run: make bench
 
 fault: what was done, and to which process; jobs of four processes with two devices each, where it does not say another
 number. started: by `jdp launch`, or each process on its own ("plain"). median, worst: seconds from the fault until all
@@ -33,7 +33,7 @@ def run(table: Path) -> None:
 
 
 def rows(tables: Iterable[Path]) -> list[list[str]]:
-    """Returns the rows of the table, in the order in which the tests are written."""
+    """Returns the rows of the table, in the order of their names."""
     seconds: dict[tuple[str, str], list[float]] = {}
     lost: dict[tuple[str, str], list[str]] = {}
     for table in tables:
@@ -61,7 +61,7 @@ def main() -> None:
         found = _results.table(COLUMNS, rows(tables))
     print(found)
     if args.write:
-        about = f"{_results.versions()}. Four tests at a time; `times` is the number of runs."
+        about = f"{_results.versions()}. `times` is the number of runs; other tests ran at the same time."
         _results.write("faults", "How long a job takes to end after a fault", about, found)
 
 

@@ -61,7 +61,7 @@ def _rewritten_parameter(x: Any, rule: Rule) -> Any:
     return rewrite(x, rule) if hasattr(x, "eqns") else x
 
 
-_PLAIN_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}  # without a rule of their own
+_PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call"}  # without derivatives of the user's own
 
 
 def with_pairs_cut(
@@ -102,7 +102,7 @@ def with_pairs_cut(
             known.update(zip(eqn.outvars, found, strict=True))
         return of(jaxpr.outvars)
 
-    follow(jaxpr, [{} if rows else None for rows in have_rows])
+    follow(jaxpr, [{} if has_rows else None for has_rows in have_rows])
     whole |= lists if products else set()
 
     def rule(eqn: Any) -> Callable[..., Any] | None:

@@ -47,10 +47,10 @@ def is_threshold(value: RowValue) -> bool:
 
 
 def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> Fault | None:
-    """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: on each device it is another one.
+    """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: each device has a different one.
 
-    `rows` are the axes of the rows. Rows that it is joined with along these, as in `jnp.roll`, or whose place it takes,
-    as under a mask, do not meet it.
+    `rows` are the axes of the rows. The certain row may be joined to the others along these axes, as by `jnp.roll`, and
+    it may take the place of some, as under a mask.
     """
     name = eqn.primitive.name
     if name in primitives.PLACES or name == "concatenate" and parameter(eqn, "dimension") in rows:

@@ -49,7 +49,7 @@ INDEXED = {
 CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # Some of the entries of an array.
 PICKS = _names_in("slice dynamic_slice gather split")
-# Puts one array in the place of another.
+# Puts one array in the place of another, or chooses between them.
 PLACES = _names_in("pad dynamic_update_slice scatter cond")
 # Truth values of truth values.
 OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")

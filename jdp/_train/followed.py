@@ -21,14 +21,14 @@ _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
-    "row": "made of one certain row, which is another one on each replica",
+    "row": "made with one certain row, which is a different row on each replica",
     "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
 IN_EVALUATION = "return an entry for each row, and compute it from those of all rows, which come back as one array"
 _FIRST = {
-    "row": "If all rows are alike, pass that array once, whole (in_axes=None); else ",
+    "row": "If all rows are equal, pass that array once and whole (in_axes=None); else ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added first, or ",
 }
