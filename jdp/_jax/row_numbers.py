@@ -3,6 +3,9 @@
 A BatchNorm subtracts means from rows and divides by roots of variances, and that is no offence. All else that is linear
 after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the rows, so that it is a
 product of two sums. What is not linear after it, as a layer of a model, is accepted.
+
+A BatchNorm has numbers for each feature. Rows that are normed by one number, and that other rows multiply, are the
+advantages of a policy gradient, and no layer: that offence lasts, because PPO takes a minimum of the products.
 """
 
 from __future__ import annotations
@@ -75,17 +78,26 @@ def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
     """Returns the fault of a product or a quotient with rows, if all that follows is linear; None if there is none."""
     is_div, fault = name == "div", Fault("nonlinear", at)
-    if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):  # but x * sigmoid(x) is a function of x
-        of_a, of_b = (None if other.met else v.pending or v.centred for v, other in ((a, b), (b, a)))
-        return of_a or (None if is_div else of_b)
+    if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
+        return _met_by(a, b) or (None if is_div else _met_by(b, a))
     if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED}:
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
+    is_mean = is_average(number) or is_largest(number)
+    if number.is_number and (is_div and rows is a and not is_mean or number.inverse):
+        return fault._replace(lasts=True)  # one number norms all rows
     if is_div and rows is a:  # by a root of a variance it is a normalization
-        return fault if number.is_number and (is_average(number) or is_largest(number)) else None
+        return fault if number.is_number else None
     if name == "dot_general" and rows.met:
         return None  # rows are centred before they are whitened
     return None if number.inverse or rows.scaled else rows.pending or fault
+
+
+def _met_by(value: RowValue, other: RowValue) -> Fault | None:
+    """Returns the fault that waits in rows which others multiply; `x * sigmoid(x)` is a function of x, and has none."""
+    fault = value.pending or value.centred
+    is_dropout = fault is not None and fault.lasts and other.drawn
+    return None if other.met or is_dropout else fault
 
 
 def normalized(name: str, a: RowValue, b: RowValue, made: RowValue) -> RowValue:

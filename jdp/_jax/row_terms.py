@@ -320,6 +320,8 @@ class Reader:
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
         waits = meets or any(v.pending or v.centred or v.inverse for v in values)
         pending = product_with_rows(name, a, b, self.at()) if waits else None
+        if pending is not None and pending.lasts and (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
+            a = a._replace(fault=lasting([a, b]) or pending)
         if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
             a, b = (v._replace(pending=pending, centred=None) for v in (a, b))
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does

@@ -179,8 +179,8 @@ def sharpness_aware(w, x, o):
 
 
 def ppo(e, o, y):
-    """Its advantages are divided by the root of an unbiased variance, as BatchNorm would."""
-    advantage = (e - e.mean()) / (jnp.std(e, ddof=1) + 1e-8)
+    """Its advantages are divided by the root of an unbiased variance, which is one number, and no BatchNorm's."""
+    advantage = (e - e.mean()) / (jnp.std(e, ddof=1) + 1e-8)  # <-
     log_p = jax.nn.log_softmax(o)[jnp.arange(o.shape[0]), y]
     ratio = jnp.exp(log_p - lax.stop_gradient(log_p))
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
@@ -513,7 +513,6 @@ ACCEPTED = {
     "ctc": ctc,
     "maml with BatchNorm": maml_with_batch_norm,
     "sharpness aware": sharpness_aware,
-    "ppo": ppo,
     "vae": vae,
     "second derivatives": lambda x, w: jax.vmap(jax.hessian(lambda a: jnp.tanh(a @ w).sum()))(x).mean(),
     "mean of each of an ensemble": lambda x, w: jax.vmap(lambda c: (x * c).mean())(w[:, 0]).mean(),
@@ -529,7 +528,8 @@ ACCEPTED = {
     "diagonal by einsum": lambda x, z: jnp.einsum("ii->i", x @ z.T).mean(),
     "diagonal by a mask": lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).sum(1).mean(),
     "trace": lambda x, z: jnp.trace(x @ z.T) / x.shape[0],
-    "normed, by other rows": lambda x, z: (batch_norm(x) * z).mean() + (batch_norm(x, None) * z).mean(),
+    "normed, by other rows": lambda x, z: (batch_norm(x) * z).mean() + jnp.tanh(batch_norm(x, None) + z).mean(),
+    "normed, with dropout": lambda x, key: (batch_norm(x, None) * jax.random.bernoulli(key, 0.9, x.shape)).mean(),
     "renormed, by other rows": lambda x, z: (batch_renorm(x) * z).mean(),
     "normed by weights": lambda x, z, m: (batch_norm_by_weights(x, m) * z).mean(),
     "fused, by other rows": lambda x, z, w: (fused_rows(x, w) * z).mean(),
@@ -569,7 +569,6 @@ ACCEPTED = {
     "minus the mean": lambda e: jnp.square(e - e.mean()).mean() + (e - e.mean()).mean(),
     "plus a mean": lambda e, x: (e + (x**2).mean() + 0.1).mean(),
     "plus a parameter": lambda e, w, s: (e + jnp.sqrt((w**2).sum()) + jnp.log(s)).mean(),
-    "masked and normed": lambda e, m, sign: (sign * (e - (e * m).sum() / m.sum()) / (e.std() + 1e-6)).mean(),
     "by a shape in jax": lambda q: q.sum() / jnp.prod(jnp.array(q.shape)),
     "by sizes in jax": lambda t: t.sum() / jnp.stack([t.shape[0], t.shape[1] * t.shape[2]]).prod(),
     "padded to a size": lambda e: jnp.pad(e, (0, 2)).sum() / e.shape[0],
@@ -787,6 +786,10 @@ REFUSED = {
         lambda e: jnp.sqrt(e.mean()),
         lambda e: jnp.log(e.mean()),
         lambda e: jnp.exp(e.mean()),
+        lambda x, z: ((x - x.mean()) / jnp.sqrt(x.var() + 1e-5) * z).mean(),
+        lambda e, o: jax.nn.relu((o[:, 0] - o.mean()) * lax.rsqrt(o.var() + 1e-6) * e).mean(),
+        lambda e, m, s: (s * (e - (e * m).sum() / m.sum()) / (e.std() + 1e-6)).mean(),
+        ppo,
         lambda e: (e + jnp.sqrt(e.mean())).mean(),
         lambda e: (e - jnp.log(e.sum())).sum() / e.shape[0],
         lambda e, m: jnp.where(m, 2 * e + 3 * jnp.sqrt(e.mean()), 0).mean(),
@@ -1038,7 +1041,7 @@ OTHERS = VECTORS | {
     "a part for each": ("rows", lambda e: jnp.ones(e.shape[0]) / e.shape[0], ["count"]),
     "their numbers": ("rows", lambda e: jnp.arange(e.shape[0]) + 0.0, ["count"]),
     "row by row": ("rows", lambda e, x: jnp.sqrt(e) * x.max(1), [None]),
-    "batch norm": ("rows", lambda e: (e - e.mean()) / jnp.sqrt(e.var() + 1e-5), [None]),
+    "batch norm": ("rows", lambda x: ((x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)).sum(1), [None]),
     "among all": ("rows", lambda x: jax.nn.logsumexp(x @ x.T, 1), ["pairs"]),
     "parts of all": ("rows", lambda e: e / e.sum(), ["ratio"]),
     "softmax over rows": ("rows", lambda e: jax.nn.log_softmax(e), ["nonlinear"]),
