@@ -270,12 +270,7 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
 
 def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None:
     """Adds notes to an error of the function that a replica runs: what to do about it, and where it was raised."""
-    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
-        error.add_note(
-            f"jdp.parallel_apply: {label} asks for the value of an array (float(x), x.item(), np.asarray(x), if x, "
-            f"table[x] of a numpy table); it is traced, before there are values. Return the arrays themselves, and "
-            f"take float(...) of what the call gives; index jnp.asarray(table)."
-        )
+    explain_values(error, f"jdp.parallel_apply: {label}")
     is_of_a_mesh = isinstance(error, ValueError) and any(text in str(error) for text in _OTHER_MESH)
     if is_of_a_mesh and layout.mesh.inner_axes:
         error.add_note(
@@ -295,6 +290,16 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
             f"batch."
         )
     error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {layout.devices[replica]}.")
+
+
+def explain_values(error: Exception, who: str) -> None:
+    """Adds a note to JAX's error for a traced function, `who`, that asks for the value of an array."""
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        error.add_note(
+            f"{who} asks for the value of an array (float(x), x.item(), np.asarray(x), if x, table[x] of a numpy "
+            f"table); it is traced, before there are values. Return the arrays themselves, and take float(...) of what "
+            f"the call gives; index jnp.asarray(table)."
+        )
 
 
 _OF_TWO_MESHES = "Mesh for all inputs"  # JAX's words

@@ -19,6 +19,7 @@ from flax import nnx
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outputs import Reduce
+from .._core.parallel_apply import explain_values
 from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
@@ -158,7 +159,7 @@ def loss_of(
         plain, diff_state = diff
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
-        out = called(criterion, outputs, *rest)
+        out = called(verb, criterion, outputs, *rest)
         loss, aux = _two(out, verb, criterion) if division.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
@@ -168,7 +169,7 @@ def loss_of(
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
 
-def called(criterion: Any, *args: Any) -> Any:
+def called(verb: str, criterion: Any, *args: Any) -> Any:
     """Returns what a criterion returns; adds the criterion's name to what it raises, as a note."""
     try:
         return reading(criterion)(*args)
@@ -179,6 +180,7 @@ def called(criterion: Any, *args: Any) -> Any:
         others = {1: "", 2: " and the whole batch"}.get(len(args), f" and the {len(args) - 1} arguments of the batch")
         rows = f"which gets the outputs of all rows{others}"
         error.add_note(f"Caught {type(error).__name__} in criterion {name}, {rows}.")
+        explain_values(error, f"jdp.{verb}: criterion {name}")
         if isinstance(error, NameError) and is_unbound_axis(error):
             error.add_note("It runs once, outside of the replicas. Leave the collective out: x.mean() is of all rows.")
         raise
@@ -367,7 +369,7 @@ def _params_explained(params: Tree) -> Iterator[None]:
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
     """Returns `(loss, metrics)` of a step's criterion, which returns the loss or such a pair."""
-    out = called(criterion, outputs, *args)
+    out = called(VERB, criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     metrics = checked_metrics(metrics, reserved)
     for path, x in jax.tree_util.tree_leaves_with_path(metrics):

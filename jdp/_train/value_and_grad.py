@@ -319,7 +319,7 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
         if options.criterion is not None:
-            out = called(options.criterion, out, *args[1:])
+            out = called(VERB, options.criterion, out, *args[1:])
         loss, aux = out if options.has_aux else (out, None)
         number = checked_scalar(loss, VERB) if options.criterion is not None else loss_value(loss, None, VERB)
         value = finished(loss) if is_marker(loss) else number

@@ -137,6 +137,25 @@ def test_a_call_that_asks_for_a_number(ask):
         assert [n for n in error.value.__notes__ if "asks for the value of an array" in n]
 
 
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING.keys())
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_criterion_that_asks_for_a_number(ask, rows):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(2))
+
+    def mine(out, *_):
+        return ask(out)
+
+    step = dp.train_step(dp, SGD, criterion=mine)
+    for verb, call in {
+        "value_and_grad": lambda x: dp.value_and_grad(dp, criterion=mine)(W, x),
+        "train_step": lambda x: step(step.init(W), x),
+    }.items():
+        with pytest.raises(TypeError, match="racer") as error:
+            call(np.resize(X, (rows, *X.shape[1:])))
+        says = f"jdp.{verb}: criterion mine asks for the value of an array"
+        assert len([n for n in error.value.__notes__ if n.startswith(says)]) == 1
+
+
 RETURNS = {
     "a dict": (lambda loss: {"loss": loss}, "the loss is dict"),
     "nothing": (lambda loss: None, "the loss is NoneType"),
