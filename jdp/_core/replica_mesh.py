@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -225,30 +228,70 @@ def outside_of_mesh(door: Callable[_Given, _Result], verb: str | None = None) ->
 
     @functools.wraps(door)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if cut_off:
-            raise RuntimeError(
-                f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
-                f"JAX had started; a fork has none of JAX's threads, and would wait for ever. Start it by "
-                f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
-            )
-        around = jax.sharding.get_abstract_mesh()
-        if around.empty:
-            return door(*args, **kwargs)
-        if trace_state_clean():
-            with jax.set_mesh(_NO_MESH):
-                return door(*args, **kwargs)
-        if not around.are_all_axes_auto:
-            return door(*args, **kwargs)
         try:
-            with jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh):
+            around = jax.sharding.get_abstract_mesh()
+            if around.empty and not cut_off:
                 return door(*args, **kwargs)
-        except ValueError as error:
-            if "jit's context mesh" not in str(error):
-                raise
-            raise ValueError(
-                f"jdp.{name}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
-                f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
-                f"of that context, or by dp.value_and_grad."
-            ) from error
+            with _no_mesh(name, around):
+                return door(*args, **kwargs)
+        except Exception as error:
+            error.with_traceback(_without_own_frames(error))
+            raise
 
     return call
+
+
+@contextlib.contextmanager
+def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
+    """Runs its body, a call of the public function `name`, outside of the mesh that is around it."""
+    if cut_off:
+        raise RuntimeError(
+            f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
+            f"JAX had started; a fork has none of JAX's threads, and would wait for ever. Start it by "
+            f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
+        )
+    if trace_state_clean():
+        with jax.set_mesh(_NO_MESH):
+            yield
+        return
+    if not around.are_all_axes_auto:
+        yield
+        return
+    try:
+        with jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh):
+            yield
+    except ValueError as error:
+        if "jit's context mesh" not in str(error):
+            raise
+        raise ValueError(
+            f"jdp.{name}: called inside jax.set_mesh of {around}, under jax.grad or the like; "
+            f"JAX runs no program on other devices there. Put jax.jit around jax.grad, take the gradient outside "
+            f"of that context, or by dp.value_and_grad."
+        ) from error
+
+
+def _without_own_frames(error: Exception) -> types.TracebackType | None:
+    """Returns the traceback of an error without jdp's frames, so that it leads from the user's call to the user's code.
+
+    All frames stay where the error is neither of the user's code nor one of jdp's own texts, because they tell what is
+    wrong in jdp, and where JAX is told to keep its frames, too (`JAX_TRACEBACK_FILTERING=off`).
+    """
+    settings: Any = jax.config
+    left = error.__traceback__
+    frames: list[types.TracebackType] = []
+    while left is not None:
+        frames.append(left)
+        left = left.tb_next
+    files = [x.tb_frame.f_code.co_filename for x in frames]
+    last = max((i for i, file in enumerate(files) if file.startswith(_OWN)), default=-1)
+    is_of_user = any(not file.startswith(_LIBRARIES) for file in files[last + 1 :])
+    if settings.jax_traceback_filtering == "off" or not (is_of_user or str(error).startswith("jdp.")):
+        return error.__traceback__
+    for x, file in zip(frames[::-1], files[::-1], strict=True):
+        if not file.startswith(_OWN):
+            left = types.TracebackType(left, x.tb_frame, x.tb_lasti, x.tb_lineno)
+    return left
+
+
+_OWN, *_OTHERS = (os.path.dirname(str(sys.modules[x].__file__)) + os.sep for x in (__name__.partition(".")[0], "jax"))
+_LIBRARIES = _OWN, *_OTHERS
