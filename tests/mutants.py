@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "mean-in-a-replica",
         "jdp/_train/value_and_grad.py",
-        "value = finished(loss) if is_marker(loss) else number",
+        "value = finished(loss) if is_term(loss) else number",
         "value = number",
         "a jdp.Mean inside of another replica's program is not divided",
         ("train/test_value_and_grad.py::test_inside_another_replica_it_runs_directly",),

@@ -128,7 +128,7 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
-        # A number that is written in a marker is one summand of each replica, as a 1 that counts them.
+        # A number that is written in a term is one summand of each replica, as a 1 that counts them.
         are_written = all(self._is_written[i] and not self.grows(i) for i in at)
         is_accepted = are_written or any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):

@@ -32,17 +32,17 @@ from .._jax.rewrites import with_pairs_cut
 from .._model.sync_batch_norm import apart
 from .forms import Forms, SeveralTerms
 from .gradients import (
-    Added,
     Gradients,
     Loss,
+    ReplicaResults,
     as_before,
     by_rows,
-    formed,
+    forms_of,
     gradients,
     has_cotangent,
     microbatches,
     replayed,
-    run,
+    run_loss,
     sent_as,
     weight_of_all,
 )
@@ -67,17 +67,17 @@ def forward(loss: Loss, steps: int) -> CallOf:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
 
-            def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
+            def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> ReplicaResults:
                 def value(*operands: Any) -> tuple[Forms, list[Any], list[Any], Tree]:
-                    out, aux, after, _ = run(loss, signature, operands[0], {}, *operands[1:])
-                    return *formed(loss, signature, (out, aux), operands, size, weight), after
+                    out, aux, after, _ = run_loss(loss, signature, operands[0], {}, *operands[1:])
+                    return *forms_of(loss, signature, (out, aux), operands, size, weight), after
 
                 if loss.sync:
                     function = jax.jit(apart(value))
                     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(diff, part, state)
                     value = by_rows(function, jaxpr, shapes, signature, replica)
                 forms, sums, rows, after = value(diff, part, state)
-                return Added((sums, (), {}), rows, as_before(after, state), forms)
+                return ReplicaResults((sums, (), {}), rows, as_before(after, state), forms)
 
             added, weight = microbatches(one, steps, signature, replica, values, before), 0.0
             forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
@@ -107,32 +107,32 @@ def gradients_on_replicas(
 
     `gradients` explains the first four arguments, `on_replicas` the others.
     """
-    once = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
-    several = Passes(loss, steps, wire, scatter, label, gather, verb)
+    directly = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
+    passes = Passes(loss, steps, wire, scatter, label, gather, verb)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         if loss.criterion is None:
             try:
-                return _settled(once(replicas, inputs, kwargs))
+                return _settled(directly(replicas, inputs, kwargs))
             except SeveralTerms:
                 pass
-        if several.can_be_one(replicas, inputs):
+        if passes.can_be_one(replicas, inputs):
             try:
-                return several.in_one(replicas, inputs, kwargs)
+                return passes.in_one(replicas, inputs, kwargs)
             except ValueError as error:
                 # The adjoints of equinox and diffrax compare the types of values. JAX runs the backward pass of a
                 # program of all devices under its own mesh, and the mesh is part of a type. With two passes the
                 # replicas run the backward pass.
                 if "Closure-converted function" not in str(error):
                     raise
-        return several.in_two(replicas, inputs, kwargs)
+        return passes.in_two(replicas, inputs, kwargs)
 
     run.__name__ = run.__qualname__ = label
     return run
 
 
-def pulled(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
-    """Returns a function that runs `call_of`, made for the loss with `pulls`, on the batch and the cotangents."""
+def as_second_pass(call_of: CallOf, loss: Loss, steps: int, label: str) -> Run:
+    """Returns a function that runs the first pass and the loss, and then `call_of` on the batch and the cotangents."""
     passes, run = Passes(loss, steps, label=label, verb=loss.verb), on_replicas(call_of, label)
 
     def with_cotangents(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
@@ -151,7 +151,7 @@ def with_last(inputs: Scattered, arrays: Sequence[Any], leaves: Sequence[Leaf]) 
 
 
 class Passes:
-    """A loss of all rows, in one pass or in two."""
+    """The programs of a loss of all rows, which runs in one pass or in two: the module says when."""
 
     def __init__(
         self,
@@ -166,7 +166,9 @@ class Passes:
         self.loss, self.steps = loss, steps
         # The forward pass takes no shards: "in the call" is for gradients.
         self.forward = on_replicas(forward(loss, steps), label, "at once" if gather == "at once" else "as used", verb)
-        self.backward = on_replicas(gradients(loss._replace(pulls=True), steps, wire, scatter), label, gather, verb)
+        self.backward = on_replicas(
+            gradients(loss._replace(is_backward=True), steps, wire, scatter), label, gather, verb
+        )
         self.reduce = on_replicas(_reduce(wire, scatter), label, gather, verb)
 
     def can_be_one(self, replicas: Tree, inputs: Scattered) -> bool:

@@ -305,8 +305,8 @@ class Deterministic:
         shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
         own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
         own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
-        pulls = gradients(step.loss._replace(pulls=True), steps, step.options.reduce_dtype)
-        turn = self._turn(pulls, [*operands[:-1], *own, operands[-1]], leaves)
+        backward = gradients(step.loss._replace(is_backward=True), steps, step.options.reduce_dtype)
+        turn = self._turn(backward, [*operands[:-1], *own, operands[-1]], leaves)
         return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:

@@ -38,8 +38,8 @@ class Followed:
     """Finds how each array in the tree `run(*operands)` depends on the rows of the operands.
 
     `cut` has the axis of the rows for each leaf of the operands, or None; `rows` is None if nothing is cut, and `total`
-    is the number of rows of the whole batch. Without `is_judged` nothing is refused, because the results are jdp's own.
-    `way` is what an error advises instead.
+    is the number of rows of the whole batch. `refuses` is False for results that were accepted before, or are jdp's
+    own: then no `refuse_` method raises an error. `way` is what an error advises instead.
 
     The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
     If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
@@ -55,12 +55,12 @@ class Followed:
         operands: tuple[Tree, ...],
         cut: Sequence[int | None],
         traces: dict[int, row_traces.Traced | None],
-        is_judged: bool = True,
+        refuses: bool = True,
         way: str = IN_TRAINING,
     ) -> None:
         self.rows, self._total, self._way = rows, total, way
         self.leaves = [jnp.shape(x) if is_number(x) else () for x in jax.tree.leaves(tree)]
-        self._run, self._operands, self._cut, self._is_judged = run, operands, cut, is_judged
+        self._run, self._operands, self._cut, self._refuses = run, operands, cut, refuses
         self._traces = traces
 
     def _counted(self, prime: int = 0) -> row_traces.Traced | None:
@@ -102,7 +102,7 @@ class Followed:
     def axis(self, index: int) -> int | str | None:
         """Returns the leaf's one axis that is proportional to the rows; None if none depends on them; else why not."""
         if self.rows is None or not self.leaves[index]:
-            return None  # saves a trace: most losses are markers and scalars
+            return None  # saves a trace: most losses are terms and scalars
         if self._traced is not None:
             return self._traced.axis(index)
         axes, problem = self._by_sizes
@@ -138,7 +138,7 @@ class Followed:
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
         """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""
-        if self.rows is None or not self._is_judged:
+        if self.rows is None or not self._refuses:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):
             return say(self._traced)

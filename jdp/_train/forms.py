@@ -1,4 +1,8 @@
-"""Splits what a function returned for a chunk into sums over microbatches and replicas, and entries per row."""
+"""Finds the form of each value that a loss function returns for its chunk, and what of it is added or gathered.
+
+A form says how the value of the whole batch is made: of sums over all microbatches and replicas (a mean, a
+`jdp.Mean`, a `jdp.Sum`, a combination of them), or of entries per row, which are gathered.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,21 @@ import jax.numpy as jnp
 from .._core.layout import Tree
 from .._core.outputs import Marked, as_divisor
 from .followed import Followed
-from .terms import Combination, Sum, Term, described, is_marker, is_mean, is_number
+from .terms import Combination, Mean, Sum, Term, described, is_number, is_term
 
 
 class SeveralTerms(Exception):
-    """A signal, not an error: the sums come first if there are several denominators, or a differentiated one."""
+    """A signal, not an error: the gradient needs the sums of all rows first.
+
+    It does if the loss has several denominators, or one that is differentiated.
+    """
 
 
 class Form(NamedTuple):
-    """How one value is reduced or gathered.
+    """How one value of the whole batch is made.
 
-    It is the mean over rows, a total over a count, a sum, a combination of such `parts` (a factor before each term), or
-    entries per row along `axis`; with "first" each row has the same entry.
+    It is a "mean" over the rows, a "ratio" of a total and a count (a `jdp.Mean`), a "sum", or a "combination" of such
+    `parts` (a factor before each term). Or it has an entry per row along `axis`: "rows"; "first" if all are the same.
     """
 
     kind: Literal["mean", "ratio", "sum", "combination", "rows", "first"]
@@ -65,7 +72,7 @@ class Form(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """How a function's results, `(loss, aux)` or outputs, are put together from sums and entries per row."""
+    """The tree of a function's results, `(loss, aux)` or outputs, and the form of each value in it."""
 
     treedef: Any
     each: tuple[Form, ...]
@@ -123,7 +130,7 @@ def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     )
 
 
-def terms(
+def forms_of_results(
     loss: Any, aux: Tree, rows: int | None, weight: float, followed: Followed, verb: str
 ) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the forms, the sums and the entries per row of one microbatch of this weight.
@@ -135,15 +142,15 @@ def terms(
     has_loss = verb != "evaluate"
     if has_loss:
         _check_loss(loss, rows, followed, verb)
-    paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_marker)
+    paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_term)
     found: list[tuple[Form, list[Any]]] = []
-    at = 0  # the index of its first array among all arrays; a marker has several
+    at = 0  # the index of its first array among all arrays; a term has several
     for i, (path, x) in enumerate(paths):
         name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
         if i or not has_loss:
-            found.append(_form(x, name, followed, at, weight))
+            found.append(_form_of_metric(x, name, followed, at, weight))
         else:
-            found.append(_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
+            found.append(_form_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
         at += len(jax.tree.leaves(x))
     return _forms_of(treedef, found)
 
@@ -157,14 +164,14 @@ def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> N
         )
 
 
-def outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
-    """Returns the outputs of a forward pass on `size` rows as `terms` would, all of them as entries per row."""
+def forms_of_outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
+    """Returns the forms of a forward pass's outputs on `size` rows, no sums, and the outputs as entries per row."""
     followed.refuse_backward(f"jdp.{verb}: the forward pass")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_marker)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_term)
     found = []
     for i, (path, x) in enumerate(paths):
         name = f"jdp.{verb}: outputs{jax.tree_util.keystr(path)}"
-        if is_marker(x):
+        if is_term(x):
             raise TypeError(
                 f"{name} is a jdp.{type(x).__name__}; a forward pass returns plain arrays, because the criterion sees "
                 f"all rows and needs no marker. Return the arrays that it is made of."
@@ -199,32 +206,32 @@ def _forms_of(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms,
     return Forms(treedef, tuple(form for form, _ in found)), sums, stacked
 
 
-def _of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
-    """Returns the form and the summands of a loss: as for a metric, but a vector stands for its mean."""
-    if is_marker(x):
-        return _marked(x, name, followed, at, weight)
+def _form_of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
+    """Returns the form and the summands of a loss. They are those of a metric, but a vector stands for its mean."""
+    if is_term(x):
+        return _form_of_term(x, name, followed, at, weight)
     x = jnp.asarray(x)
     if x.ndim:
         followed.refuse_pairs(at, name, is_averaged=True)
     else:
         followed.refuse_no_mean(at, name)
-    return _mean(x.mean() if x.ndim else x, weight)
+    return _form_of_mean(x.mean() if x.ndim else x, weight)
 
 
-def _form(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    if is_marker(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values()))):
-        return _marked(x, name, followed, at, weight)
-    return _unmarked(x, name, followed, at, weight)
+def _form_of_metric(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    if is_term(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values()))):
+        return _form_of_term(x, name, followed, at, weight)
+    return _form_of_value(x, name, followed, at, weight)
 
 
-def _mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
+def _form_of_mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
     return Form("mean", x.dtype), [_at_least_32_bits(x) if weight == 1 else _at_least_32_bits(x) * weight]
 
 
-def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+def _form_of_term(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
     """Returns the form and the summands of a term; `at` is the index of its first array."""
     if isinstance(x, Combination):
-        return _combination(x, name, followed, at, weight)
+        return _form_of_combination(x, name, followed, at, weight)
     for i in range(at, at + len(vars(x))) if followed.is_known else ():
         if (axis := followed.axis(i)) is not None:
             where = f"along axis {axis}" if isinstance(axis, int) else "in its shape"
@@ -236,12 +243,14 @@ def _marked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tu
     followed.refuse_no_sums(range(at, at + len(vars(x))), name)
     total = jnp.asarray(x.total)
     dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
-    if not is_mean(x):
+    if not isinstance(x, Mean):
         return Form("sum", dtype), [_at_least_32_bits(total)]
     return Form("ratio", dtype), [_at_least_32_bits(total), _at_least_32_bits(jnp.asarray(x.count))]
 
 
-def _combination(x: Combination, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+def _form_of_combination(
+    x: Combination, name: str, followed: Followed, at: int, weight: float
+) -> tuple[Form, list[Any]]:
     """Returns the form and the summands of a sum of terms; those of a factor come before those of its term."""
     forms: list[Form] = []
     values: list[Any] = []
@@ -253,15 +262,15 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
                 f"{name} has a factor that depends on {what}; factors of terms are the same on all replicas. Pass "
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."
             )
-        whole = _mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
+        whole = _form_of_mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
         if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
             followed.refuse_pairs(first, name, is_averaged=True)
-            of_term = _mean(jnp.mean(term), weight)
-        elif is_marker(term):
-            of_term = _marked(term, name, followed, first, weight)
+            of_term = _form_of_mean(jnp.mean(term), weight)
+        elif is_term(term):
+            of_term = _form_of_term(term, name, followed, first, weight)
         else:
             followed.refuse_no_mean(first, name)
-            of_term = _unmarked(term, name, followed, first, weight)
+            of_term = _form_of_value(term, name, followed, first, weight)
             if of_term[0].kind == "rows":
                 raise TypeError(
                     f"{name} has {described(term)} among its terms ({followed.rows} rows); an array among terms is "
@@ -274,8 +283,8 @@ def _combination(x: Combination, name: str, followed: Followed, at: int, weight:
     return Form("combination", None, parts=tuple(forms)), values
 
 
-def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    """Returns the form and the value of a plain value: entries per row, or a mean over the rows."""
+def _form_of_value(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
+    """Returns the form of a value that is no term (entries per row, or a mean over the rows), and its summand."""
     if isinstance(x, float):
         x = jnp.asarray(x)
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
@@ -291,7 +300,7 @@ def _unmarked(x: Any, name: str, followed: Followed, at: int, weight: float) -> 
         return Form("rows", x.dtype, axis), [x]
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)
-        return _mean(x, weight)
+        return _form_of_mean(x, weight)
     way, where = "Return one of these", "with the loss come"
     if name.startswith("jdp.evaluate"):
         where = "metrics are"

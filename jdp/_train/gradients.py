@@ -1,4 +1,7 @@
-"""The gradient of a loss on every replica: microbatches one after the other, then one sum over the replicas."""
+"""The gradient of a loss on every replica: microbatches one after the other, then one sum over the replicas.
+
+gradients -> results_of_replica -> microbatches -> accumulate -> differentiate -> run_loss, forms_of
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
-from .forms import Forms, SeveralTerms, loss_value, outputs, terms
+from .forms import Forms, SeveralTerms, forms_of_outputs, forms_of_results, loss_value
 from .shards import Shards, axes_of_shards
 from .state import first_difference
 from .terms import Sum, functions_of_terms_refused
@@ -45,7 +48,8 @@ class Loss(NamedTuple):
     `leave(after, before)` marks how the copies become one again. `traces` keeps the traces for any number of rows.
 
     With a `criterion`, `compute` returns outputs in place of the loss, and `criterion(outputs, diff, held, args)`
-    returns `(loss, metrics)` for the outputs and the arguments of all rows.
+    returns `(loss, metrics)` for the outputs and the arguments of all rows. In the second of two passes (see
+    `criterion.py`) the loss has `is_backward`, and gets the cotangents of what the first computed as its last argument.
     """
 
     compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
@@ -57,15 +61,15 @@ class Loss(NamedTuple):
     look: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`
     criterion: Callable[[Tree, Tree, Held, Sequence[Any]], tuple[Any, Tree]] | None = None
     is_direct: bool = False  # whether the criterion itself depends on what is differentiated
-    pulls: bool = False  # whether the last argument holds the cotangents of what it computes: see `criterion.py`
+    is_backward: bool = False
 
 
-class Added(NamedTuple):
-    """The results of a microbatch that are added up, and the state that it passes to the next one."""
+class ReplicaResults(NamedTuple):
+    """What a replica has computed: in one microbatch, or in several of them together."""
 
     sums: tuple[list[Any], Tree, dict[int, Tree]]  # of the terms, the gradients, and the gradients of cut arguments
     rows: list[Any]  # arrays with its rows along `forms.axes`
-    state: Tree
+    state: Tree  # as the last microbatch left it
     forms: Forms
 
 
@@ -88,10 +92,10 @@ def gradients(
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
             shards = Shards.of(signature, diff, cut, sent, steps > 1) if is_cut else None
-            added, weight = local(loss, steps, signature, replica, values, diff, before, shards)
+            added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
-            over = None if loss.pulls else added.forms.over(counts, weight)
+            over = None if loss.is_backward else added.forms.over(counts, weight)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)
@@ -129,7 +133,7 @@ def sent_as(wire: Any, dtype: Any) -> Any:
     return wire or (dtype if dtype.itemsize < 4 else None)
 
 
-def local(
+def results_of_replica(
     loss: Loss,
     steps: int,
     signature: Signature,
@@ -138,10 +142,10 @@ def local(
     diff: Tree,
     before: Held,
     shards: Shards | None = None,
-) -> tuple[Added, float]:
-    """Returns a replica's results before any reduction over the replicas, and the weight of all replicas together."""
+) -> tuple[ReplicaResults, float]:
+    """Returns a replica's results, not yet reduced over the replicas, and the weight of all replicas together."""
 
-    def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> Added:
+    def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> ReplicaResults:
         mine = shards and shards.at(number)
         return differentiate(loss, signature, replica, part, diff, state, size, weight, mine)
 
@@ -160,18 +164,18 @@ def _unit(layout: Layout, steps: int) -> int:
 
 
 def microbatches(
-    one: Callable[[Any, list[Any], Tree, int, float], Added],
+    one: Callable[[Any, list[Any], Tree, int, float], ReplicaResults],
     steps: int,
     signature: Signature,
     replica: int,
     values: Sequence[Any],
     before: Held,
-) -> Added:
+) -> ReplicaResults:
     """Runs all microbatches of a replica, each by `one(number, operands, state, rows, weight)`; returns their sums."""
     layout = signature.layout
     rows, unit = layout.sizes[replica] if layout.is_cut else 1, _unit(layout, steps)
 
-    def of_rows(number: Any, start: Any, size: int, state: Tree) -> Added:
+    def of_rows(number: Any, start: Any, size: int, state: Tree) -> ReplicaResults:
         part = rows_of(values, signature, rows, number, start, size)
         return one(number, part, state, size, size / unit)
 
@@ -205,9 +209,9 @@ def differentiate(
     size: int,
     weight: float,
     shards: Shards | None = None,
-    is_judged: bool = False,
-) -> Added:
-    """Returns the terms, the gradients and the state of one microbatch; `is_judged` if its loss was accepted before."""
+    was_accepted: bool = False,
+) -> ReplicaResults:
+    """Returns the results of one microbatch. `was_accepted` says that an earlier trace has accepted the loss."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
@@ -215,11 +219,11 @@ def differentiate(
     def value(
         diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree
     ) -> tuple[Any, tuple[Forms, list[Any], list[Any], Tree]]:
-        out, aux, after, cotangents = run(loss, signature, diff, chosen, part, state)
-        if loss.pulls and loss.criterion:
+        out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
+        if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
-        forms, sums, stacked = formed(loss, signature, (out, aux), (whole, part, state), size, weight)
-        if loss.pulls and not loss.criterion:
+        forms, sums, stacked = forms_of(loss, signature, (out, aux), (whole, part, state), size, weight)
+        if loss.is_backward and not loss.criterion:
             number = _product(sums[: forms.each[0].summands], cotangents)
         elif forms.each[0].kind == "combination":
             raise SeveralTerms
@@ -232,9 +236,9 @@ def differentiate(
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
     if loss.look:
         loss.look(jaxpr, jax.tree.leaves(whole))
-    if not loss.pulls:
-        _look_at_terms(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
-        if not is_judged:
+    if not loss.is_backward:
+        _check_count(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
+        if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
     function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
     if shards:
@@ -246,7 +250,7 @@ def differentiate(
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     sums = [*map(jnp.asarray, sums)]  # a jaxpr returns plain numbers for its literals
-    return Added((sums, *grads), stacked, as_before(after, state), forms)
+    return ReplicaResults((sums, *grads), stacked, as_before(after, state), forms)
 
 
 def _weights(
@@ -278,38 +282,38 @@ def by_rows(
     return replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
 
 
-def run(
+def run_loss(
     loss: Loss, signature: Signature, diff: Tree, chosen: dict[int, Tree], part: Sequence[Any], state: Tree
 ) -> tuple[Any, Tree, Tree, Any]:
-    """Runs the loss function and returns `(loss, aux, state, cotangents)`; `chosen` replaces arguments by position."""
+    """Runs the loss function with the arguments in `chosen`, by position; returns `(loss, aux, state, cotangents)`."""
     _, args, kwargs = signature.fill(part)
     mine = [chosen.get(i, x) for i, x in enumerate(args)]
-    cotangents = mine.pop() if loss.pulls else None
+    cotangents = mine.pop() if loss.is_backward else None
     with functions_of_terms_refused(loss.verb):
         return *loss.compute(diff, state, mine, kwargs), cotangents
 
 
-def formed(
+def forms_of(
     loss: Loss, signature: Signature, out: tuple[Any, Tree], operands: tuple[Tree, ...], size: int, weight: float
 ) -> tuple[Forms, list[Any], list[Any]]:
-    """Returns the terms of one microbatch, or the outputs of a forward pass; the operands are the microbatch's."""
+    """Returns the forms, the sums and the entries per row of what a microbatch with these operands returned."""
     rows = size if signature.layout.is_cut else None
-    is_forward = loss.criterion is not None and not loss.pulls
+    is_forward = loss.criterion is not None and not loss.is_backward
 
     def again(diff: Tree, part: list[Any], state: Tree) -> Tree:
-        out, aux, _, _ = run(loss, signature, diff, {}, part, state)
+        out, aux, _, _ = run_loss(loss, signature, diff, {}, part, state)
         return out if is_forward else (out, aux)
 
     diff, part, state = operands
     of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
     cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
-    total, is_judged = sum(signature.layout.sizes), not loss.pulls  # the forward pass has judged what is pulled back
+    total, refuses = sum(signature.layout.sizes), not loss.is_backward  # the forward pass has refused what is wrong
     way = IN_EVALUATION if loss.verb == "evaluate" else IN_TRAINING
     traces = _traces(loss, signature, operands, cut)
-    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, traces, is_judged, way)
+    followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, traces, refuses, way)
     if is_forward:
-        return outputs(out[0], rows or 1, followed, loss.verb)
-    return terms(*out, rows, weight, followed, loss.verb)
+        return forms_of_outputs(out[0], rows or 1, followed, loss.verb)
+    return forms_of_results(*out, rows, weight, followed, loss.verb)
 
 
 def _traces(
@@ -323,7 +327,7 @@ def _traces(
         (x.treedef, *[y if isinstance(y, Static) else 0 for y in x.leaves]) if x else None for x in signature.nodes
     ]
     of_call = signature.treedef, *nodes, layout.mesh, layout.per_device, layout.is_cut
-    key = loss.pulls, loss.criterion is None, x64, of_call, treedef, *types
+    key = loss.is_backward, loss.criterion is None, x64, of_call, treedef, *types
     found = loss.traces.used(key)
     if found is None:
         found = loss.traces[key] = {}
@@ -352,10 +356,10 @@ def replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
     return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
 
 
-def _look_at_terms(jaxpr: Any, forms: Forms, differentiated: int) -> None:
-    """Raises `SeveralTerms` for a `jdp.Mean` whose count is differentiated, or has to be known for the gradient.
+def _check_count(jaxpr: Any, forms: Forms, differentiated: int) -> None:
+    """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows.
 
-    A backward pass of the user's own that is not linear, as one that clips, sees the gradient of the mean so.
+    It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
     """
     if forms.each[0].kind == "ratio" and (_count_depends(jaxpr, differentiated) or not is_backward_linear(jaxpr)):
         raise SeveralTerms
@@ -386,11 +390,11 @@ def as_before(after: Tree, before: Tree) -> Tree:
     return jax.tree.map(lambda new, old: new if new is old else jnp.asarray(new).astype(old.dtype), after, before)
 
 
-One = Callable[[Any, Any, int, Tree], Added]
+RunMicrobatch = Callable[[Any, Any, int, Tree], ReplicaResults]
 """Runs a microbatch, given its number, its first row, its number of rows and the state that the previous one left."""
 
 
-def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
+def accumulate(one: RunMicrobatch, state: Tree, rows: int, size: int, cpu: bool) -> ReplicaResults:
     """Runs microbatches of `size` rows one after the other, the last with the rest, and returns their sums.
 
     On a CPU (`cpu`) the loop computes its convolutions in the layout that is fast there.
@@ -407,7 +411,7 @@ def accumulate(one: One, state: Tree, rows: int, size: int, cpu: bool) -> Added:
     return last._replace(sums=sums, rows=stacked)
 
 
-def _scan_microbatches(one: One, state: Tree, n: int, size: int, cpu: bool) -> Added:
+def _scan_microbatches(one: RunMicrobatch, state: Tree, n: int, size: int, cpu: bool) -> ReplicaResults:
     # Traced here to learn the shapes of the sums, and which parts of the state stay as they are.
     step = jax.make_jaxpr(lambda k, state: one(k, k * size, size, state), return_shape=True)
     jaxpr, shapes = step(jnp.int32(0), state)
@@ -438,4 +442,4 @@ def _scan_microbatches(one: One, state: Tree, n: int, size: int, cpu: bool) -> A
         jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
         for x, axis in zip(stacked, shapes.forms.axes, strict=True)
     ]
-    return Added(sums, stacked, treedef.unflatten(after), shapes.forms)
+    return ReplicaResults(sums, stacked, treedef.unflatten(after), shapes.forms)

@@ -15,9 +15,9 @@ from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.scattered import Scattered, Signature
 from .._model.nnx import enter
-from .criterion import Run, pulled
+from .criterion import Run, as_second_pass
 from .forms import SeveralTerms
-from .gradients import Loss, differentiate, local, rows_of
+from .gradients import Loss, differentiate, results_of_replica, rows_of
 
 
 class Nonfinite(NamedTuple):
@@ -52,13 +52,13 @@ def flags(loss: Loss, steps: int) -> CallOf:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = enter(before, signature.axis_name)
-            added, _ = local(loss, steps, signature, replica, values, diff, before)
+            added, _ = results_of_replica(loss, steps, signature, replica, values, diff, before)
             params = all_finite(added.sums[1])
 
             def alone(k: Any) -> Any:
                 # The gradient of one row alone, with the chunk's random keys.
                 part = rows_of(values, signature, rows, 0, k, 1)
-                added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0, is_judged=True)
+                added = differentiate(loss, signature, replica, part, diff, state, 1, 1.0, was_accepted=True)
                 return all_finite(added.sums[1]).all()
 
             return Marked(params[None], 0), Marked(jax.lax.map(alone, jnp.arange(rows)), 0)
@@ -70,16 +70,16 @@ def flags(loss: Loss, steps: int) -> CallOf:
 
 def flags_on_replicas(loss: Loss, steps: int, name: str) -> Run:
     """Returns a function that finds for each replica and each row whether the gradient is finite."""
-    once = on_replicas(flags(loss, steps), name)
-    several = pulled(flags(loss._replace(pulls=True), steps), loss, steps, name)
+    directly = on_replicas(flags(loss, steps), name)
+    in_two = as_second_pass(flags(loss._replace(is_backward=True), steps), loss, steps, name)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         if loss.criterion is None:
             try:
-                return once(replicas, inputs, kwargs)
+                return directly(replicas, inputs, kwargs)
             except SeveralTerms:
                 pass
-        return several(replicas, inputs, kwargs)
+        return in_two(replicas, inputs, kwargs)
 
     run.__name__ = run.__qualname__ = name
     return run

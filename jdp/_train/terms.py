@@ -151,12 +151,8 @@ def _parts_of_term(x: Any) -> Combination:
     return Combination((1.0,), (float(x) if isinstance(x, int) else x,))
 
 
-def is_marker(x: Any) -> bool:
+def is_term(x: Any) -> bool:
     return isinstance(x, Term)
-
-
-def is_mean(x: Any) -> bool:
-    return isinstance(x, Mean)
 
 
 def is_number(x: Any) -> bool:
@@ -183,7 +179,7 @@ def functions_of_terms_refused(verb: str) -> Iterator[None]:
 
 def finished(tree: Tree) -> Tree:
     """Returns the tree with each term replaced by its value; totals and counts must be those of all rows."""
-    return jax.tree.map(_value, tree, is_leaf=is_marker)
+    return jax.tree.map(_value, tree, is_leaf=is_term)
 
 
 def _value(x: Any) -> Any:

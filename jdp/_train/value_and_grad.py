@@ -31,7 +31,7 @@ from .forms import loss_value
 from .gradients import Gradients
 from .loss import Division, Replicated, called, checked_criterion, checked_scalar, divide, gradient_trees, loss_of
 from .state import refuse_no_rows
-from .terms import finished, is_marker
+from .terms import finished, is_term
 
 VERB = "value_and_grad"
 Argnums: TypeAlias = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -322,7 +322,7 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
             out = called(VERB, options.criterion, out, *args[1:])
         loss, aux = out if options.has_aux else (out, None)
         number = checked_scalar(loss, VERB) if options.criterion is not None else loss_value(loss, None, VERB)
-        value = finished(loss) if is_marker(loss) else number
+        value = finished(loss) if is_term(loss) else number
         return (value, finished(aux)) if options.has_aux else value
 
     transform = nnx.value_and_grad if kind == "nnx" else jax.value_and_grad

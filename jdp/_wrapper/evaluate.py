@@ -24,7 +24,7 @@ from .._jax.private import trace_state_clean
 from .._model.config import Config, Wrapper, axes_of_batch
 from .._model.nnx import enter, in_evaluation, put_nodes, take_nodes
 from .._train.forms import Form, Forms
-from .._train.gradients import Loss, formed, run
+from .._train.gradients import Loss, forms_of, run_loss
 from .._train.loss import Division, divide, loss_of
 from .batches import Batches
 from .prefetch import Prefetched, prefetch, refuse_one_batch
@@ -171,9 +171,9 @@ def _totals(loss: Loss) -> CallOf:
             values = signature.of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = enter(before, signature.axis_name)
-            none, metrics, _, _ = run(loss, signature, diff, {}, values, state)
+            none, metrics, _, _ = run_loss(loss, signature, diff, {}, values, state)
             size = signature.layout.sizes[replica] if signature.layout.is_cut else 1
-            forms, sums, rows = formed(loss, signature, (none, metrics), (diff, values, state), size, float(size))
+            forms, sums, rows = forms_of(loss, signature, (none, metrics), (diff, values, state), size, float(size))
             entries = [Marked(x, axis) for x, axis in zip(rows, forms.axes, strict=True)]
             return [Marked(x, None, "sum") for x in sums], entries, forms
 
