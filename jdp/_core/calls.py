@@ -32,7 +32,7 @@ Kwargs = Mapping[str, Any]
 
 Known = tuple[Flat, Sequence[Any] | None, Any]
 """A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its door needs
-to finish a repeated call: for value_and_grad, the division of its arguments."""
+to finish a repeated call: for value_and_grad, the roles of its arguments."""
 
 
 class Calls(Recent[Any, Recent[Any, Known]]):

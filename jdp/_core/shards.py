@@ -26,27 +26,29 @@ MOST_AT_ONCE = 32 << 20
 """Bytes of parameters that are gathered together; one parameter may be larger."""
 
 
-Never = Collection[tuple[tuple[int, ...], int]]
-"""Shapes of parameters, each with an axis that must not be cut, because a scan runs over it."""
+Scanned = Collection[tuple[tuple[int, ...], int]]
+"""Shapes of parameters, each with an axis that a scan runs over, so that it must not be cut."""
 
 
-def axis_for_parameter(x: Any, n: int, never: Never = ()) -> int | None:
+def axis_for_parameter(x: Any, n: int, scanned: Scanned = ()) -> int | None:
     """Returns the axis to cut a parameter along over n devices; None if it stays whole.
 
     It is the first that n divides, because the parts lie one after the other then. With three or more axes, axis 0 is
     the last choice: a scan may iterate over it.
     """
-    axes = [axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in never]
+    axes = [
+        axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in scanned
+    ]
     if n == 1 or not axes:
         return None
     return axes[0] if len(x.shape) < 3 else next((axis for axis in axes if axis), 0)
 
 
-def as_shards(params: Tree, mesh: ReplicaMesh, never: Never) -> Tree:
+def as_shards(params: Tree, mesh: ReplicaMesh, scanned: Scanned) -> Tree:
     """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
 
     def cut(x: Any) -> Any:
-        axis = axis_for_parameter(x, mesh.size, never)
+        axis = axis_for_parameter(x, mesh.size, scanned)
         return x if axis is None else shard(x, axis, mesh)
 
     return jax.tree.map(cut, params)

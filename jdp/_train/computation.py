@@ -60,12 +60,12 @@ class Computation:
         cuts = options.shard_optimizer and not options.shard_params and not options.deterministic
         scatter = (lambda x: axis_for_optimizer(x, n)) if cuts else None
         steps, loss = options.accumulate_steps, loss_of(options.sync_batch_norm)
-        self.never: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
-        loss = loss._replace(look=self._look) if options.shard_params else loss
+        self.scanned: set[tuple[tuple[int, ...], int]] | None = None  # (shape, axis) not to cut; None before a batch
+        loss = loss._replace(inspect=self._note_scanned) if options.shard_params else loss
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
         self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
-        # Those of the parameters, of what the optimizer sees of them, and of the other state, as they were seen last.
+        # Of the parameters, of what the optimizer sees of them, and of the other state, as they were when last noted.
         self.inner_shardings: tuple[InnerShardings, ...] = ({}, {}, {})
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -91,21 +91,21 @@ class Computation:
 
     def axis_rule(self, x: Any, n: int) -> int | None:
         """Returns the axis to cut a leaf of the state along; with `shard_params` that of a parameter, for all."""
-        return axis_for_parameter(x, n, self.never or ()) if self.options.shard_params else axis_for_optimizer(x, n)
+        return axis_for_parameter(x, n, self.scanned or ()) if self.options.shard_params else axis_for_optimizer(x, n)
 
-    def _look(self, jaxpr: Any, whole: Sequence[Any]) -> None:
-        """Records the shapes of the parameters that the loss's scans iterate over, each with the axis."""
-        if self.never is not None:
-            self.never |= {(tuple(whole[i].shape), axis) for i, axis in run_over(jaxpr, len(whole))}
+    def _note_scanned(self, jaxpr: Any, whole: Sequence[Any]) -> None:
+        """Notes the shapes of the parameters that the loss's scans iterate over, each with the axis."""
+        if self.scanned is not None:
+            self.scanned |= {(tuple(whole[i].shape), axis) for i, axis in run_over(jaxpr, len(whole))}
 
-    def learn(self, state: TrainState, batch: Scattered) -> None:
+    def find_scanned(self, state: TrainState, batch: Scattered) -> None:
         """Traces the loss on the first batch, to find which parameters its scans iterate over."""
-        if self.options.shard_params and self.never is None:
-            self.never = set()
+        if self.options.shard_params and self.scanned is None:
+            self.scanned = set()
             try:
                 jax.eval_shape(self.gradients, state, batch)
             except BaseException:
-                self.never = None
+                self.scanned = None
                 raise
 
     def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
@@ -168,7 +168,7 @@ class Computation:
         layout, params = rows._layout, state.params
         inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
         if self.options.shard_params:
-            params = as_shards(params, layout.mesh, self.never or ())
+            params = as_shards(params, layout.mesh, self.scanned or ())
         return (params, entered(state.state, given)), inputs, step_key(state, layout)
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:

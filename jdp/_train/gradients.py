@@ -58,7 +58,7 @@ class Loss(NamedTuple):
     traces: Recent[Any, dict[int, Traced | None]]
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
-    look: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`
+    inspect: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`
     criterion: Callable[[Tree, Tree, Held, Sequence[Any]], tuple[Any, Tree]] | None = None
     is_direct: bool = False  # whether the criterion itself depends on what is differentiated
     is_backward: bool = False
@@ -234,8 +234,8 @@ def differentiate(
     # Jitted, so that one trace serves to inspect it and to differentiate it.
     function, rest = jax.jit(apart(value) if loss.sync else value), (chosen, part, state)
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-    if loss.look:
-        loss.look(jaxpr, jax.tree.leaves(whole))
+    if loss.inspect:
+        loss.inspect(jaxpr, jax.tree.leaves(whole))
     if not loss.is_backward:
         _check_count(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
         if not was_accepted:

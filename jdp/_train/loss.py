@@ -1,6 +1,6 @@
-"""Brings loss functions (of variables, NNX modules or anything else) into the form that `gradients` takes.
+"""Makes a `Loss`, which `gradients` takes, of a user's loss function: of variables, NNX modules or anything else.
 
-A call's arguments are divided first: into replicated, cut and differentiated ones, and NNX objects.
+First each argument of a call gets its role: it is replicated or cut, differentiated or not, and may hold NNX objects.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Wanted = tuple[int, tuple[int, ...], Any]
 """An argument to differentiate: its position, the indices of its NNX objects, and the filter of their variables."""
 
 
-class Division(NamedTuple):
-    """How a call's arguments are divided; it is hashable, because there is one program for each."""
+class Roles(NamedTuple):
+    """What each positional argument of a call is for; it is hashable, because there is a program for each `Roles`."""
 
     wanted: tuple[Wanted, ...]
     has_aux: bool
@@ -59,28 +59,28 @@ class Division(NamedTuple):
 
 
 Replicated = tuple[tuple[dict[int, Tree], Tree], Held]
-"""What of a call is replicated: `((plain arguments, variables of NNX objects), held)`; the pair is differentiated."""
+"""The replicated arguments of a call: `((plain ones, variables of NNX objects), held)`; the pair is differentiated."""
 
 
-def divide(
+def assign_roles(
     args: Sequence[Any],
     nodes: list[Any],
     argnums: Sequence[tuple[int, Any]],
     has_aux: bool,
     in_axes: Sequence[Any],
     verb: str,
-) -> tuple[Division, Replicated]:
-    """Divides a call's positional arguments, which have stand-ins for the NNX objects `nodes`.
+) -> tuple[Roles, Replicated]:
+    """Assigns the roles of a call's positional arguments, which have stand-ins for the NNX objects `nodes`.
 
     `argnums` are positions and NNX filters, `in_axes` one axis or None per argument.
     """
     wanted = tuple((p, stand_ins(args[p]), wrt) for p, wrt in argnums)
     differentiated = {p for p, _ in argnums}
     whole = tuple(p for p, axis in enumerate(in_axes) if p == 0 or (axis is None and p in differentiated))
-    division = Division(wanted, has_aux, whole, len(args))
+    roles = Roles(wanted, has_aux, whole, len(args))
     diff_state, rest, graph = None, None, None
     if nodes:
-        graph, diff_state, rest = nnx.split(nodes, division.is_diff, ...)
+        graph, diff_state, rest = nnx.split(nodes, roles.is_diff, ...)
         _refuse_shared(nodes, wanted, verb)
         for position, mine, _ in wanted:
             if mine:
@@ -88,7 +88,7 @@ def divide(
     plain = {position for position, mine, _ in wanted if not mine}
     diff = {p: args[p] for p in whole if p in plain}
     held = Held({p: args[p] for p in whole if p not in plain}, graph, rest)
-    return division, ((diff, diff_state), held)
+    return roles, ((diff, diff_state), held)
 
 
 def _refuse_mixed(position: int, argument: Tree, verb: str) -> None:
@@ -121,20 +121,20 @@ Criterion = Callable[..., Any]
 
 def loss_of(
     loss_fn: Callable[..., Any],
-    division: Division,
+    roles: Roles,
     verb: str,
     axis_name: str,
     reduce_state: Reduce,
     criterion: Criterion | None,
     sync: bool,
 ) -> Loss:
-    """Returns the `Loss` for calls with this division; `sync` synchronises its BatchNorms."""
+    """Returns the `Loss` for calls whose arguments have these roles; `sync` synchronises its BatchNorms."""
     looked_at: set[Any] = set()
     loss_fn, sync_over = (synced(loss_fn, axis_name), axis_name) if sync else (loss_fn, None)
 
     def call_of(plain: dict[int, Tree], held: Held, args: Sequence[Any], kwargs: dict[str, Any], nodes: Any) -> Tree:
-        known = unbox(plain) | held.others | dict(zip(division.cut, args, strict=True))
-        call: Tree = ([known[p] for p in range(division.arity)], kwargs)
+        known = unbox(plain) | held.others | dict(zip(roles.cut, args, strict=True))
+        call: Tree = ([known[p] for p in range(roles.arity)], kwargs)
         return put_nodes(call, nodes) if nodes else call
 
     def compute(diff: Tree, held: Held, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree, Held]:
@@ -147,11 +147,11 @@ def loss_of(
                 return reading(loss_fn)(*positional, **keywords), nodes
 
         out, nodes = run(diff_state)
-        loss, aux = _two(out, verb) if division.has_aux and criterion is None else (out, ())
+        loss, aux = _two(out, verb) if roles.has_aux and criterion is None else (out, ())
         if not nodes:
             return loss, aux, held
-        trained, after = nnx.state(nodes, division.is_diff, ...)
-        writes = lambda state: nnx.state(run(state)[1], division.is_diff)  # noqa: E731
+        trained, after = nnx.state(nodes, roles.is_diff, ...)
+        writes = lambda state: nnx.state(run(state)[1], roles.is_diff)  # noqa: E731
         refuse_written(writes, diff_state, trained, verb, (held.graph, args, kwargs), looked_at)
         return loss, aux, held._replace(variables=after)
 
@@ -160,12 +160,12 @@ def loss_of(
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
         out = called(verb, criterion, outputs, *rest)
-        loss, aux = _two(out, verb, criterion) if division.has_aux else (out, ())
+        loss, aux = _two(out, verb, criterion) if roles.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
     left = functools.partial(leave, reduce=reduce_state)
-    loss = Loss(compute, verb, left, Recent(), tuple(division.rows.values()), sync)
-    is_direct = any(position for position, _, _ in division.wanted)
+    loss = Loss(compute, verb, left, Recent(), tuple(roles.rows.values()), sync)
+    is_direct = any(position for position, _, _ in roles.wanted)
     return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
 
 
@@ -222,15 +222,15 @@ def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     )
 
 
-def gradient_trees(division: Division, found: Gradients, args: Sequence[Any]) -> tuple[Tree, ...]:
+def gradient_trees(roles: Roles, found: Gradients, args: Sequence[Any]) -> tuple[Tree, ...]:
     """Returns one tree of gradients for each argument that is differentiated."""
     known, state = found.grads
-    known |= {p: found.row_grads[i] for p, i in division.rows.items()}
-    for position, nodes, _ in division.wanted:
+    known |= {p: found.row_grads[i] for p, i in roles.rows.items()}
+    for position, nodes, _ in roles.wanted:
         if nodes:
             own = {i: state[i] if i in state else nnx.State({}) for i in nodes}
             known[position] = put_nodes(args[position], own)
-    return tuple(known[position] for position, _, _ in division.wanted)
+    return tuple(known[position] for position, _, _ in roles.wanted)
 
 
 FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")

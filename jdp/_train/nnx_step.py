@@ -25,10 +25,10 @@ from .check import LossCheck, checked
 from .computation import of_model
 from .loss import (
     FORMS,
-    Division,
     Replicated,
+    Roles,
+    assign_roles,
     check_signature,
-    divide,
     loss_of,
     of_criterion,
     results_of,
@@ -93,13 +93,13 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             return loss, metrics
 
         config, wrt = dp._config, hashable(tx.wrt)
-        division = Division(((0, (0,), wrt),), has_aux=True, whole=(0,), arity=2)
+        roles = Roles(((0, (0,), wrt),), has_aux=True, whole=(0,), arity=2)
         judge = None
         if criterion is not None:
             judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
-        loss = functools.partial(loss_of, two, division, VERB, config.axis_name, config.reduce_state, judge)
+        loss = functools.partial(loss_of, two, roles, VERB, config.axis_name, config.reduce_state, judge)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
-        self._program.see(*self._divided([]))
+        self._program.note_shardings(*self._replicated([]))
         state = self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ()))
         if config.mesh.exchange is not None:  # each process has made its own
             check_replicas({"step": state.step, "opt_state": state.opt_state}, config.mesh, VERB)
@@ -123,7 +123,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             >>> float(metrics["loss"]), int(step.optimizer.step[...])
             (0.0, 1)
         """
-        last = self._given.last
+        last = self._results.last
         try:
             if isinstance(batch, TrainState):
                 raise TypeError(
@@ -143,7 +143,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             raise
         except KeyboardInterrupt as error:
             held = nnx.as_pure((nnx.state(self._dp.module), nnx.state(self.optimizer)))
-            error.add_note(interrupted(held, self._given.last is not last, "model", "dp.module"))
+            error.add_note(interrupted(held, self._results.last is not last, "model", "dp.module"))
             raise
 
     @in_notebook
@@ -238,23 +238,23 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
     def _ready(self, batch: Tree, donates: bool = False) -> Ready:
         scattered, nodes = self._scattered(batch)
-        params, held = self._divided(nodes)
+        params, held = self._replicated(nodes)
         if nodes:  # whose state is not donated, and so no part of the step's own
             mine, given = of_model(held.variables)
             scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves, "model")
-        if not self._given.has(leaves):
-            self._program.see(params, held)
+        if not self._results.has(leaves):
+            self._program.note_shardings(params, held)
             state = self._program.placed(state, self._owned(donates))
             leaves = jax.tree.leaves(state)
         return state, scattered, (leaves, treedef), nodes
 
-    def _divided(self, nodes: list[Any]) -> Replicated:
+    def _replicated(self, nodes: list[Any]) -> Replicated:
         """Divides the model together with the objects in the batch, because they may share variables with it."""
         args, taken = take_nodes((self._dp.module, nodes))
-        _, replicas = divide(args, taken, [(0, hashable(self.optimizer.wrt))], True, [None, 0], VERB)
+        _, replicas = assign_roles(args, taken, [(0, hashable(self.optimizer.wrt))], True, [None, 0], VERB)
         return replicas
 
     def _keep(
@@ -266,7 +266,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         nnx.update([self._dp.module], nnx.merge_state(params, state.state.variables))
         self._put_optimizer(state)
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
-            self._given.keep(metrics, leaves)
+            self._results.keep(metrics, leaves)
         return state, metrics
 
     def _put_optimizer(self, state: TrainState) -> None:

@@ -51,7 +51,7 @@ from .computation import (
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
 from .nonfinite import Nonfinite, flags_on_replicas, report
-from .state import Given, TrainState, refuse_deleted
+from .state import LastResults, TrainState, refuse_deleted
 from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
 
@@ -82,7 +82,7 @@ class Program(Computation):
         self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
         self._copies: Copies = {}  # of a deterministic step
 
-    def see(self, params: Tree, others: Tree) -> None:
+    def note_shardings(self, params: Tree, others: Tree) -> None:
         """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
         mesh = self.config.mesh
         if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
@@ -105,9 +105,9 @@ class Program(Computation):
 
         It returns what `keep` makes of `(state, its leaves, metrics, updates)`; a first Ctrl-C waits until then.
         """
-        if self.options.shard_params and self.never is None:
-            self.learn(state, batch)
-            state = self.placed(state) if self.never else state
+        if self.options.shard_params and self.scanned is None:
+            self.find_scanned(state, batch)
+            state = self.placed(state) if self.scanned else state
             flat = jax.tree.flatten(state)
         intercepted(self, state, batch)
         if self.options.check_replicas and not trace_state_clean():
@@ -145,7 +145,7 @@ class Program(Computation):
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
         elif mesh.spans_processes:
-            program = self.of(state, layout)
+            program = self.jitted(state, layout)
         else:
             program = None
         if program is not None:
@@ -155,17 +155,17 @@ class Program(Computation):
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
-            program = self.of(state, layout, treedef, args)
+            program = self.jitted(state, layout, treedef, args)
             return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
         finally:
             may_trace.reset(token)
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
-        self.learn(state, batch)
+        self.find_scanned(state, batch)
         intercepted(self, state, batch)
-        return self.of(state, batch._layout).lower(state, batch._arrays)
+        return self.jitted(state, batch._layout).lower(state, batch._arrays)
 
-    def of(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
+    def jitted(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
         """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both.
 
         `args` are these leaves. A program that will run is compiled for them at once: a Ctrl-C is not held back here.
@@ -276,7 +276,7 @@ def takes_options(mesh: ReplicaMesh) -> bool:
 
 
 def step_again(
-    program: Program, state: TrainState, batch: Tree, given: Given, keep: Keep
+    program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
     if cut_off or is_watched() or not jax.sharding.get_abstract_mesh().empty:
@@ -288,7 +288,7 @@ def step_again(
     if found is None:
         return None
     run, leaves, arrays, key = found
-    if not given.has(leaves):
+    if not results.has(leaves):
         return None
     of_jax = [x for x in arrays if type(x) is not np.ndarray]
     if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or not set(map(id, of_jax)).isdisjoint(map(id, leaves))):

@@ -137,7 +137,7 @@ def refuse_no_arrays(state: Tree) -> None:
             )
 
 
-class Given:
+class LastResults:
     """The last results of a step. Only arrays that a step made may be donated to the next; others are copied first."""
 
     def __init__(self, donates: bool) -> None:
@@ -178,7 +178,7 @@ class Given:
         return owned
 
 
-_steps: weakref.WeakSet[Given] = weakref.WeakSet()
+_steps: weakref.WeakSet[LastResults] = weakref.WeakSet()
 _older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Arrays, by id, that steps returned before their last results, and that are not donated yet."""
 

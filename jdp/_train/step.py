@@ -32,7 +32,7 @@ from .nonfinite import Nonfinite
 from .program import Program, remember_step, step_again
 from .state import (
     VERB,
-    Given,
+    LastResults,
     TrainState,
     check_optimizer,
     checked_key,
@@ -78,7 +78,7 @@ class Step(Generic[Last]):
         label = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._options = options  # as the caller gave them
         self._program = Program(dp._config, loss_of, tx, view, resolved(options, dp._config), label)
-        self._given = Given(options.donate)
+        self._results = LastResults(options.donate)
 
     @property
     def last(self) -> Last | None:
@@ -97,7 +97,7 @@ class Step(Generic[Last]):
             >>> step.last is state
             True
         """
-        return self._given.last
+        return self._results.last
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._dp.devices[:8]))
@@ -116,7 +116,7 @@ class Step(Generic[Last]):
 
     def _owned(self, donates: bool) -> Callable[[Any], Any]:
         """Returns a function that copies what a step must not donate; without `donates`, one that copies nothing."""
-        return self._given.owned() if donates else lambda x: x
+        return self._results.owned() if donates else lambda x: x
 
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """Returns the batch, cut, and the NNX objects in it."""
@@ -195,7 +195,7 @@ class TrainStep(Step[TrainState]):
         variables = flax.core.unfreeze(dict(variables))
         check_differentiable(VERB, variables["params"])
         refuse_overwritten(VERB, variables)
-        self._follow(variables["params"], "variables['params']")
+        self._match_shards(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
         mesh, given = self._program.config.mesh, (variables, key)
@@ -211,7 +211,7 @@ class TrainStep(Step[TrainState]):
             if not mesh.spans_processes:  # what came from one place is the same everywhere
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
-        self._program.see(variables["params"], {k: x for k, x in variables.items() if k != "params"})
+        self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
         shapes = jax.eval_shape(self._first, variables, key)
         check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
@@ -221,7 +221,7 @@ class TrainStep(Step[TrainState]):
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
         if not traced:
-            self._given.keep(state, jax.tree.leaves(state))
+            self._results.keep(state, jax.tree.leaves(state))
             self._inner_shardings = self._program.inner_shardings
         return state
 
@@ -242,16 +242,16 @@ class TrainStep(Step[TrainState]):
             >>> float(metrics["loss"]), round(float(state.params), 3)
             (16.0, 2.6)
         """
-        last = self._given.last
+        last = self._results.last
         try:
             if more:
                 raise too_many(more, "step(state, (x, y))")
             found = None
             if state is last and self._program.known:
-                found = step_again(self._program, state, batch, self._given, self._keep)
+                found = step_again(self._program, state, batch, self._results, self._keep)
             return found or self._train_step(state, batch)
         except KeyboardInterrupt as error:
-            error.add_note(interrupted(state, self._given.last is not last))
+            error.add_note(interrupted(state, self._results.last is not last))
             raise
 
     @outside_of_mesh
@@ -354,18 +354,18 @@ class TrainStep(Step[TrainState]):
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         owned = self._owned(donates)
-        if state is None or state is not self._given.last:
+        if state is None or state is not self._results.last:
             state = self._checked(state, owned)
             return state, scattered, jax.tree.flatten(state), nodes
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
         leaves, treedef = jax.tree.flatten(state)
         refuse_deleted(state, leaves)
-        is_new = not self._given.has(leaves)
+        is_new = not self._results.has(leaves)
         if is_new:
             refuse_no_arrays(state)
             check_differentiable(VERB, state.params, "state.params")
         if is_new or self._program.inner_shardings is not self._inner_shardings:  # it saw another state
-            self._program.see(state.params, state.state)
+            self._program.note_shardings(state.params, state.state)
         if is_new:
             state = self._program.placed(state, owned)
             leaves, treedef = jax.tree.flatten(state)
@@ -381,8 +381,8 @@ class TrainStep(Step[TrainState]):
         finally:
             self._program = own
 
-    def _follow(self, params: Tree, name: str, before: bool = False) -> None:
-        """Cuts the parameters if these are cut, or were `before`, or if the caller said so; else leaves them whole.
+    def _match_shards(self, params: Tree, name: str, before: bool = False) -> None:
+        """Makes the program for parameters that are cut if these are, or were `before`, or if the caller said so.
 
         Traced parameters do not tell where they lie, so all stays as it was.
 
@@ -390,7 +390,9 @@ class TrainStep(Step[TrainState]):
             ValueError: these are cut, and the caller has passed `shard_params=False`.
         """
         config = self._program.config
-        grouped = bool(config.mesh.inner_axes)  # `see` refuses parameters there that are cut over the replicas
+        grouped = bool(
+            config.mesh.inner_axes
+        )  # `note_shardings` refuses parameters there that are cut over the replicas
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(
@@ -413,7 +415,7 @@ class TrainStep(Step[TrainState]):
             )
         refuse_deleted(state, jax.tree.leaves(state))
         refuse_no_arrays(state)
-        self._follow(state.params, "state.params", bool(self._program.options.shard_params))
+        self._match_shards(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)
         if self._shapes is None:
             check_signature(self._loss_fn, "variables", state.key is not None)
@@ -432,7 +434,7 @@ class TrainStep(Step[TrainState]):
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
-        self._program.see(state.params, state.state)
+        self._program.note_shardings(state.params, state.state)
         return self._program.placed(state, owned)
 
     def _keep(
@@ -441,6 +443,6 @@ class TrainStep(Step[TrainState]):
         if nodes:
             nnx.update(nodes, own_values(updates))
         if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
-            self._given.keep(state, leaves)
+            self._results.keep(state, leaves)
             self._inner_shardings = self._program.inner_shardings
         return state, metrics

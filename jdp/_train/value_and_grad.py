@@ -29,7 +29,7 @@ from .._model.nnx import Held, stand_ins, take_nodes
 from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
-from .loss import Division, Replicated, called, checked_criterion, checked_scalar, divide, gradient_trees, loss_of
+from .loss import Replicated, Roles, assign_roles, called, checked_criterion, checked_scalar, gradient_trees, loss_of
 from .state import refuse_no_rows
 from .terms import finished, is_term
 
@@ -144,23 +144,23 @@ def _first(
     config.refuse_other_mesh()
     config.refuse_state_axes(VERB)
     (taken, keywords), nodes = take_nodes((args, kwargs))
-    division, ((plain, state), held), inputs = _divided(config, options, in_axes, taken, keywords, nodes)
+    roles, ((plain, state), held), inputs = _scattered_arguments(config, options, in_axes, taken, keywords, nodes)
     cut, keywords = children(inputs)
     home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
     state, variables = (broadcast(x, config.mesh, VERB) if x else x for x in (state, held.variables))
     replicas = (plain, state), Held(others, held.graph, variables)
-    program = _program_of(config, loss_fn, options, division)
+    program = _program_of(config, loss_fn, options, roles)
     run = lambda rows: dispatch(program, config.mesh, replicas, rows, keywords)  # noqa: E731
     outputs = unread(run, cut, calls.reads) if cut._layout.holds_statics else run(cut)
     if not nodes:
-        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), (replicas, cut, keywords), division)
+        calls.remember(lambda: program, None, (args[0], args[1:], kwargs), (replicas, cut, keywords), roles)
     found: Gradients = join(outputs, "sharded" if lives_replicated(home, config.mesh) else None)
     if config.mesh.inner_axes:
         found = found._replace(grads=placed_like(found.grads, (plain, state), config.mesh))
     if nodes:
         nnx.update(nodes, found.state)
-    return found, gradient_trees(division, found, taken)
+    return found, gradient_trees(roles, found, taken)
 
 
 def _first_arrays(first: Tree, state: Tree, held: Held) -> Tree:
@@ -179,12 +179,12 @@ def _run_known(
         return None
     if known is None:
         return None
-    program, division, out = known
+    program, roles, out = known
     found: Gradients = out[-1] if program.layout(out).is_gathered else join(program.scattered(out), "sharded")
     if config.mesh.inner_axes:
-        plain = {0: args[0]} if 0 in [position for position, _, _ in division.wanted] else {}
+        plain = {0: args[0]} if 0 in [position for position, _, _ in roles.wanted] else {}
         found = found._replace(grads=placed_like(found.grads, (plain, None), config.mesh))
-    return found, gradient_trees(division, found, args)
+    return found, gradient_trees(roles, found, args)
 
 
 def grad(
@@ -256,15 +256,15 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def _divided(
+def _scattered_arguments(
     config: Config,
     options: GradOptions,
     in_axes: Tree,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     nodes: list[Any],
-) -> tuple[Division, Replicated, Scattered]:
-    """Returns how a call is divided, what of it is replicated, and what is cut, scattered."""
+) -> tuple[Roles, Replicated, Scattered]:
+    """Returns the roles of a call's arguments, the replicated ones, and the others, scattered."""
     if not args:
         raise TypeError(f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the parameters.")
     count = len(args)
@@ -276,9 +276,9 @@ def _divided(
                 f"jdp.{VERB}: argnums has {p} for {count} arguments; it is the position of one. Pass 0 to {count - 1}."
             )
     wanted = [(p % count, wrt) for p, wrt in options.wanted]
-    division, replicas = divide(args, nodes, wanted, options.has_aux, axes, VERB)
+    roles, replicas = assign_roles(args, nodes, wanted, options.has_aux, axes, VERB)
     (plain, state), _ = replicas
-    rows, cut = division.rows, division.cut
+    rows, cut = roles.rows, roles.cut
     given = tuple(_numbers(args[p]) if p in rows else args[p] for p in cut)
     check_differentiable(VERB, {**plain, **{p: given[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
@@ -292,7 +292,7 @@ def _divided(
             f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "
             f"gradients of rows have no microbatches to add. Pass accumulate_steps=1."
         )
-    return division, replicas, inputs
+    return roles, replicas, inputs
 
 
 def _numbers(argument: Tree) -> Tree:
@@ -301,16 +301,16 @@ def _numbers(argument: Tree) -> Tree:
     return jax.tree.map(array, argument, is_leaf=is_scattered)
 
 
-def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, division: Division) -> Compiled:
-    """Returns the program for one division of the arguments. It must not keep the config alive."""
+def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, roles: Roles) -> Compiled:
+    """Returns the program for arguments with these roles. It must not keep the config alive."""
 
     def make(loss_fn: Callable[..., Any]) -> Compiled:
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
-        loss = loss_of(loss_fn, division, VERB, config.axis_name, config.reduce_state, options.criterion, sync)
+        loss = loss_of(loss_fn, roles, VERB, config.axis_name, config.reduce_state, options.criterion, sync)
         steps, wire = options.accumulate_steps, options.reduce_dtype
         return Compiled(gradients_on_replicas(loss, steps, wire, None, label, verb=VERB))
 
-    return kept(loss_fn, (VERB, weakref.ref(config), options, division), make)
+    return kept(loss_fn, (VERB, weakref.ref(config), options, roles), make)
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from .._model.config import Config, Wrapper, axes_of_batch
 from .._model.nnx import enter, in_evaluation, put_nodes, take_nodes
 from .._train.forms import Form, Forms
 from .._train.gradients import Loss, forms_of, run_loss
-from .._train.loss import Division, divide, loss_of
+from .._train.loss import Roles, assign_roles, loss_of
 from .batches import Batches
 from .prefetch import Prefetched, prefetch, refuse_one_batch
 
@@ -129,7 +129,7 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
     axes = axes_of_batch(config, batch)
     (args, kwargs), nodes = take_nodes(((variables, batch), {}))
     # No gradient is taken, so that `diff` holds no arrays.
-    division, (diff, held) = divide(args, nodes, [], True, [None, 0], VERB)
+    roles, (diff, held) = assign_roles(args, nodes, [], True, [None, 0], VERB)
     where = None if axes is None else ((axes,), config.dim)
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
     inputs = split((args[1:], kwargs), how)
@@ -138,13 +138,13 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
     if not rows:
         return None
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
-    program = _evaluation(config, metrics_fn, division)
+    program = _evaluation(config, metrics_fn, roles)
     cut, keywords = children(inputs)
     reads: Reads = kept(metrics_fn, "reads", lambda _: {})
     return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
 
 
-def _evaluation(config: Config, metrics_fn: Any, division: Division) -> Compiled:
+def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> Compiled:
     def make(metrics_fn: Any) -> Compiled:
         label = getattr(metrics_fn, "__name__", "metrics")
 
@@ -157,10 +157,10 @@ def _evaluation(config: Config, metrics_fn: Any, division: Division) -> Compiled
                 )
             return None, dict(metrics)
 
-        loss = loss_of(none_and_metrics, division, VERB, config.axis_name, config.reduce_state, None, False)
+        loss = loss_of(none_and_metrics, roles, VERB, config.axis_name, config.reduce_state, None, False)
         return Compiled(on_replicas(_totals(loss), label, verb=VERB))
 
-    return kept(metrics_fn, (VERB, weakref.ref(config), division), make)
+    return kept(metrics_fn, (VERB, weakref.ref(config), roles), make)
 
 
 def _totals(loss: Loss) -> CallOf:

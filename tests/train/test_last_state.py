@@ -38,7 +38,7 @@ def forgetful(dp, **options):
     step = dp.train_step(loss_fn, optax.adam(0.1), **options)
 
     def call(state, batch):
-        step._given = type(step._given)(options.get("donate", True))
+        step._results = type(step._results)(options.get("donate", True))
         return step(state, batch)
 
     return step.init, call
@@ -104,7 +104,7 @@ def test_what_somebody_puts_into_the_state_counts():
         other = jax.tree.map(lambda x: x, state)
         for _ in range(2):
             same(step(state, batch), expected(other, batch))
-            step._given.last = state  # as if it had given it: what was changed is the last state
+            step._results.last = state  # as if it had given it: what was changed is the last state
 
 
 def test_what_does_not_fit_is_refused_in_the_same_words():
@@ -200,7 +200,7 @@ def test_traces_and_settings_are_looked_at():
     traced = jax.jit(lambda: step(state, batch)[1]["loss"])
     np.testing.assert_allclose(traced(), wanted[1]["loss"], rtol=1e-6)
     step(state, batch)
-    step._given.last = state
+    step._results.last = state
     mesh = jax.make_mesh((8,), ("other",))
     for given in (batch, X):
         with jax.sharding.set_mesh(mesh):

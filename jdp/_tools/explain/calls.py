@@ -96,7 +96,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(program, Program):
             # A step that has seen no state yet: shapes alone say where the parameters would lie.
             if args and isinstance(args[0], TrainState) and not any(program.inner_shardings):
-                program.see(args[0].params, args[0].state)
+                program.note_shardings(args[0].params, args[0].state)
             raise Captured(step_call(program, *operands))
         raise Captured(replicas_call(program, *operands, inside=inside))
 
