@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "layout-without-tree",
         "jdp/_core/scatter.py",
-        "key = (treedef, *known_by)",
-        "key = tuple(known_by)",
+        "key = (treedef, *key_of_leaves)",
+        "key = tuple(key_of_leaves)",
         "the layout of a batch is taken for another tree of equal arrays",
         ("test_laws.py::test_law_3_equal_arrays_in_other_trees_and_beside_other_values",),
     ),

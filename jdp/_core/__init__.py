@@ -12,12 +12,12 @@
     replicate.py       replicates parameters
     shards.py          parameters that are cut over the devices: along which axis, and how a program makes them whole
     parallel_apply.py  runs the function on every replica, as one program
-    programs.py        the compiled program: kept with its function, few runs in flight, or shown to explain
+    programs.py        the compiled program: made once for a function, few runs in flight, or shown to explain
     calls.py           a repeated call goes straight to its program
     unread.py          Python values in a batch that a function never asks for are no part of its program
     uneven.py          within the program, where replicas have chunks of different sizes
     turns.py           within the program, where a device has several replicas
-    tree.py            a replica that runs alone, and one balanced tree of sums: the same bits on any number of devices
+    balanced_sum.py    a replica that runs alone, and one balanced tree of sums: the same bits on any number of devices
     outputs.py         what a replica returns: along which axis each output is gathered, or how it is reduced
     gather.py          puts the chunks together
     reduce_add.py      sums over the replicas

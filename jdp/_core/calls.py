@@ -1,7 +1,8 @@
 """Remembers the calls of a door, which is a public entry point: a repeated call goes straight to its program.
 
-Parameters that are replicated, and a batch that is cut already or can be handed over as it is, pass through scatter and
-replicate unchanged. This module sees that before anything runs, leaf by leaf. Every other call takes all steps.
+Scatter and replicate pass some arrays on as they are: parameters that are replicated, and those of a batch that is cut
+already, or that the program takes from the host. A call of such arrays alone is remembered by their types. If the next
+call has arrays of these types, it is a known one, and needs no scatter and no replicate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import Compiled, Flat, Layouts, Recent, dispatch, is_plain, is_watched
+from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
 from .replicate import all_lie
 from .scatter import filled
@@ -30,7 +31,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-Known = tuple[Flat, Sequence[Any] | None, Any]
+Known = tuple[FlatProgram, Sequence[Any] | None, Any]
 """A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its door needs
 to finish a repeated call: for value_and_grad, the roles of its arguments."""
 
@@ -45,11 +46,11 @@ class Calls(Recent[Any, Recent[Any, Known]]):
 
     def run_known(
         self, mesh: ReplicaMesh, module: Any, params: Tree, args: Args, kwargs: Kwargs
-    ) -> tuple[Flat, Any, tuple[Any, ...]] | None:
+    ) -> tuple[FlatProgram, Any, tuple[Any, ...]] | None:
         """Runs a call like one that ran; returns its program, what its door needs, and the result. None: it is new."""
         if not self or module is not self._module or not trace_state_clean():
             return None
-        key, arrays = known_by(args, kwargs)
+        key, arrays = key_of_call(args, kwargs)
         known = self.used(key)
         if known is None or not is_plain() or is_watched():
             return None
@@ -65,7 +66,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
 
     def remember(
         self,
-        program: Callable[[], Compiled],
+        program: Callable[[], ReplicaProgram],
         module: Any,
         call: tuple[Tree, Args, Kwargs],
         operands: tuple[Tree, Scattered, Scattered],
@@ -76,7 +77,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         mesh = inputs._layout.mesh
         if not _is_known_by_arrays(inputs._layout):
             return
-        key, arrays = known_by(args, kwargs)
+        key, arrays = key_of_call(args, kwargs)
         if key is None or not _are(arrays, [*inputs._arrays, *kw._arrays]):
             return
         (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
@@ -102,7 +103,7 @@ def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
     """Returns the batch as a `Scattered`, if a batch like it was cut before; None if it is new."""
     if not known or type(batch) is Scattered or not trace_state_clean():
         return None
-    key, arrays = known_by((batch,), {})
+    key, arrays = key_of_call((batch,), {})
     layout = known.used(key)
     if layout is None or not is_plain():
         return None
@@ -114,7 +115,7 @@ def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
     layout = scattered._layout
     if scattered is batch or not _is_known_by_arrays(layout):
         return
-    key, arrays = known_by((batch,), {})
+    key, arrays = key_of_call((batch,), {})
     same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
     if key is not None and same and is_plain():
         known[key] = layout
@@ -144,7 +145,7 @@ def _shardings(leaves: Sequence[Any]) -> list[Any]:
 _STATICS = (bool, int, str)
 
 
-def known_by(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
+def key_of_call(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
     """Returns `(key, arrays)` of a call: the key tells how the arrays are cut, and holds its bools, ints and strings.
 
     Returns `(None, [])` if a leaf is of another type (a float, a function, a PRNG key); no such call is remembered.

@@ -21,9 +21,9 @@ Reduce = Literal["primary", "mean", "same", "sum", "summed"]
 """How the replicas' values become one for all: the primary's is kept ("primary"), or their mean ("mean") or sum ("sum")
 is taken. Nothing is done if they are equal ("same"), or are parts of a sum already ("summed")."""
 
-Way = Literal["rows", "sum", "same", "taken"]
-"""How the values of replicas that run one by one become one: they are put together or added, are equal, or the
-primary's is taken."""
+Way = Literal["rows", "sum", "same", "primary"]
+"""How the values of replicas that run one by one become one: they are joined along their rows or added, are the same,
+or the primary's is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Outputs:
                 return "rows"
             if rule.reduce == "sum" or self.is_mean(x, rule):
                 return "sum"
-            return "same" if rule.reduce == "same" else "taken"
+            return "same" if rule.reduce == "same" else "primary"
 
         return [way(x, rule) for x, rule in zip(self.values, self.rules, strict=True)]
 

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from .devices import outside
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .outputs import Outputs, refuse_other_axes, returned
-from .programs import SIZES, Compiled, Recent, dispatch, kept
+from .programs import SIZES, Recent, ReplicaProgram, dispatch, made_once
 from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
 from .replicate import broadcast
 from .scatter import Cutting, split
@@ -79,7 +79,7 @@ def parallel_apply(
         raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
     inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
-    return dispatch(kept(fn, "parallel_apply", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
+    return dispatch(made_once(fn, "parallel_apply", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 
 def _joined_batch(batch: Tree) -> Tree:
@@ -102,12 +102,12 @@ def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
     return ()
 
 
-def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> Compiled:
+def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> ReplicaProgram:
     """Returns the program that runs `fn` on every replica; compiled once per layout and shapes.
 
     `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
     """
-    return Compiled(on_replicas(_ungathered(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
+    return ReplicaProgram(on_replicas(_ungathered(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(
@@ -208,7 +208,7 @@ def _ungathered(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
             return fn(replicas, *args, **kwargs), kwargs
 
         def call(*operands: Any) -> Tree:
-            mine = signature.of_replica(operands, replica)
+            mine = signature.values_of_replica(operands, replica)
             out, kwargs = of(mine)
             layout = signature.layout
             if layout.is_cut and len(layout.rows) > 1 and len({*layout.rows}) == 1:
@@ -392,7 +392,7 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
-    layouts = [node for node in signature.nodes if node]
+    layouts = [node for node in signature.layouts if node]
     named = [(path, leaf) for x in layouts for path, leaf in _named_leaves(x) if isinstance(leaf, Static)]
     statics = tuple(leaf for _, leaf in named)
     if not statics:

@@ -1,4 +1,4 @@
-"""Programs: kept while their function lives, a few in flight at a time, and taken by `explain` before they run."""
+"""The replicas' programs: made once for each function, dispatched a few at a time, and shown to `explain` first."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Compiled:
-    """What `on_replicas` made, called with `(replicas, inputs, kwargs)`.
+class ReplicaProgram:
+    """A function that runs on all replicas (`on_replicas` made it), and its programs: one for each kind of arguments.
 
-    With `donates` the replicas are a tuple, and the program frees the arrays in its first entry.
+    With `donates` the replicas are a tuple, and a program frees the arrays in its first entry.
     """
 
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
@@ -53,12 +53,12 @@ class Compiled:
         out = program.run(*operands) if is_plain() else arguments_of_this_jit_need_jdp_replicate(program.run, operands)
         return program.scattered(out)
 
-    def flat(self, replicas: Any, inputs: Layout, kwargs: Layout | None) -> Flat:
+    def flat(self, replicas: Any, inputs: Layout, kwargs: Layout | None) -> FlatProgram:
         """Returns the program for replicas of this treedef, and for inputs and kwargs of these layouts."""
         key = replicas, inputs, kwargs
         found = self.programs.used(key)
         if found is None:
-            found = self.programs[key] = Flat(self._run, *key)
+            found = self.programs[key] = FlatProgram(self._run, *key)
         return found
 
     def _of_trees(self, inputs: Scattered, kwargs: Scattered | None) -> Callable[..., Scattered]:
@@ -86,11 +86,11 @@ def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
     return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in arguments)
 
 
-class Flat:
-    """A program for replicas of a treedef and a batch of some layouts: JAX has no tree to flatten but what comes out.
+class FlatProgram:
+    """A program that takes flat lists of arrays, for replicas of one treedef and a batch of certain layouts.
 
-    To see where parameters lie each call flattens them; JAX would do it again, and sort the keys of every dict.
-    `run` takes the replicas' leaves that are donated, the others, and the arrays of inputs and kwargs.
+    Each call flattens the parameters anyway, to see where they lie. JAX would flatten them again, and sort the keys of
+    every dict. `run` takes the replicas' leaves that are donated, the others, and the arrays of inputs and kwargs.
     """
 
     def __init__(self, run: Callable[..., Scattered], replicas: Any, inputs: Layout, kwargs: Layout | None) -> None:
@@ -121,7 +121,7 @@ class Flat:
         return self._layouts[len(out) - 1]
 
     def scattered(self, out: tuple[Any, ...]) -> Scattered:
-        """Returns what a run gave, scattered."""
+        """Returns a run's results as a `Scattered`."""
         return Scattered(jax.tree.leaves(out), self.layout(out))
 
 
@@ -140,12 +140,12 @@ def is_plain() -> bool:
 
 _settings: Any = jax.config
 # Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
-_kept: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
+_made: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
 _held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakly, and its store; the last used last
 
 
-def kept(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _kept) -> T:
+def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _made) -> T:
     """Returns `make(fn)`, made once per `fn` and `key`, and freed with `fn`.
 
     `store` refers to `fn` weakly, and `make` gets a stand-in that calls `fn` and does not keep it alive. There is no

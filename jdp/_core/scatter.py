@@ -133,8 +133,8 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     if several and not trace_state_clean() and not capturing():
         raise ValueError(_called_while_traced(how.verb))
     leaves, treedef = flat(inputs, how.verb, how.root)
-    known_by, arrays = _known_by(leaves)
-    key = (treedef, *known_by)
+    key_of_leaves, arrays = _key_of_batch(leaves)
+    key = (treedef, *key_of_leaves)
     layout = None if how.layouts is None else how.layouts.used(key)
     if layout is not None:
         return Prepared(arrays, layout)
@@ -211,8 +211,8 @@ def _called_while_traced(verb: str) -> str:
     )
 
 
-def _known_by(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns what decides how the leaves of a batch are cut, and the arrays in them."""
+def _key_of_batch(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns what decides how the leaves of a batch are cut, as a list, and the arrays in them."""
     key: list[Any] = []
     arrays: list[Any] = []
     for x in leaves:

@@ -268,7 +268,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
         device = layout.devices[i]
         local = next((s.data for s in x.addressable_shards if s.device == device), None)
         if local is not None:
-            return of_replica(turn_of(local, leaf, i % layout.per_device, layout.per_device), leaf, i)
+            return value_of_replica(part_of_replica(local, leaf, i % layout.per_device, layout.per_device), leaf, i)
         if i not in layout.own:
             raise ValueError(  # no IndexError, which would end an iteration in silence
                 f"jdp.Scattered: replica {i} is on process {layout.devices[i].process_index}, this is process "
@@ -276,11 +276,11 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
             )
     if isinstance(leaf, Cut):
         x = jax.lax.slice_in_dim(x, i * leaf.padded, (i + 1) * leaf.padded, axis=leaf.axis)
-    return of_replica(x[i : i + 1] if isinstance(leaf, Stack) else x, leaf, i)
+    return value_of_replica(x[i : i + 1] if isinstance(leaf, Stack) else x, leaf, i)
 
 
-def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
-    """Returns a replica's value, out of what lies on its device: without the padding."""
+def value_of_replica(local: Any, leaf: Leaf, i: int) -> Any:
+    """Returns a replica's value, without the padding, of what lies on its device."""
     if isinstance(leaf, Stack):
         return local[0]
     if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:
@@ -288,8 +288,8 @@ def of_replica(local: Any, leaf: Leaf, i: int) -> Any:
     return local
 
 
-def turn_of(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
-    """Returns the part of one replica, padding included, of what lies on a device with so many replicas."""
+def part_of_replica(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
+    """Returns the part of one replica, with its padding, of what lies on a device that has `count` replicas."""
     if count == 1 or not isinstance(leaf, Cut | Stack):
         return local
     size = local.shape[leaf.axis] // count
@@ -297,10 +297,10 @@ def turn_of(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
 
 
 class Signature(NamedTuple):
-    """All of a call but its arrays: how `(replicas, inputs, kwargs)` is made of flat operands."""
+    """A call without its arrays: how `(replicas, inputs, kwargs)` is made of a flat list of operands."""
 
     treedef: Any
-    nodes: tuple[Layout | None, ...]  # a scattered tree, or (None) one replicated array
+    layouts: tuple[Layout | None, ...]  # of each scattered tree; None is one replicated array
     first_input: int  # the number of the operand that is the first after those of the replicas
     layout: Layout  # the chunks that all agree on
     leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
@@ -316,14 +316,14 @@ class Signature(NamedTuple):
         """Whether there are parameters that are cut, and not gathered yet."""
         return any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in self.leaves)
 
-    def of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
-        """Returns what lies on the replica's device, without the padding."""
-        return [of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
+    def values_of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
+        """Returns the values of a replica, without the padding, of what lies on its device."""
+        return [value_of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
 
     def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
         """Returns `(replicas, args, kwargs)` with these values for the operands."""
         rest = iter(values)
-        values = [node.fill([next(rest) for _ in node.arrays]) if node else next(rest) for node in self.nodes]
+        values = [one.fill([next(rest) for _ in one.arrays]) if one else next(rest) for one in self.layouts]
         replicas, args, kwargs = jax.tree.unflatten(self.treedef, values)
         return replicas, args if type(args) in (tuple, list) else (args,), kwargs or {}
 

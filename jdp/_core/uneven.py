@@ -26,7 +26,7 @@ from .._jax.segments import Segmented, segmented
 from .layout import Cut, Layout
 from .outputs import Marked, Outputs, output_path
 from .replica_mesh import HALVES, ReplicaMesh
-from .scattered import Signature, of_replica
+from .scattered import Signature, value_of_replica
 from .shards import as_used
 
 BodyOf = Callable[[int], Callable[..., Outputs]]
@@ -98,7 +98,7 @@ def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> lis
 def _at_size(operands: Sequence[Any], signature: Signature, replica: int) -> list[Any]:
     """Returns the operands with each chunk cut to the size that the chunks of this replica have."""
     pairs = zip(operands, signature.leaves, strict=True)
-    return [of_replica(x, leaf, replica) if isinstance(leaf, Cut) else x for x, leaf in pairs]
+    return [value_of_replica(x, leaf, replica) if isinstance(leaf, Cut) else x for x, leaf in pairs]
 
 
 class Body(NamedTuple):

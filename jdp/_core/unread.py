@@ -1,8 +1,8 @@
-"""Keeps Python values that a program does not read out of it: the names of files in a batch, for example.
+"""Hides Python values from a program that does not read them: the names of files in a batch, for example.
 
-A Python value is part of the program, and a new value is a new program. A function that gets a dict may never ask for
-some of its entries. So the program is traced with these values hidden, in a dict that raises `Read` when one is asked
-for; only the values that were asked for become part of it. What is in no dict counts as read.
+A Python value is part of the program, so a new value is a new program. But a function that gets a dict may never read
+some of its entries. So the program is first traced with the Python values in dicts hidden; such a dict raises `Read`
+if a hidden one is read. Only the values that were read become part of the program. Those in no dict count as read.
 
     the door                         the trace
     `unread(run, batch, reads)`  ->  `reading(fn)` calls `fn` with the hidden entries
@@ -26,7 +26,7 @@ from .scattered import Scattered
 
 T = TypeVar("T")
 Reads = dict[Any, set[int]]
-"""The leaves that were asked for, by the treedef of the batch."""
+"""The numbers of the leaves that were read, by the treedef of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refu
 from .._core.layout import Tree, Whole
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
-from .._core.programs import Compiled, Layouts, capturing, kept
+from .._core.programs import Layouts, ReplicaProgram, capturing, made_once
 from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -155,12 +155,12 @@ class Config:
                 f"axes Auto: jax.make_mesh(..., axis_types=(AxisType.Auto,) * {len(around.axis_names)})."
             )
 
-    def program(self, module: Any, beside: bool = False) -> Compiled:
+    def program(self, module: Any, beside: bool = False) -> ReplicaProgram:
         """Returns the compiled call of this module; `beside` if its parameters come as `Held`, next to NNX objects."""
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not beside:
-            return kept(module, "program", _of_function)  # one for all wrappers of it
+            return made_once(module, "program", _of_function)  # one for all wrappers of it
 
         def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
             """Returns the outputs alone, if they are joined along `dim`."""
@@ -169,7 +169,7 @@ class Config:
             out = out[0] if beside else out
             return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
-        def program(call: Callable[..., Any]) -> Compiled:
+        def program(call: Callable[..., Any]) -> ReplicaProgram:
             call = reading(call)
             if kind == "linen":
                 call = linen_function(call, out_axes, reduce_state, state_axes)
@@ -181,7 +181,7 @@ class Config:
 
         # An NNX module is one of the objects, and its graph an argument.
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
-        return kept(call, ("program", beside), program, self._programs)
+        return made_once(call, ("program", beside), program, self._programs)
 
     def on(self, mesh: ReplicaMesh) -> Config:
         """Returns the same arguments, on other devices, each with one replica."""
@@ -248,7 +248,7 @@ def _unpickled(kind: ModuleKind, portable: list[Any], axes: list[tuple[str, int]
     return Config(kind, mesh, output_device, *rest)
 
 
-def _of_function(function: Callable[..., Tree]) -> Compiled:
+def _of_function(function: Callable[..., Tree]) -> ReplicaProgram:
     return spmd(reading(function), gathered=lambda out, _: out)
 
 

@@ -64,7 +64,7 @@ def forward(loss: Loss, steps: int) -> CallOf:
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
         def call(*operands: Any) -> Forward:
-            values = signature.of_replica(operands, replica)
+            values = signature.values_of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
 
             def one(_: Any, part: list[Any], state: Tree, size: int, weight: float) -> ReplicaResults:
@@ -283,7 +283,7 @@ def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
-            _, (grads,), _ = signature.fill(signature.of_replica(operands, replica))
+            _, (grads,), _ = signature.fill(signature.values_of_replica(operands, replica))
 
             def mark(x: Any) -> Marked:
                 sent, axis = sent_as(wire, x.dtype), scatter and scatter(x)

@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
-from .._core.outputs import Outputs
-from .._core.parallel_apply import CallOf
-from .._core.replica_mesh import make_mesh
-from .._core.scattered import Scattered, unpadded
-from .._core.tree import (
+from .._core.balanced_sum import (
     Parts,
     Segment,
     add_replica,
@@ -33,6 +28,11 @@ from .._core.tree import (
     put_together,
     segments,
 )
+from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
+from .._core.outputs import Outputs
+from .._core.parallel_apply import CallOf
+from .._core.replica_mesh import make_mesh
+from .._core.scattered import Scattered, unpadded
 from .computation import Computation
 from .criterion import Passes, padded, with_last
 from .criterion import forward as forward_of
@@ -124,8 +124,8 @@ class Deterministic:
             cotangents = [x for _, x in found]
             judged = [x for x, _ in found] if self._step.loss.criterion else judged
         parts = self._turns(turns[-1], states, batches, cotangents)
-        sums, taken = self._together([x.sums for x in parts], [x.taken for x in parts])
-        found = [x._replace(sums=s, taken=t, rows=[]) for x, s, t in zip(parts, sums, taken, strict=True)]
+        sums, of_primary = self._together([x.sums for x in parts], [x.of_primary for x in parts])
+        found = [x._replace(sums=s, of_primary=t, rows=[]) for x, s, t in zip(parts, sums, of_primary, strict=True)]
         operands = zip(updates, states, map(self._whole, batches), found, judged, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         leaves = self._arrays(after, [None] * len(after[0]))
@@ -198,7 +198,7 @@ class Deterministic:
         axes = tuple(turn.out.rules[i].axis or 0 for i in numbers_of_rows(turn.out))
         kept = [[rest.unflatten(x) for x in own] for own in held]
         return [
-            Parts(total, own[self._turn_of_primary].taken, own[0].same, self._joined([x.rows for x in own], axes))
+            Parts(total, own[self._turn_of_primary].of_primary, own[0].same, self._joined([x.rows for x in own], axes))
             for total, own in zip(sums, kept, strict=True)
         ]
 
@@ -217,13 +217,13 @@ class Deterministic:
     def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
-    def _together(self, sums: list[list[Any]], taken: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    def _together(self, sums: list[list[Any]], of_primary: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the sums over all devices and the values of the primary device."""
         if self._layout.mesh.size == 1:
-            return sums, taken
-        operands = [self._arrays(x, [0] * len(x[0])) for x in (sums, taken)]
-        sums, taken = map(self._on_each, self._exchange(*operands))
-        return sums, taken
+            return sums, of_primary
+        operands = [self._arrays(x, [0] * len(x[0])) for x in (sums, of_primary)]
+        sums, of_primary = map(self._on_each, self._exchange(*operands))
+        return sums, of_primary
 
     def _whole(self, batch: list[Any]) -> list[Any]:
         """Returns the batch with None instead of rows; the update may read only the arrays of NNX objects."""

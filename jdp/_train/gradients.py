@@ -87,7 +87,7 @@ def gradients(
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Gradients]:
         def call(*operands: Any) -> Gradients:
-            values = signature.of_replica(operands, replica)
+            values = signature.values_of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
@@ -324,7 +324,7 @@ def _traces(
     types = [of_any_rows(x, axis) for x, axis in zip(leaves, cut, strict=True)]
     layout, x64 = signature.layout, jax.config.jax_enable_x64  # type: ignore[attr-defined]
     nodes = [
-        (x.treedef, *[y if isinstance(y, Static) else 0 for y in x.leaves]) if x else None for x in signature.nodes
+        (x.treedef, *[y if isinstance(y, Static) else 0 for y in x.leaves]) if x else None for x in signature.layouts
     ]
     of_call = signature.treedef, *nodes, layout.mesh, layout.per_device, layout.is_cut
     key = loss.is_backward, loss.criterion is None, x64, of_call, treedef, *types

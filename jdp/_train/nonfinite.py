@@ -49,7 +49,7 @@ def flags(loss: Loss, steps: int) -> CallOf:
         rows = signature.layout.sizes[replica] if signature.layout.is_cut else 1
 
         def call(*operands: Any) -> tuple[Marked, Marked]:
-            values = signature.of_replica(operands, replica)
+            values = signature.values_of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = enter(before, signature.axis_name)
             added, _ = results_of_replica(loss, steps, signature, replica, values, diff, before)

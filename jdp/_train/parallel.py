@@ -17,7 +17,7 @@ from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_fur
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
-from .._core.programs import Compiled, dispatch, kept
+from .._core.programs import ReplicaProgram, dispatch, made_once
 from .._core.replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -117,10 +117,10 @@ def parallel(
 
     def make(step_fn: Callable[..., Any]) -> Callable[..., Any]:
         run = on_replicas(_call_of(step_fn, out_axes, reduce_state, dim), label, verb=VERB)
-        return Compiled(run, donates=bool(donated))
+        return ReplicaProgram(run, donates=bool(donated))
 
     options = repr((in_axes, out_axes, static, donated))
-    program = kept(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
+    program = made_once(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
 
     @outside_of_mesh
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,7 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
 def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, dim: int) -> CallOf:
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
-            values = signature.of_replica(operands, replica)
+            values = signature.values_of_replica(operands, replica)
             # Traced by hand, to find which results differ between replicas, and what they depend on.
             jaxpr, shapes = jax.make_jaxpr(_run_of(step_fn, signature), return_shape=True)(*values)
             arrays = [

@@ -22,8 +22,8 @@ from .._core.inputs import NESTED, is_deep
 from .._core.layout import Layout, Tree
 from .._core.programs import (
     STEPS_IN_FLIGHT,
-    Compiled,
     Recent,
+    ReplicaProgram,
     dispatch,
     dispatch_step,
     intercepted,
@@ -73,7 +73,7 @@ class Program(Computation):
         super().__init__(config, loss_of, tx, view, options, label)
         # BatchNorms are not synchronised here, because a NaN of one replica would reach all others.
         alone, name = loss_of(False), f"find_nonfinite_{label}"
-        self.flags = Compiled(flags_on_replicas(alone, options.accumulate_steps, name))
+        self.flags = ReplicaProgram(flags_on_replicas(alone, options.accumulate_steps, name))
         self.compiled: Recent[Any, Any] = Recent()
         # The program, and the treedefs of state and batch, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()

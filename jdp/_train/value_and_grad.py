@@ -18,7 +18,7 @@ from .._core.gather import join
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import Compiled, dispatch, kept
+from .._core.programs import ReplicaProgram, dispatch, made_once
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated, placed_like
 from .._core.scatter import Cutting, split
@@ -101,7 +101,7 @@ def value_and_grad(
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     judge = checked_criterion(criterion, VERB)
     if judge is not None and not isinstance(judge, Hashable):
-        judge = kept(judge, (VERB, "criterion"), lambda stand_in: stand_in)  # known by identity, as loss_fn is
+        judge = made_once(judge, (VERB, "criterion"), lambda stand_in: stand_in)  # known by identity, as loss_fn is
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -112,7 +112,7 @@ def value_and_grad(
         judge,
     )
     config: Config = dp._config
-    calls = kept(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())
+    calls = made_once(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())
 
     @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def value_and_grad(
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
-    call.__dict__["criterion"] = criterion  # `kept` does not keep it alive
+    call.__dict__["criterion"] = criterion  # `made_once` does not keep it alive
     call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
     return call
 
@@ -301,16 +301,16 @@ def _numbers(argument: Tree) -> Tree:
     return jax.tree.map(array, argument, is_leaf=is_scattered)
 
 
-def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, roles: Roles) -> Compiled:
+def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOptions, roles: Roles) -> ReplicaProgram:
     """Returns the program for arguments with these roles. It must not keep the config alive."""
 
-    def make(loss_fn: Callable[..., Any]) -> Compiled:
+    def make(loss_fn: Callable[..., Any]) -> ReplicaProgram:
         sync, label = options.sync_batch_norm, getattr(loss_fn, "__name__", "loss")
         loss = loss_of(loss_fn, roles, VERB, config.axis_name, config.reduce_state, options.criterion, sync)
         steps, wire = options.accumulate_steps, options.reduce_dtype
-        return Compiled(gradients_on_replicas(loss, steps, wire, None, label, verb=VERB))
+        return ReplicaProgram(gradients_on_replicas(loss, steps, wire, None, label, verb=VERB))
 
-    return kept(loss_fn, (VERB, weakref.ref(config), options, roles), make)
+    return made_once(loss_fn, (VERB, weakref.ref(config), options, roles), make)
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:

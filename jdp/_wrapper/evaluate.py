@@ -14,7 +14,7 @@ from .._core.gather import join
 from .._core.layout import Tree
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
-from .._core.programs import Compiled, capturing, dispatch, kept
+from .._core.programs import ReplicaProgram, capturing, dispatch, made_once
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
@@ -140,12 +140,12 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
     program = _evaluation(config, metrics_fn, roles)
     cut, keywords = children(inputs)
-    reads: Reads = kept(metrics_fn, "reads", lambda _: {})
+    reads: Reads = made_once(metrics_fn, "reads", lambda _: {})
     return unread(lambda some: dispatch(program, config.mesh, (diff, held), some, keywords), cut, reads), rows
 
 
-def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> Compiled:
-    def make(metrics_fn: Any) -> Compiled:
+def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram:
+    def make(metrics_fn: Any) -> ReplicaProgram:
         label = getattr(metrics_fn, "__name__", "metrics")
 
         def none_and_metrics(*args: Any) -> tuple[None, dict[str, Any]]:
@@ -158,9 +158,9 @@ def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> Compiled:
             return None, dict(metrics)
 
         loss = loss_of(none_and_metrics, roles, VERB, config.axis_name, config.reduce_state, None, False)
-        return Compiled(on_replicas(_totals(loss), label, verb=VERB))
+        return ReplicaProgram(on_replicas(_totals(loss), label, verb=VERB))
 
-    return kept(metrics_fn, (VERB, weakref.ref(config), roles), make)
+    return made_once(metrics_fn, (VERB, weakref.ref(config), roles), make)
 
 
 def _totals(loss: Loss) -> CallOf:
@@ -168,7 +168,7 @@ def _totals(loss: Loss) -> CallOf:
 
     def call_of(signature: Signature, replica: int) -> Callable[..., tuple[list[Marked], list[Marked], Forms]]:
         def call(*operands: Any) -> tuple[list[Marked], list[Marked], Forms]:
-            values = signature.of_replica(operands, replica)
+            values = signature.values_of_replica(operands, replica)
             (diff, before), _, _ = signature.fill(values)
             state = enter(before, signature.axis_name)
             none, metrics, _, _ = run_loss(loss, signature, diff, {}, values, state)

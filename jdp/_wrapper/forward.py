@@ -19,7 +19,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import Flat, dispatch
+from .._core.programs import FlatProgram, dispatch
 from .._core.replica_mesh import ReplicaMesh, outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, refuse_other_replicas, split
@@ -79,7 +79,7 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
     return module(variables, *args, **kwargs)
 
 
-def _known_result(dp: Wrapper[object], program: Flat, out: tuple[Any, ...], stateful: bool) -> Any:
+def _known_result(dp: Wrapper[object], program: FlatProgram, out: tuple[Any, ...], stateful: bool) -> Any:
     """Returns the result of a call that is known, whose parameters are replicated."""
     if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._core.devices import DeviceLike, Devices, named_once, refuse_alone, resolve_devices, resolve_output
 from .._core.layout import Tree
-from .._core.programs import kept
+from .._core.programs import made_once
 from .._core.scattered import Scattered, children
 from .._model.config import kind_of
 from .._model.linen import module_of
@@ -61,10 +61,10 @@ def data_parallel(
     refuse_alone("data_parallel", key[0])
     linen_module = module_of(apply_fn)
     if linen_module is None:
-        dp = kept(apply_fn, key, lambda weak: DataParallel(weak, *key))
+        dp = made_once(apply_fn, key, lambda weak: DataParallel(weak, *key))
     else:
         # An equal module: what is kept with the user's must not keep it alive.
-        dp = kept(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
+        dp = made_once(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
     try:
         return dp(params, *arguments, **(kwargs or {}))
     except TypeError as error:

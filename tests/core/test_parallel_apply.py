@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import jdp
-from jdp._core.programs import MOST_HELD, kept
+from jdp._core.programs import MOST_HELD, made_once
 
 
 def rows(count, *shape):
@@ -696,7 +696,7 @@ def test_what_is_kept_in_a_store_of_its_own_does_not_pile_up():
     """A wrapper keeps its programs in its own store, and its module may be exchanged for another at any time."""
     store = {}
     for i in range(3 * MOST_HELD):
-        assert kept(Slotted(float(i)), "key", lambda fn: fn(1, np.ones(1)), store)[0] == i
+        assert made_once(Slotted(float(i)), "key", lambda fn: fn(1, np.ones(1)), store)[0] == i
     assert len(store) <= MOST_HELD
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp._core.programs import Flat
+from jdp._core.programs import FlatProgram
 from jdp._jax.private import compilations
 from jdp._processes.agree import same_program
 from jdp._tools.explain.calls import _jitted_of, unused_donations
@@ -241,7 +241,7 @@ def test_programs_that_processes_have_compared_are_counted_too():
     compared = same_program(jitted, jax.devices()[:1], ("x",))
     for x in (1.0, 2):
         jitted(x)
-    flat = object.__new__(Flat)
+    flat = object.__new__(FlatProgram)
     flat.run = jitted
     assert compilations(_jitted_of({"flat": flat, "compared": compared})) == 4
 

@@ -18,8 +18,8 @@ from laws import close
 
 import jdp
 from jdp._core import tree
+from jdp._core.balanced_sum import add_replica, exchange
 from jdp._core.replica_mesh import make_mesh
-from jdp._core.tree import add_replica, exchange
 
 RANDOM = np.random.RandomState(0)
 X, Y = RANDOM.randn(64, 8, 8, 3).astype(np.float32), RANDOM.randint(0, 10, 64)

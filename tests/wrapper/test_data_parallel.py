@@ -1315,7 +1315,7 @@ def test_the_gather_of_the_wrapper_takes_each_form_of_a_device():
 
 
 def test_programs_go_with_their_wrapper_though_the_function_lives_on():
-    from jdp._core.programs import _kept
+    from jdp._core.programs import _made
 
     def loss_fn(w, x):
         return (w * x).mean()
@@ -1330,7 +1330,7 @@ def test_programs_go_with_their_wrapper_though_the_function_lives_on():
         dp.evaluate(metrics_fn, 1.0, [np.ones(4, np.float32)])
         del dp
         gc.collect()
-        counts.append((len(_kept[id(loss_fn)][1]), len(_kept[id(metrics_fn)][1])))
+        counts.append((len(_made[id(loss_fn)][1]), len(_made[id(metrics_fn)][1])))
     assert counts[0] == counts[2]
 
 

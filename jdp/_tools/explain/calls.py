@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..._core.layout import Cut, Layout, Stack, Tree
-from ..._core.programs import Compiled, Flat, intercept
+from ..._core.programs import FlatProgram, ReplicaProgram, intercept
 from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
 from ..._core.scattered import Scattered, is_scattered
 from ..._core.shards import cut_axis_of, shard
@@ -168,7 +168,7 @@ def _primary(mesh: ReplicaMesh) -> ReplicaMesh:
 
 
 def replicas_call(
-    program: Compiled,
+    program: ReplicaProgram,
     replicas: Tree,
     inputs: Scattered,
     kwargs: Scattered | None,
@@ -245,8 +245,8 @@ def _gradients(program: Program, params: Tree) -> Tree:
 
 
 def _jitted_of(programs: Any) -> list[Any]:
-    """Returns the jitted functions of these programs, each of which may be in a `Flat` or in a check of processes."""
-    runs: list[Any] = [x.run if isinstance(x, Flat) else x for x in programs.values()]
+    """Returns the jitted functions of these programs, which may be in a `FlatProgram` or in a check of processes."""
+    runs: list[Any] = [x.run if isinstance(x, FlatProgram) else x for x in programs.values()]
     return [run.__wrapped__ if hasattr(run, "make_ready") else run for run in runs]
 
 

@@ -1,4 +1,4 @@
-"""One balanced tree of sums over all replicas: the same bits on any number of devices.
+"""Adds over all replicas in one balanced tree: the sums have the same bits on any number of devices.
 
 Each replica runs alone, by one and the same program for one device. Its sums are added to its neighbour's, the two to
 the next two, and so on: first on a device, then between devices. Where a device ends changes nothing then.
@@ -29,16 +29,16 @@ from .uneven import run_body, trace_bodies
 
 
 class Parts(NamedTuple):
-    """What one replica gives, or several together."""
+    """The results of one replica, or of several together, by how they become one value for all."""
 
     sums: list[Any]
     """One vector for each dtype, with all that is added; their lengths are multiples of the number of replicas."""
-    taken: list[Any]
-    """What is the primary replica's, after an axis of one entry."""
+    of_primary: list[Any]
+    """Those of which the primary replica's is kept; each has a first axis of one entry."""
     same: list[Any]
-    """What is equal on all replicas."""
+    """Those that are equal on all replicas."""
     rows: list[Any]
-    """What is gathered."""
+    """Those that are gathered."""
 
 
 def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outputs]]:
@@ -69,21 +69,24 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
 
 
 class Segment(NamedTuple):
-    """What a replica runs from one sum over all replicas to the next: a program for one device."""
+    """A program for one device: what a replica runs between two sums over all replicas.
+
+    A replica holds some values between two segments. A segment reads some of them, and makes others.
+    """
 
     program: Any
-    """`(totals, values) -> (sums, made)`: of the last sum and what it reads, its part of the next and what it makes."""
+    """`(totals, values) -> (sums, made)`: it takes the last sum over all replicas, and gives its part of the next."""
     operands: tuple[list[Any], list[Any]]
     """The shapes of these totals and values."""
     reads: list[int]
-    """Which of the values that the replica has it reads."""
+    """The indices of the values that it reads, among those that the replica holds."""
     after: list[int]
-    """Which of those, and of what it makes after them, the replica has then."""
+    """The indices of the values that the replica holds after it, among those that it held and those that were made."""
 
     def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns a replica's part of the next sum, and the values that it has then (at the end its other parts).
+        """Returns a replica's part of the next sum, and the values that it holds then (at the end: its results).
 
-        `program` is this segment's program, compiled for one device; `values` are those that the replica has.
+        `program` is this segment's program, compiled for one device; `values` are those that the replica holds.
         """
         sums, made = program(totals, [values[i] for i in self.reads])
         both = [*values, *made]
@@ -204,8 +207,8 @@ def _as_parts(out: Outputs) -> Parts:
     for x, way, rule in zip(out.values, out.ways, out.rules, strict=True):
         if way == "sum":
             added.append(_to_send(x, rule, out.layout))
-        elif way == "taken":
-            parts.taken.append(x[None])
+        elif way == "primary":
+            parts.of_primary.append(x[None])
         elif way == "same":
             parts.same.append(x)
         else:
@@ -231,7 +234,7 @@ def _widened(x: Any, dtype: Any) -> Any:
 
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
     """Returns the value of each output, of the parts of all replicas together; None for what is gathered."""
-    ways, taken, same = out.ways, iter(parts.taken), iter(parts.same)
+    ways, of_primary, same = out.ways, iter(parts.of_primary), iter(parts.same)
     each = [*zip(out.values, ways, out.rules, strict=True)]
     sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, way, rule in each if way == "sum"]))
     totals = [next(sums) if way == "sum" else None for way in ways]
@@ -240,7 +243,7 @@ def put_together(parts: Parts, out: Outputs) -> list[Any]:
         if way == "sum":
             values.append(_finished(total, x.dtype, rule, _divisor(rule, out.layout), totals))
         else:
-            values.append(next(taken)[0] if way == "taken" else next(same) if way == "same" else None)
+            values.append(next(of_primary)[0] if way == "primary" else next(same) if way == "same" else None)
     return values
 
 
@@ -284,15 +287,17 @@ def exchange(mesh: ReplicaMesh, primary: int) -> Any:
     """Returns the program that adds the devices' sums, and copies the values of device number `primary`."""
     axis_name = mesh.axis_name
 
-    def local(sums: list[Any], taken: list[Any]) -> tuple[list[Any], list[Any]]:
+    def local(sums: list[Any], of_primary: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
-        return [_tree_sum(x, axis_name, mesh.size) for x in sums], [_from(primary, x, index, axis_name) for x in taken]
+        return [_tree_sum(x, axis_name, mesh.size) for x in sums], [
+            _from(primary, x, index, axis_name) for x in of_primary
+        ]
 
     specs = PartitionSpec(axis_name), PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
-    def exchange(sums: list[Any], taken: list[Any]) -> Any:
-        return mapped(sums, taken)
+    def exchange(sums: list[Any], of_primary: list[Any]) -> Any:
+        return mapped(sums, of_primary)
 
     return jax.jit(exchange)
 
