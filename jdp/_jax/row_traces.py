@@ -12,26 +12,18 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
 
-from .jaxprs import equations, opened, reached, source_line
+from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
-from .row_values import UNKNOWN, Blame, Fault, Kind, OtherTrace, RowCount, RowValue
+from .row_values import UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
 
 PRIMES = (23, 31)
 TermKind = Literal["mean", "sum", "count", "rows", "vector"]
-
-
-class Offence(NamedTuple):
-    """Why a value is not what it is taken for: the user's line ("file.py:12", or "") and the operation to blame."""
-
-    kind: Blame
-    line: str
-    what: str
 
 
 def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prime: int = 0) -> Traced | None:
@@ -120,7 +112,7 @@ class Traced:
         """Returns True where output i is made of the number of rows, and not of the rows."""
         return self._values[i].kind == Kind.CONST and self._values[i].degree != 0
 
-    def offences(self, kind: TermKind, at: Sequence[int]) -> list[Offence | None]:
+    def faults(self, kind: TermKind, at: Sequence[int]) -> list[Fault | None]:
         """Returns why outputs are not what they are taken for; None for one that is, or that cannot be followed.
 
         A "mean" over the rows is a scalar. A "sum" is what replicas add up, a "count" a total and a count that are
@@ -128,9 +120,7 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
-        # A number that is written in a term is one summand of each replica, as a 1 that counts them.
-        are_written = all(self._is_written[i] and not self.grows(i) for i in at)
-        is_accepted = are_written or any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
+        is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):
             fault = value.fault
             if kind in ("rows", "vector"):
@@ -144,19 +134,19 @@ class Traced:
             if fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
             else:
-                found.append(_offence(fault.kind, fault.at))
-        return found
+                found.append(fault)
+        return [None] * len(found) if any(found) and self._are_written(at) else found
 
-    @functools.cached_property
-    def _is_written(self) -> list[bool]:
-        """For each output whether it depends on no input."""
-        return [not depends for depends in reached(self.jaxpr, [True] * len(self.inputs))]
+    def _are_written(self, at: Sequence[int]) -> bool:
+        """Returns True if these outputs are constants, such as a 1 that each replica adds to count the replicas."""
+        depend = reached(self.jaxpr, [True] * len(self.inputs))
+        return not any(depend[i] or self.grows(i) for i in at)
 
     @property
-    def backward(self) -> Offence | None:
+    def backward(self) -> Fault | None:
         """The first backward pass of the function's own (`jax.custom_vjp`) that is made of several rows, or None."""
         mixed = self._read[1].mixed
-        return _offence("pairs", mixed[0]) if mixed else None
+        return Fault("pairs", mixed[0]) if mixed else None
 
     @property
     def _values(self) -> list[RowValue]:
@@ -178,13 +168,3 @@ def is_backward_linear(jaxpr: Any) -> bool:
     passes = [(eqn, backward_of(eqn)) for eqn in calls]
     read = Reader(RowCount()).read
     return all(backward is None or is_linear(eqn, backward, read) for eqn, backward in passes)
-
-
-def _offence(kind: Blame, at: tuple[Any, ...]) -> Offence:
-    line = next(filter(None, map(source_line, at)), "")
-    return Offence(kind, line, _named(at[0]) if at else "")
-
-
-def _named(eqn: Any) -> str:
-    name: str = eqn.primitive.name
-    return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))

@@ -18,7 +18,7 @@ import jax.export
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import equations, first, inside, is_literal, opened, parameter
+from .jaxprs import equations, first, inside, is_literal, opened, parameter, source_line
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
@@ -41,6 +41,17 @@ class Fault(NamedTuple):
     kind: Blame
     at: tuple[Any, ...]  # the equation to blame, then those around it
     lasts: bool = False  # also in what it makes together with rows
+
+    @property
+    def line(self) -> str:
+        """The user's line to blame, as "file.py:12", or ""."""
+        return next(filter(None, map(source_line, self.at)), "")
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation to blame, or ""."""
+        name: str = self.at[0].primitive.name if self.at else ""
+        return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
 
 
 class RowValue(NamedTuple):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .._core.layout import Tree
 from .._jax import row_traces
 from .._jax.jaxprs import reached
+from .._jax.row_values import Fault
 from .terms import is_number
 
 Said = TypeVar("Said")
@@ -72,7 +73,7 @@ class Followed:
             self._traces[prime] = found
         return self._traces[prime]
 
-    @functools.cached_property
+    @property
     def _traced(self) -> row_traces.Traced | None:
         found = self._counted() if self.rows is not None else None
         return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
@@ -158,13 +159,13 @@ class Followed:
                 f"the arrays, and concatenate them where all rows are."
             )
 
-    def _offences(self, kind: row_traces.TermKind, at: Sequence[int], name: str) -> list[row_traces.Offence | None]:
+    def _faults(self, kind: row_traces.TermKind, at: Sequence[int], name: str) -> list[Fault | None]:
         """Returns, for each leaf, why it is not of this kind, or None.
 
         Raises a `TypeError` where gradients are taken, by a backward pass of the function's own that is made of several
         rows.
         """
-        found = self._agreed(at, lambda traced: [traced.backward, *traced.offences(kind, at)])
+        found = self._agreed(at, lambda traced: [traced.backward, *traced.faults(kind, at)])
         if found and self._way is IN_TRAINING:
             _refuse_backward(found[0], name)
         return found[1:]
@@ -176,7 +177,7 @@ class Followed:
 
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is not a mean over the rows; accepts one that cannot be followed."""
-        for found in filter(None, self._offences("mean", [index], name)):
+        for found in filter(None, self._faults("mean", [index], name)):
             way = _sentence(_FIRST.get(found.kind, "") + self._way)
             raise TypeError(
                 f"{name} is a scalar, and it is {_what(found)}; a scalar is taken for the mean over the rows of the "
@@ -185,7 +186,7 @@ class Followed:
 
     def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
         """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""
-        for found in filter(None, self._offences("vector" if is_averaged else "rows", [index], name)):
+        for found in filter(None, self._faults("vector" if is_averaged else "rows", [index], name)):
             raise TypeError(
                 f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
                 f"made of its own row. {_sentence(self._way)}."
@@ -194,7 +195,7 @@ class Followed:
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
         """Raises a `TypeError` for a term whose total or count is not a sum over the rows."""
         kind: row_traces.TermKind = "sum" if len(at) == 1 else "count"
-        for part, found in zip(("total", "count"), self._offences(kind, at, name), strict=False):
+        for part, found in zip(("total", "count"), self._faults(kind, at, name), strict=False):
             if found is None:
                 continue
             what = _what(found) if found.kind != "sum" else "no sum over the rows: it does not grow with their number"
@@ -211,7 +212,7 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _refuse_backward(found: row_traces.Offence | None, name: str) -> None:
+def _refuse_backward(found: Fault | None, name: str) -> None:
     if found is not None:
         raise TypeError(
             f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a gradient "
@@ -220,8 +221,8 @@ def _refuse_backward(found: row_traces.Offence | None, name: str) -> None:
         )
 
 
-def _what(found: row_traces.Offence) -> str:
-    where = " at ".join(filter(None, (found.what, found.line)))
+def _what(found: Fault) -> str:
+    where = " at ".join(filter(None, (found.operation, found.line)))
     return f"{_WHAT[found.kind]}{where and f' ({where})'}"
 
 

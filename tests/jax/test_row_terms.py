@@ -65,7 +65,7 @@ def counted(fn, kind="mean", at=(0,)):
     found = [traced(fn, prime) for prime in PRIMES]
     if all(found) and (beside := found[1].beside(found[0])) is not found[1]:
         found = [beside]
-    each = [x.offences(kind, at) if x else [None] for x in found]  # None: a function for 8 rows alone
+    each = [x.faults(kind, at) if x else [None] for x in found]  # None: a function for 8 rows alone
     return [found[0].kind if all(found) else None for found in zip(*each, strict=True)]
 
 
@@ -616,7 +616,7 @@ def test_a_mean_over_the_rows_is_accepted(name):
     found = traced((ACCEPTED | OPTAX)[name])
     assert found is not None
     assert found.axis(0) is None
-    assert found.offences("mean", [0])[0] is None
+    assert found.faults("mean", [0])[0] is None
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, *OPTAX])
@@ -888,16 +888,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind, fn", [(kind, fn) for kind, fns in REFUSED.items() for fn in fns])
 def test_what_is_no_mean_is_refused_with_its_line(kind, fn):
-    offence = traced(fn).offences("mean", [0])[0]
-    assert offence is not None
+    fault = traced(fn).faults("mean", [0])[0]
+    assert fault is not None
     lines, first = inspect.getsourcelines(fn)
     at = next((n for n, line in enumerate(lines) if "# <-" in line), 0)
-    assert (offence.kind, offence.line) == (kind, f"test_row_terms.py:{first + at}")
+    assert (fault.kind, fault.line) == (kind, f"test_row_terms.py:{first + at}")
 
 
 def test_what_a_library_computes_is_blamed_on_the_line_that_calls_it():
-    offence = traced(lambda x: optax.global_norm(x)).offences("mean", [0])[0]
-    assert offence.line == f"test_row_terms.py:{inspect.currentframe().f_lineno - 1}"
+    fault = traced(lambda x: optax.global_norm(x)).faults("mean", [0])[0]
+    assert fault.line == f"test_row_terms.py:{inspect.currentframe().f_lineno - 1}"
 
 
 def test_what_is_no_mean_over_so_many_rows_is_refused():
@@ -1053,7 +1053,7 @@ OTHERS = VECTORS | {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_replicas_add_up_and_what_has_rows(name):
     kind, fn, want = OTHERS[name]
-    found = traced(fn).offences(kind, range(len(want)))
+    found = traced(fn).faults(kind, range(len(want)))
     assert [x and x.kind for x in found] == want == counted(fn, kind, range(len(want)))
 
 
@@ -1092,7 +1092,7 @@ def test_the_warnings_of_the_trace_are_not_shown():
         warnings.warn("no rows", stacklevel=1)
         return x.mean()
 
-    assert traced(warns).offences("mean", [0])[0] is None
+    assert traced(warns).faults("mean", [0])[0] is None
 
 
 def test_operands_keep_all_but_their_rows():
@@ -1160,6 +1160,6 @@ def test_inside_of_a_shard_map_with_what_it_closes_over(name, jit):
     cut = tuple(P("data") if n in ROWS else P() for n in names)
     run = jax.shard_map(body, mesh=mesh, in_specs=(P(), *cut), out_specs=P(), check_vma=False)
     (jax.jit(run) if jit else run)(2.0, *((ROWS | WHOLE)[n] for n in names))
-    offence = found[0].offences("mean", [0])[0]
-    assert (offence and offence.kind) == kind
+    fault = found[0].faults("mean", [0])[0]
+    assert (fault and fault.kind) == kind
     assert found[0].depends(0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from laws import close
 
 import jdp
-from jdp._core import tree
+from jdp._core import balanced_sum
 from jdp._core.balanced_sum import add_replica, exchange
 from jdp._core.replica_mesh import make_mesh
 
@@ -349,7 +349,7 @@ def test_sums_are_one_balanced_tree(row, n, seed, small):
     where = mesh.along(0)
     together = jax.make_array_from_single_device_arrays((8 * n,), where, totals)
     rows = jax.device_put(np.asarray(together).reshape(n, 8), where)
-    with mock.patch.object(tree, "_SMALL", 1 << 16 if small else 0):  # a small vector is gathered whole
+    with mock.patch.object(balanced_sum, "_SMALL", 1 << 16 if small else 0):  # a small vector is gathered whole
         (found,), (taken,) = exchange(mesh, n - 1)([together], [rows])
     np.testing.assert_array_equal(np.asarray(found), balanced(values))
     np.testing.assert_array_equal(np.asarray(taken)[0], np.asarray(totals[-1]))
