@@ -35,7 +35,7 @@ def is_sparse(x: Any) -> bool:
 
 
 def way_out(x: Any) -> str:
-    """Returns what to do where an array is wanted and `x` is none: the expression that makes one of it."""
+    """Returns the expression that makes an array of `x`, for errors that want one."""
     if is_sparse(x):
         return "x.todense()"
     if isinstance(x, Mapping):  # of a class that JAX does not look into
@@ -46,22 +46,22 @@ def way_out(x: Any) -> str:
 
 
 def no_further(x: Any) -> bool:
-    """Returns where flattening stops: at what is scattered already, and at what `classify` must see whole."""
-    # Nearly all are the usual ones, and it takes an abstract class longer to say no.
+    """Returns True where flattening stops: at what is scattered already, and at what `classify` must see whole."""
+    # Nearly all objects are of the usual types, and isinstance of an abstract class is slow to say no.
     return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
 
 
 def is_deep(x: Any, levels: int = 250) -> bool:
-    """Returns True if a list, tuple or dict nests others deeper than that, as one does that holds itself."""
+    """Returns True if a list, tuple or dict nests others deeper than `levels`; one that holds itself does."""
     for y in x.values() if isinstance(x, dict) else x:
-        # Every call asks it of its arguments; isinstance takes longer to say no of an array.
+        # Every call comes here with its arguments, and isinstance is slower to say no for an array.
         if issubclass(type(y), NESTED) and (not levels or is_deep(y, levels - 1)):
             return True
     return False
 
 
 def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
-    """Raises a `ValueError` before JAX sees such a tree: it never forgets how deep it was when it gave up."""
+    """Raises a `ValueError` for a tree that is too deep, before JAX sees it: JAX does not recover from one."""
     if not isinstance(tree, NESTED) or not is_deep(tree):
         return
     name = root if isinstance(root, str) else "args"
@@ -74,7 +74,7 @@ def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
     )
 
 
-def flat(
+def flatten_batch(
     inputs: Any, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
 ) -> tuple[list[Any], Any]:
     """Returns the leaves of a batch, and its treedef."""
@@ -183,7 +183,7 @@ def _holds_arrays(x: Any) -> bool:
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """Returns how this leaf is reached, `args[0]['x']`; `root` names the tree, or each child of one that is a tuple."""
+    """Returns the path of a leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
     return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
 
 
@@ -243,7 +243,7 @@ def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Ca
 
 
 def _or_axes(verb: str, name: str) -> str:
-    """Returns the other way out, if the call has one."""
+    """Returns the advice to pass other axes, if the call takes axes."""
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
     if verb in ("train_step", "value_and_grad"):

@@ -88,34 +88,35 @@ _layouts: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary
 
 
 class Layout:
-    """All of a `Scattered` but its arrays. Equal layouts are one object, which JAX and dicts compare by identity."""
+    """A `Scattered` without its arrays. Equal layouts are one object, which JAX and dicts compare by identity."""
 
     treedef: Any
     leaves: tuple[Leaf, ...]
     sizes: tuple[int, ...]
+    """The rows of each chunk; torch's rule may give fewer chunks than there are replicas."""
     mesh: ReplicaMesh
     dim: int
     per_device: int
-    """The replicas on each device, which has consecutive ones: i is on device i // per_device."""
+    """The number of replicas on each device: replica i is on device i // per_device."""
     arrays: tuple[Cut | Stack | Whole | Shard, ...]
     """The leaves that are arrays."""
     shardings: tuple[NamedSharding, ...]
-    """Where each array lies."""
+    """The sharding of each array."""
     devices: tuple[Device, ...]
-    """That of each replica."""
+    """The device of each replica."""
     rows: tuple[int, ...]
-    """The rows of each replica, idle ones included."""
+    """The rows of each replica: `sizes`, then 0 for each replica without a chunk."""
     is_cut: bool
     is_even: bool
-    """Whether the arrays hold no padding, so that gathering them is nothing to do."""
+    """Whether no array holds padding."""
     holds_statics: bool
-    """Whether some leaves are no arrays."""
+    """Whether some leaves are not arrays."""
     is_gathered: bool
-    """Whether over the replicas gathering is nothing to do, of arrays that come out of a program as they are."""
+    """Whether the arrays, as a program returns them, are what gathering them over the replicas gives."""
     used: tuple[int, ...]
-    """The replicas that hold rows; with nothing cut, the primary alone (of several processes, each one's first)."""
+    """The replicas that have rows. If nothing is cut: the primary, or with several processes the first of each."""
     fill: Callable[[Sequence[Any]], Tree]
-    """The tree with the values that it is called with for its arrays, in order."""
+    """Returns the tree with these values in place of its arrays, in order."""
 
     def __new__(cls, *key: Any) -> Layout:
         """Makes or finds the layout of `(treedef, leaves, sizes, mesh, dim, per_device)`."""
@@ -173,7 +174,7 @@ class Layout:
         """The replicas on this process's devices; of devices that are only described, all."""
         return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_indices)
 
-    @functools.cached_property
+    @property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
         if self.mesh.exchange is None:
@@ -185,14 +186,14 @@ class Layout:
         )
         return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim, self.per_device)
 
-    @functools.cached_property
+    @property
     def children(self) -> tuple[Layout, ...]:
         """The layouts of the tree's children."""
         leaves = iter(self.leaves)
         return tuple(self.of(child, itertools.islice(leaves, child.num_leaves)) for child in self.treedef.children())
 
     def of(self, treedef: Any, leaves: Iterable[Leaf]) -> Layout:
-        """Returns the layout of another tree, with these chunks."""
+        """Returns the layout of another tree that is cut into the same chunks."""
         return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim, self.per_device)
 
 
@@ -264,7 +265,7 @@ def unpad(x: Any, leaf: Cut, n: int) -> Any:
 
 
 def _padding_runs(leaf: Cut, n: int) -> list[tuple[int, int]]:
-    """Runs of (rows, padding rows) that make the padded array; neighbours without padding are one run."""
+    """Returns runs of (rows, rows of padding), which make the padded array; neighbours without padding are one run."""
     runs: list[tuple[int, int]] = []
     for size in (*leaf.sizes, *[0] * (n - len(leaf.sizes))):
         blank = leaf.padded - size

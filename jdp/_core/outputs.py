@@ -1,4 +1,4 @@
-"""What a replica returns: flat arrays, each with the axis it is gathered along or the way it is reduced."""
+"""The outputs of a replica: flat arrays, each with the axis that it is gathered along, or the way it is reduced."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Marked:
     with `scatter` a sum comes back cut along that axis (a reduce-scatter), and what is "summed" is that
     already. `alone` is the error if several replicas have rows: the value of one would not be that of all.
 
-    Among `Outputs.rules` it is without its value, and `old` and `over` are an operand's and an output's number.
+    In `Outputs.rules` it has no value; `old` is the number of an operand, and an int in `over` that of an output.
     """
 
     value: Any
@@ -152,7 +152,7 @@ class Outputs:
 
     @property
     def ways(self) -> list[Way]:
-        """How the replicas' values of each output become one."""
+        """For each output how the replicas' values become one."""
 
         def way(x: Any, rule: Marked) -> Way:
             if rule.axis is not None:
@@ -164,9 +164,9 @@ class Outputs:
         return [way(x, rule) for x, rule in zip(self.values, self.rules, strict=True)]
 
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Returns, inside the program, the arrays of the device, chunk axis first, and those that are one for all.
+        """Returns, inside the program, the device's arrays of rows, that axis first, and those that are one for all.
 
-        They are its replica's, or those of its replicas put together; `index` is the device's.
+        The outputs are those of the device's replica, or of its replicas put together; `index` is the device's.
         """
         cut, whole = [], []
         for x, rule in zip(self._summed(), self.rules, strict=True):

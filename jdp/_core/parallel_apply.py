@@ -94,8 +94,11 @@ def _joined_batch(batch: Tree) -> Tree:
 GatherTime = Literal["as used", "at once", "in the call"]
 """When the parameters that are cut over the replicas are gathered."""
 OutputsOf = Callable[[Tree, Mapping[str, Any]], Tree]
+"""Returns those outputs, of what a function returned and its keyword arguments, that are concatenated along `dim`."""
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
-"""What a replica runs: of the signature and the lowest replica with its size of chunk, a function of the operands."""
+"""`call_of(signature, replica)` is the function of the operands that a replica runs.
+
+It is the same for all replicas with one size of chunk; `replica` is the first of them."""
 
 
 def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
@@ -103,11 +106,10 @@ def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
 
 
 def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> ReplicaProgram:
-    """Returns the program that runs `fn` on every replica; compiled once per layout and shapes.
-
-    `gathered(out, kwargs)` are the outputs, of what `fn` returns, that will be concatenated along the layout's `dim`.
-    """
-    return ReplicaProgram(on_replicas(_ungathered(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__)))
+    """Returns the program that runs `fn` on every replica; compiled once per layout and shapes."""
+    return ReplicaProgram(
+        on_replicas(_call_of_function(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__))
+    )
 
 
 def on_replicas(
@@ -115,9 +117,9 @@ def on_replicas(
 ) -> Callable[..., Scattered]:
     """Returns the function `(replicas, inputs, kwargs) -> outputs` that a program is compiled from.
 
-    `gather` is for parameters that are cut: each as it is used, all at once, or left to the call, which gets the
-    shards. If chunks are uneven, or a device has several replicas, it is all at once, because replicas run different
-    code then, or at different times, and do not meet in it.
+    `gather` says when parameters that are cut are gathered: each as it is used, all at once, or in the call, which gets
+    the shards. If chunks are uneven, or a device has several replicas, they are gathered all at once, because such
+    replicas run different code, or at different times, and would wait for each other in a gather.
     """
     seen: Recent[Any, set[Any]] = Recent()
     body = body_of(call_of, label)
@@ -201,7 +203,9 @@ def widened(operands: list[Any], signature: Signature) -> tuple[list[Any], Calla
     return wide, narrowed
 
 
-def _ungathered(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
+def _call_of_function(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
+    """Returns what a replica runs for `fn(replicas, *args, **kwargs)`; checks the axes of its `gathered` outputs."""
+
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def of(operands: Sequence[Any]) -> tuple[Tree, dict[str, Any]]:
             replicas, args, kwargs = signature.fill(operands)
@@ -223,9 +227,10 @@ def _ungathered(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
 
 
 def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[..., Outputs]]:
+    """Returns `body(signature, replica)`: what `call_of` returns, jitted, and with its results as `Outputs`."""
+
     @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
-        """Returns the call on a chunk of the size that `replica` (the lowest such) has."""
         run = call_of(signature, replica)
 
         def traced(operands: Sequence[Any], under_mesh: bool) -> Outputs:

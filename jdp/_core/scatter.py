@@ -21,7 +21,7 @@ from .inputs import (
     check_dim,
     check_rows,
     classify,
-    flat,
+    flatten_batch,
     name_of,
     no_further,
     normal_axis,
@@ -132,7 +132,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     several = how.mesh.spans_processes
     if several and not trace_state_clean() and not capturing():
         raise ValueError(_called_while_traced(how.verb))
-    leaves, treedef = flat(inputs, how.verb, how.root)
+    leaves, treedef = flatten_batch(inputs, how.verb, how.root)
     key_of_leaves, arrays = _key_of_batch(leaves)
     key = (treedef, *key_of_leaves)
     layout = None if how.layouts is None else how.layouts.used(key)

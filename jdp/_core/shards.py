@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from .._jax.jaxprs import constants
-from .._jax.pieces import Sharded, run_in_pieces
+from .._jax.pieces import ShardedOperand, run_in_pieces
 from .devices import memory_bytes
 from .layout import LEAF, Layout, Shard, Tree
 from .outputs import Outputs, path_name
@@ -139,7 +139,7 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
     jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
     refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)
     named = zip(cut, names(signature), strict=True)
-    given = [x if axis is None else Sharded(x, axis, gather_of(name)) for (x, axis), name in named]
+    given = [x if axis is None else ShardedOperand(x, axis, gather_of(name)) for (x, axis), name in named]
     values = run_in_pieces(jaxpr, given, MOST_AT_ONCE)
     return dataclasses.replace(out, values=values)
 

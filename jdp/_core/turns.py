@@ -17,7 +17,7 @@ from .scattered import Signature
 from .uneven import Bodies, BodyOf, collectives, run_body, trace_bodies
 
 Turn = Callable[[Any, Sequence[Any]], Outputs]
-"""What one replica does: its outputs, of its number on the device and of its chunks."""
+"""`turn(number, chunks)` runs one replica, by its number on the device, on its chunks, and returns its outputs."""
 
 
 def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, device: Any) -> Outputs:
@@ -52,7 +52,7 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
 
 def _taken_apart(x: Any, axis: int, count: int) -> Any:
-    """Returns what lies on a device, with one entry for each of its replicas along the first axis."""
+    """Returns an array of a device with a new first axis, which has an entry for each of the device's replicas."""
     parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     return jnp.moveaxis(parts, axis, 0)
 
@@ -92,7 +92,7 @@ def _turn_of_primary(layout: Layout) -> int:
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """Runs the replicas in a loop, in the memory of one: what is added, or is one replica's, is there once."""
+    """Runs the replicas in a loop, in the memory of one: sums, and values of the primary, exist once."""
     numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     each = [*zip(out.values, out.ways, out.rules, strict=True)]

@@ -41,22 +41,24 @@ def is_uneven(signature: Signature) -> bool:
     return any(len({*x.sizes}) > 1 for x in signature.leaves if isinstance(x, Cut))
 
 
-def run_chunks(body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather: bool) -> Outputs:
+def run_chunks(
+    body_of: BodyOf, operands: Sequence[Any], signature: Signature, index: Any, gather_as_used: bool
+) -> Outputs:
     """Returns the outputs of the one replica on a device, padded to the same size on all replicas.
 
     `body_of(replica)` is the user's function for that replica's size of chunk. If all chunks are equal, or may be
     filled up to one size, every replica runs the same body. Otherwise `lax.switch` chooses it by the replica's
-    `index`. With `gather`, parameters that are cut are gathered before the body runs.
+    `index`. With `gather_as_used`, parameters that are cut are gathered where the body uses them.
     """
     n = signature.layout.mesh.size
     if is_uneven(signature):
         bodies = trace_bodies(body_of, operands, signature)
-        largest = _for_all(bodies, signature)
+        largest = _body_of_all(bodies, signature)
         if largest is None:
             return run_body(bodies, operands, signature, index)
         mine = _at_size(_filled_up(operands, signature, index), signature, largest.replica)
         return dataclasses.replace(body_of(largest.replica)(*mine), sizes=_rows_of_outputs(bodies, signature))
-    if gather and signature.holds_shards:
+    if gather_as_used and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
         if not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
@@ -70,8 +72,8 @@ def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
-def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
-    """Returns the body of the largest chunks if every replica may run it; None if rows may meet in it."""
+def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
+    """Returns the body of the largest chunks if every replica may run it: if each row is computed alone. Else None."""
     layout, rows = signature.layout, signature.layout.rows
     # The user has made some chunks much smaller than others, perhaps because a device is slower: filling them up would
     # give it the work of the largest.
@@ -83,7 +85,7 @@ def _for_all(bodies: Bodies, signature: Signature) -> Body | None:
 
 
 def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
-    """Returns the operands, with the first row of a replica's chunk in place of its padding: zeros might give a NaN."""
+    """Returns the operands, with a chunk's first row in place of its padding, because zeros might give a NaN."""
     filled = []
     for x, leaf in zip(operands, signature.leaves, strict=True):
         if isinstance(leaf, Cut) and len({*leaf.sizes}) > 1:
@@ -110,7 +112,7 @@ class Body(NamedTuple):
 
 
 Bodies = dict[tuple[int, ...], Body]
-"""By the sizes of the chunk."""
+"""Each by the sizes of its chunk."""
 
 
 def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:
@@ -224,7 +226,7 @@ def _on_no_rows(
 
 
 def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
-    """Returns the rows of a replica, which weigh its results, and what each cut operand has of them."""
+    """Returns the rows of a replica, which weight its results, and the rows of each cut operand on it."""
     return signature.layout.rows[replica], *(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
@@ -265,7 +267,7 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x
 
 
-# What an error advises instead of collectives on unequal chunks, by the door that was called.
+# What an error advises in place of collectives on unequal chunks, by the door that was called.
 _BY_ROWS = {
     "value_and_grad": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs "
     "of all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",

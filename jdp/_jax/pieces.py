@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, parts_of_scan, read
 
 
-class Sharded(NamedTuple):
+class ShardedOperand(NamedTuple):
     """An operand that is cut: `gather(value, axis, dtype)` is the array whole, where `value` is cut along that axis.
 
     The value is an array or a tree of them, of one rank. With a dtype that is narrower than its own it travels so.
@@ -32,15 +32,15 @@ class Sharded(NamedTuple):
 
 
 def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: bool = False) -> list[Any]:
-    """Returns the outputs of a closed jaxpr. Operands that are `Sharded` are gathered where they are used.
+    """Returns the outputs of a closed jaxpr. Operands that are `ShardedOperand` are gathered where they are used.
 
     A piece has parameters of at most so many bytes, or one parameter, or is one iteration of a scan.
     """
-    if not any(isinstance(x, Sharded) for x in operands):
+    if not any(isinstance(x, ShardedOperand) for x in operands):
         return jax.extend.core.jaxpr_as_fun(jaxpr)(*operands)
     jaxpr = without_calls(jaxpr)
     env = env_of(jaxpr, operands)
-    sharded = {v: x for v, x in env.items() if isinstance(x, Sharded)}
+    sharded = {v: x for v, x in env.items() if isinstance(x, ShardedOperand)}
     results = [v for v in jaxpr.jaxpr.outvars if not is_literal(v)]
     pieces = _pieces(jaxpr.jaxpr, sharded, most)
     alone = in_a_loop and len(pieces) == 1  # a loop itself keeps its forward and its backward pass apart
@@ -136,7 +136,7 @@ def _bytes(v: Any) -> int:
     return v.aval.size * v.aval.dtype.itemsize
 
 
-def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
+def _pieces(jaxpr: Any, sharded: dict[Any, ShardedOperand], most: int) -> list[_Piece]:
     views = {v: _View(v) for v in sharded}
     pieces = [_Piece()]
     for eqn in jaxpr.eqns:
@@ -155,7 +155,7 @@ def _pieces(jaxpr: Any, sharded: dict[Any, Sharded], most: int) -> list[_Piece]:
     return pieces
 
 
-def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Sharded]) -> list[Any]:
+def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, ShardedOperand]) -> list[Any]:
     """Returns the views that an equation has a body for, where they can be gathered.
 
     A checkpoint has a body for all. A scan has one for parameters that are cut along another axis than its own.
@@ -209,7 +209,7 @@ def _keeps(piece: _Piece) -> Callable[..., bool]:
 
 def _run_piece(
     piece: _Piece,
-    sharded: dict[Any, Sharded],
+    sharded: dict[Any, ShardedOperand],
     given: Sequence[Any],
     outs: Sequence[Any],
     most: int,
@@ -241,7 +241,7 @@ def _seen(x: Any, view: _View) -> Any:
     return x
 
 
-def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
+def _turned(sharded: dict[Any, ShardedOperand], view: _View) -> ShardedOperand:
     """Returns a view of what is cut, cut itself."""
     value, axis, gather = sharded[view.source]
     order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
@@ -254,10 +254,10 @@ def _turned(sharded: dict[Any, Sharded], view: _View) -> Sharded:
         return x
 
     turned = jax.tree.map(lambda x: jnp.transpose(x, order), value)
-    return Sharded(turned, order.index(axis), cast if view.eqns else gather)
+    return ShardedOperand(turned, order.index(axis), cast if view.eqns else gather)
 
 
-def _checkpoint(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
+def _checkpoint(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int) -> list[Any]:
     """Returns a checkpoint of the user's own, with its body in pieces."""
     (jaxpr,) = inside(eqn)
     cut = [None if is_literal(v) else within.get(v) for v in eqn.invars]
@@ -271,7 +271,7 @@ def _checkpoint(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> li
     return jax.checkpoint(run, **how)(*values)
 
 
-def _loop(eqn: Any, env: Env, within: dict[Any, Sharded], most: int) -> list[Any]:
+def _loop(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int) -> list[Any]:
     """Returns a scan, with its body in pieces."""
     (jaxpr,), params = inside(eqn), eqn.params
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)

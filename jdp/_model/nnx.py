@@ -17,7 +17,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 from .._core.global_arrays import put
-from .._core.inputs import USUAL, flat, no_further
+from .._core.inputs import USUAL, flatten_batch, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.replica_mesh import ReplicaMesh
@@ -345,7 +345,7 @@ def take_nodes(
     def is_one(x: Any) -> bool:
         return type(x) not in USUAL and (is_node(x) or isinstance(x, Scattered | Iterator))
 
-    leaves, treedef = flat(arguments, verb, root, is_one)
+    leaves, treedef = flatten_batch(arguments, verb, root, is_one)
     return treedef.unflatten([take(x) for x in leaves]), taken
 
 

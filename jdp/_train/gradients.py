@@ -25,7 +25,7 @@ from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
 from .forms import Forms, SeveralTerms, forms_of_outputs, forms_of_results, loss_value
-from .shards import Shards, axes_of_shards
+from .shards import ShardedParams, axes_of_shards
 from .state import first_difference
 from .terms import Sum, functions_of_terms_refused
 
@@ -91,7 +91,7 @@ def gradients(
             (diff, before), _, _ = signature.fill(values)
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
-            shards = Shards.of(signature, diff, cut, sent, steps > 1) if is_cut else None
+            shards = ShardedParams.of(signature, diff, cut, sent, steps > 1) if is_cut else None
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
@@ -141,7 +141,7 @@ def results_of_replica(
     values: Sequence[Any],
     diff: Tree,
     before: Held,
-    shards: Shards | None = None,
+    shards: ShardedParams | None = None,
 ) -> tuple[ReplicaResults, float]:
     """Returns a replica's results, not yet reduced over the replicas, and the weight of all replicas together."""
 
@@ -208,7 +208,7 @@ def differentiate(
     state: Tree,
     size: int,
     weight: float,
-    shards: Shards | None = None,
+    shards: ShardedParams | None = None,
     was_accepted: bool = False,
 ) -> ReplicaResults:
     """Returns the results of one microbatch. `was_accepted` says that an earlier trace has accepted the loss."""

@@ -13,7 +13,7 @@ from .._core.outputs import path_name
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
-from .._jax.pieces import Sharded, run_in_pieces
+from .._jax.pieces import ShardedOperand, run_in_pieces
 
 
 def axes_of_shards(signature: Signature) -> Tree:
@@ -22,7 +22,7 @@ def axes_of_shards(signature: Signature) -> Tree:
     return axes
 
 
-class Shards(NamedTuple):
+class ShardedParams(NamedTuple):
     """The differentiated leaves, which of them are cut over the replicas, and how the loss gets these whole."""
 
     leaves: list[Any]
@@ -34,13 +34,15 @@ class Shards(NamedTuple):
     apart: bool  # whether gradients of microbatches are added before they are summed over the replicas
 
     @staticmethod
-    def of(signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool) -> Shards | None:
+    def of(
+        signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool
+    ) -> ShardedParams | None:
         """Returns the shards, or None if all parameters are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
-        return Shards(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, apart)
+        return ShardedParams(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, apart)
 
     @property
     def mesh(self) -> ReplicaMesh:
@@ -69,7 +71,7 @@ class Shards(NamedTuple):
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, self.shapes()
         )
 
-    def at(self, number: Any) -> Shards:
+    def at(self, number: Any) -> ShardedParams:
         """Makes the shards depend on a microbatch number; otherwise the compiler gathers once, outside of the loop."""
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.apart else self
 
@@ -84,7 +86,7 @@ class Shards(NamedTuple):
             operands: list[Any] = []
             mine = zip(jax.tree.leaves(taken), self.leaves, self.axes, self.names, strict=True)
             for x, own, axis, name in mine:
-                operands.append(x if axis < 0 else Sharded((own, x) if self.apart else x, axis, gather_of(name)))
+                operands.append(x if axis < 0 else ShardedOperand((own, x) if self.apart else x, axis, gather_of(name)))
             out = run_in_pieces(jaxpr, [*operands, *jax.tree.leaves(rest)], MOST_AT_ONCE)
             return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

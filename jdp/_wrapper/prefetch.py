@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.agreement import Finish, begin, layout_of_all, without_rows
-from .._core.inputs import ARRAYS, flat
+from .._core.inputs import ARRAYS, flatten_batch
 from .._core.layout import Cut, Tree
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
@@ -103,7 +103,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
     layouts, convert = config.layouts_of(in_axes), _to_numpy(batches)
 
     def host(batch: Tree) -> Tree:
-        leaves, treedef = flat(batch, "prefetch", "batch", stop_at_objects)
+        leaves, treedef = flatten_batch(batch, "prefetch", "batch", stop_at_objects)
         return treedef.unflatten(map(convert, leaves))
 
     source = map(host, (batch for batch in batches))  # a loader that ends may begin again when it is asked once more

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.inputs import ARRAYS, axes_of, classify, flat, normal_axis
+from .._core.inputs import ARRAYS, axes_of, classify, flatten_batch, normal_axis
 from .._core.layout import Cut, Tree, is_key
 from .._core.scatter import Cutting, prepare
 from .._core.scattered import is_scattered
@@ -42,7 +42,7 @@ class Columns:
     """Data that is a tree of arrays. A batch is one part, cut out of each of them."""
 
     def __init__(self, config: Config, data: Tree) -> None:
-        leaves, treedef = flat(data, VERB, "data")
+        leaves, treedef = flatten_batch(data, VERB, "data")
         if any(map(is_scattered, leaves)):
             raise TypeError(f"jdp.{VERB}: data holds a jdp.Scattered; it is cut already. Pass the arrays.")
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdp._jax.jaxprs import equations
-from jdp._jax.pieces import Sharded, run_in_pieces, run_over
+from jdp._jax.pieces import ShardedOperand, run_in_pieces, run_over
 
 RANDOM = np.random.default_rng(0)
 W = {
@@ -49,7 +49,7 @@ class Gathers:
 def in_pieces(fn, w, x, most, gather, axis=1):
     """`fn(w, x)`, with all of `w` cut along an axis."""
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(w, x)
-    operands = [Sharded(leaf, axis, gather) for leaf in jax.tree.leaves(w)]
+    operands = [ShardedOperand(leaf, axis, gather) for leaf in jax.tree.leaves(w)]
     return jax.tree.unflatten(jax.tree.structure(shapes), run_in_pieces(jaxpr, [*operands, x], most))
 
 
