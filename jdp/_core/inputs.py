@@ -35,7 +35,7 @@ def is_sparse(x: Any) -> bool:
 
 
 def way_out(x: Any) -> str:
-    """Returns the expression that makes an array of `x`, for errors that want one."""
+    """Returns the expression that makes an array of `x`; errors advise it."""
     if is_sparse(x):
         return "x.todense()"
     if isinstance(x, Mapping):  # of a class that JAX does not look into

@@ -87,7 +87,7 @@ def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
 
 
 class FlatProgram:
-    """A program that takes flat lists of arrays, for replicas of one treedef and a batch of certain layouts.
+    """A program that takes flat lists of arrays. The treedef of the replicas and the layouts of the batch are its own.
 
     Each call flattens the parameters anyway, to see where they lie. JAX would flatten them again, and sort the keys of
     every dict. `run` takes the replicas' leaves that are donated, the others, and the arrays of inputs and kwargs.

@@ -62,7 +62,7 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
     # Only the loss is compared, not the placement of its parameters, and not how gradients are sent.
     plain: dict[str, Any] = dict(shard_optimizer=False, shard_params=False, gather_once=False, deterministic=False)
     plain |= dict(reduce_dtype=None, check_replicas=0, donate=False, sync_batch_norm=True)
-    alone = program.on(one, **plain, accumulate_steps=1)
+    alone = program.like(one, **plain, accumulate_steps=1)
     state_of_one, batch_of_one = _on_one(state, mesh, one), _whole_batch(batch, one)
     is_random, narrowest = _traced(alone, state_of_one, batch_of_one)
     if is_random:

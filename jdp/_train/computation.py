@@ -65,7 +65,7 @@ class Computation:
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
         self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
-        # Of the parameters, of what the optimizer sees of them, and of the other state, as they were when last noted.
+        # The last ones noted: of the parameters, of what the optimizer sees of them, and of the other state.
         self.inner_shardings: tuple[InnerShardings, ...] = ({}, {}, {})
 
     def shardings(self, state: TrainState) -> TrainState:

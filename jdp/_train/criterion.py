@@ -196,7 +196,8 @@ class Passes:
         (loss, metrics), cotangents, (direct, _) = self.differentiated(forms, outputs, replicas, inputs, kwargs)
         (grads,) = pull(cotangents)
         whole = Layout(treedef, (Stack(),) * len(params), (1,) * mesh.size, mesh, layout.dim, 1)
-        reduced = leaf_by_leaf(self.reduce((), _one_scattered(_a_tuple(Scattered(grads, whole)), layout), None))
+        arguments = _one_scattered((leaf_by_leaf(Scattered(grads, whole)),), layout)
+        reduced = leaf_by_leaf(self.reduce((), arguments, None))
         grads = _plus(reduced, direct)
         aux = metrics if self.loss.criterion else aux
         out = _whole(loss, layout), _replicated_tree(aux, layout)
@@ -250,7 +251,8 @@ class Passes:
             run = value if loss.criterion is None else _shared_out(value, mine, direct, layout)
             number, pull, metrics = jax.vjp(run, mine, direct, has_aux=True)
             cotangents, (of_diff, of_rows) = pull(jnp.ones_like(number))
-        of_rows = {i: jax.tree.map(lambda x, s: _like(x, s, layout), of_rows[i], _child(inputs, i)) for i in of_rows}
+        cut, as_cut = leaf_by_leaf(inputs), lambda x, s: padded(x, s._layout.arrays[0], layout)
+        of_rows = {i: jax.tree.map(as_cut, of_rows[i], cut[i]) for i in of_rows}
         return (number, metrics), cotangents, (of_diff, of_rows)
 
 
@@ -320,15 +322,6 @@ def padded(x: Any, leaf: Any, layout: Layout) -> Any:
     return _constrained(pad(x, leaf, len(layout.devices)), leaf.axis, layout)
 
 
-def _like(x: Any, s: Scattered, layout: Layout) -> Any:
-    (leaf,) = s._layout.arrays
-    return padded(x, leaf, layout)
-
-
-def _child(inputs: Scattered, i: int) -> Tree:
-    return leaf_by_leaf(inputs)[i]
-
-
 def _plus(found: Tree, direct: Tree) -> Tree:
     """Returns a tree of scattered arrays with `direct` added to them."""
     if not jax.tree.leaves(direct):
@@ -343,10 +336,6 @@ def _whole(x: Any, layout: Layout) -> Scattered:
 def _replicated_tree(tree: Tree, layout: Layout) -> Tree:
     """Returns the tree with its plain arrays replicated; scattered arrays stay as they are."""
     return jax.tree.map(lambda x: x if is_scattered(x) else _whole(x, layout), tree, is_leaf=is_scattered)
-
-
-def _a_tuple(s: Scattered) -> Tree:
-    return (leaf_by_leaf(s),)
 
 
 def _one_scattered(tree: Tree, layout: Layout) -> Scattered:

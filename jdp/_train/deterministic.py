@@ -1,4 +1,4 @@
-"""A step with the same bits on any number of devices: single-device programs, and one that exchanges their sums.
+"""A step with the same bits on any number of devices: programs for one device each, and one that adds their sums.
 
 All additions and roundings, except sums of two values, run in programs for one device. These are the same for any
 number of devices. A program for several devices would be compiled differently, and round differently.
@@ -133,7 +133,9 @@ class Deterministic:
         self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
         metrics, changed = of_others.unflatten(self._arrays(others, [None] * len(others[0])))
-        return self._placed(state), self._with_rows(metrics, parts, turns[-1].out), changed
+        if self._step.options.shard_optimizer:  # whose state was gathered, and is cut again
+            state = self._step.placed(state)
+        return state, self._with_rows(metrics, parts, turns[-1].out), changed
 
     def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
@@ -202,17 +204,14 @@ class Deterministic:
             for total, own in zip(sums, kept, strict=True)
         ]
 
-    def _chunk(self, batch: list[Any], d: int, k: int) -> list[Any]:
-        """Returns the chunk for turn k of device d, out of the device's part of the batch."""
-        return batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
-
     def _operands(
         self, state: list[Any], batch: list[Any], d: int, k: int, pick_own: Any = None, cotangents: Sequence[Any] = ()
     ) -> list[Any]:
-        """Returns the operands of a turn's first program."""
+        """Returns the operands of the first program of turn k on device d; its chunk is part of the device's batch."""
+        chunk = batch if self._layout.per_device == 1 else self._pick(batch, self._numbers[d][k])
         index = self._indices[d][k]
         own = pick_own(cotangents, index) if cotangents else []
-        return [*state, *self._chunk(batch, d, k), *own, index]
+        return [*state, *chunk, *own, index]
 
     def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
@@ -228,10 +227,6 @@ class Deterministic:
     def _whole(self, batch: list[Any]) -> list[Any]:
         """Returns the batch with None instead of rows; the update may read only the arrays of NNX objects."""
         return [x if leaf.axis is None else None for x, leaf in zip(batch, self._layout.arrays, strict=True)]
-
-    def _placed(self, state: TrainState) -> TrainState:
-        """Returns the state; with `shard_optimizer`, the optimizer's state is cut over the devices again."""
-        return self._step.placed(state) if self._step.options.shard_optimizer else state
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
         """Returns the metrics; those with an entry for each row are put together from the devices' parts."""

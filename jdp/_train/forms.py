@@ -148,7 +148,9 @@ def forms_of_results(
     for i, (path, x) in enumerate(paths):
         name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
         if i or not has_loss:
-            found.append(_form_of_metric(x, name, followed, at, weight))
+            is_term_of_numbers = is_term(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values())))
+            form_of = _form_of_term if is_term_of_numbers else _form_of_value
+            found.append(form_of(x, name, followed, at, weight))
         else:
             found.append(_form_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
         at += len(jax.tree.leaves(x))
@@ -216,12 +218,6 @@ def _form_of_loss(x: Any, followed: Followed, at: int, weight: float, name: str)
     else:
         followed.refuse_no_mean(at, name)
     return _form_of_mean(x.mean() if x.ndim else x, weight)
-
-
-def _form_of_metric(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
-    if is_term(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values()))):
-        return _form_of_term(x, name, followed, at, weight)
-    return _form_of_value(x, name, followed, at, weight)
 
 
 def _form_of_mean(x: Any, weight: float) -> tuple[Form, list[Any]]:

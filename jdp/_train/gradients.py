@@ -344,12 +344,6 @@ def has_cotangent(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _count_depends(jaxpr: Any, first: int) -> bool:
-    """Returns True if the count of a `jdp.Mean`, the third output, may have a derivative by a differentiated input."""
-    inputs = [i < first for i in range(len(jaxpr.in_avals))]
-    return reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))[2]
-
-
 def replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
     """Returns the function that a jaxpr was traced from."""
     run = jax.extend.core.jaxpr_as_fun(jaxpr)
@@ -361,7 +355,11 @@ def _check_count(jaxpr: Any, forms: Forms, differentiated: int) -> None:
 
     It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
     """
-    if forms.each[0].kind == "ratio" and (_count_depends(jaxpr, differentiated) or not is_backward_linear(jaxpr)):
+    if forms.each[0].kind != "ratio":
+        return
+    inputs = [i < differentiated for i in range(len(jaxpr.in_avals))]
+    _, _, count, *_ = reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
+    if count or not is_backward_linear(jaxpr):
         raise SeveralTerms
 
 

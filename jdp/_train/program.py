@@ -204,19 +204,15 @@ class Program(Computation):
         sent = sum(x.size * jnp.dtype(wire or x.dtype).itemsize for x in arrays)
         return compiler_options(self.config.mesh, sent, bool(self.options.shard_params))
 
-    def on(self, mesh: ReplicaMesh, **changed: Any) -> Program:
-        """Returns the same step on other devices, with these options changed."""
+    def like(self, mesh: ReplicaMesh | None = None, **changed: Any) -> Program:
+        """Returns the same step with these options changed, on the devices of this mesh, or (None) on its own."""
+        config = self.config if mesh is None else self.config.on(mesh)
         options = self.options._replace(**changed)
-        other = Program(self.config.on(mesh), self.loss_of, self.tx, self.view, options, self.label)
-        if mesh.inner_axes:
+        other = Program(config, self.loss_of, self.tx, self.view, options, self.label)
+        if mesh is None:
+            other.inner_shardings = self.inner_shardings
+        elif mesh.inner_axes:
             other.inner_shardings = tuple(on_other_mesh(inner, mesh) for inner in self.inner_shardings)
-        return other
-
-    def like(self, **changed: Any) -> Program:
-        """Returns the same step on the same devices, with these options changed."""
-        options = self.options._replace(**changed)
-        other = Program(self.config, self.loss_of, self.tx, self.view, options, self.label)
-        other.inner_shardings = self.inner_shardings
         return other
 
     def _compare_replicas(self, state: TrainState) -> None:

@@ -210,7 +210,7 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
 
     def alone() -> Call:
         one = _primary(mesh)
-        return step_call(program.on(one), shapes, spread(scattered, one))
+        return step_call(program.like(one), shapes, spread(scattered, one))
 
     return Call(
         label=f"train_step of {program.label}",

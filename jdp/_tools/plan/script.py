@@ -79,7 +79,7 @@ class Step:
         """Returns the same step on other devices, with `rows` on each, and its state kept in that way of `WAYS`."""
         params = (way or self.way) == "shard_params"
         changed = {"shard_params": params, "shard_optimizer": params or (way or self.way) == "shard_optimizer"}
-        return self.program.on(mesh, **changed), self.state, spread(self.batch, mesh, rows)
+        return self.program.like(mesh, **changed), self.state, spread(self.batch, mesh, rows)
 
 
 def capture_step(script: str, args: Sequence[str], values: bool = True) -> Step:
