@@ -174,7 +174,7 @@ class Layout:
         """The replicas on this process's devices; of devices that are only described, all."""
         return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_indices)
 
-    @property
+    @functools.cached_property
     def here(self) -> Layout:
         """The layout of this process's own chunks."""
         if self.mesh.exchange is None:
@@ -186,7 +186,7 @@ class Layout:
         )
         return Layout(self.treedef, leaves, tuple(self.rows[i] for i in own), mesh, self.dim, self.per_device)
 
-    @property
+    @functools.cached_property
     def children(self) -> tuple[Layout, ...]:
         """The layouts of the tree's children."""
         leaves = iter(self.leaves)

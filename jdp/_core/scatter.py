@@ -97,7 +97,7 @@ class Cutting(NamedTuple):
 
 
 def split(inputs: Tree, how: Cutting) -> Scattered:
-    """Scatters as `how` says; what is `Scattered` already stays so."""
+    """Scatters a batch as `how` says; what is `Scattered` already stays so."""
     try:
         batch = prepare(inputs, how)
     except Exception as error:
@@ -119,16 +119,16 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
 
 
 class Prepared(NamedTuple):
-    """A batch that was looked at: its arrays, not padded yet, and what they are."""
+    """A batch before it is padded and placed: its arrays and their layout."""
 
     arrays: list[Any]
-    layout: Layout  # where there is an outline, that of this process's own chunks
-    outline: Outline | None = None  # what the other processes must be told, and tell, before the rows of all are known
+    layout: Layout  # if there is an outline, the layout of this process's own chunks
+    outline: Outline | None = None  # what the processes must exchange before they know the rows of all
     nodes: Mapping[int, Any] = {}  # the NNX objects that were taken out of it
 
 
 def prepare(inputs: Tree, how: Cutting) -> Prepared:
-    """Looks at a batch: what each leaf is, and how many rows each chunk has."""
+    """Finds what each leaf of a batch is, and how many rows each chunk has."""
     several = how.mesh.spans_processes
     if several and not trace_state_clean() and not capturing():
         raise ValueError(_called_while_traced(how.verb))
@@ -169,7 +169,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
 
 
 def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, ...]:
-    """Returns the rows of each replica, of what all processes have said of each device; `own` is this one's layout.
+    """Returns the rows of each replica; `found` has those of each device, and `own` is this process's layout.
 
     Raises:
         ValueError: the number of replicas is fixed, and a process has other rows than its replicas should have.
@@ -252,7 +252,7 @@ def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
 def _look(
     leaves: Sequence[Any], axes: Sequence[Any], how: Cutting, name: Callable[[int], str]
 ) -> tuple[list[Any], list[Leaf]]:
-    """Returns the leaves, in forms that JAX takes, and what each is; a `Cut` that is new has no sizes yet."""
+    """Returns the leaves as JAX takes them, and what each is; a `Cut` of an array that came whole has no sizes yet."""
     values: list[Any] = []
     specs: list[Leaf] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
@@ -305,7 +305,7 @@ def _chunk_rows(
     how: Cutting,
     name: Callable[[int], str],
 ) -> tuple[int, ...]:
-    """Returns the rows of each chunk: of what came scattered, else those asked for, else by torch's rule."""
+    """Returns the rows of each chunk: those of what came scattered, or the sizes asked for, or by torch's rule."""
     cut = [
         (x, spec.axis, i)
         for i, (x, spec) in enumerate(zip(values, specs, strict=True))
@@ -337,7 +337,7 @@ def _chunk_rows(
 
 
 def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
-    """Returns the arrays, padded, as a `Scattered`: on the devices, but for numpy arrays where not `place`."""
+    """Returns the arrays, padded, as a `Scattered`, on the devices; without `place` numpy arrays stay on the host."""
     own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_pad_leaf(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]

@@ -1,9 +1,9 @@
 """Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
 
-A piece is a part of the program, with the parameters that it uses. What is gathered is forgotten after it: the backward
-pass gathers the piece again. Products with parameters, convolutions, random numbers and the like are kept for it.
-Values that are made of them element by element, and products of rows with each other, are computed again. What a scan
-runs over is gathered in its body, one iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+A piece is a part of the program, with the parameters that it uses. They are dropped after it, and gathered again in the
+backward pass. Products with parameters, convolutions, random numbers and the like are kept for the backward pass. It
+computes again what is made of them element by element, and products of rows with each other. What a scan runs over is
+gathered in its body, one iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, parts_o
 
 
 class ShardedOperand(NamedTuple):
-    """An operand that is cut: `gather(value, axis, dtype)` is the array whole, where `value` is cut along that axis.
+    """An operand that is cut along `axis`: `gather(value, axis, dtype)` returns the whole array.
 
-    The value is an array or a tree of them, of one rank. With a dtype that is narrower than its own it travels so.
+    The value is an array, or a tree of arrays of one rank. It travels in `dtype`, which may be narrower than its own.
     """
 
     value: Any
@@ -76,21 +76,21 @@ def without_calls(jaxpr: Any) -> Any:
 
 
 class _View(NamedTuple):
-    """A parameter, or what casts and transposes make of it; it is made again wherever it is used."""
+    """A parameter, or the result of casts and transposes of it, which are done again in each piece that uses it."""
 
     source: Any
     eqns: tuple[Any, ...] = ()
 
     @property
     def narrow(self) -> Any:
-        """The dtype that it is cast to, where it travels so."""
+        """The dtype that the parameter travels in: the first one that it is cast to, if that is narrower."""
         own = self.source.aval.dtype
         casts = [eqn.outvars[0].aval.dtype for eqn in self.eqns]
         found = next((dtype for dtype in casts if dtype != own), own)
         return found if found.itemsize < own.itemsize and jnp.issubdtype(found, jnp.floating) else own
 
     def order(self) -> tuple[int, ...]:
-        """Returns the parameter's axes, as they follow each other in it."""
+        """Returns the parameter's axes, in their order in the view."""
         axes = tuple(range(self.source.aval.ndim))
         for eqn in self.eqns:
             axes = tuple(axes[i] for i in eqn.params.get("permutation", range(len(axes))))
@@ -113,17 +113,17 @@ class _Piece:
 
     @property
     def gathered(self) -> dict[Any, _View]:
-        """What it gathers itself."""
+        """The views whose parameters it gathers itself."""
         return {v: view for v, view in self.views.items() if v not in self.within}
 
     def takes(self, views: dict[Any, _View], most: int) -> bool:
-        """Returns True if these fit into it."""
+        """Returns True if the parameters of these views fit into it."""
         have = dict.fromkeys(self.sources)
         want = have | dict.fromkeys(view.source for view in views.values())
         return not have or len(want) == len(have) or sum(map(_bytes, want)) <= most
 
     def reads(self) -> list[Any]:
-        """Returns what comes from outside of it, but for parameters."""
+        """Returns the variables that come from outside of it, except parameters."""
         own = {v for eqn in self.eqns for v in eqn.outvars}.union(self.views)
         found = [v for eqn in self.eqns for v in eqn.invars if not is_literal(v)]
         return [*dict.fromkeys(v for v in found if v not in own)]

@@ -46,7 +46,7 @@ Copies = dict[int, tuple[Any, Sequence[Any]]]
 
 
 class TurnPrograms(NamedTuple):
-    """The programs that each replica runs in its turn."""
+    """The programs that a replica runs in its turn, one after the other; between two of them replicas exchange sums."""
 
     segments: list[Segment]
     parts: Parts  # the shapes of its results
@@ -85,9 +85,9 @@ class Deterministic:
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._copies = step, layout, copies
         self._devices: list[Any] = list(layout.mesh.own.devices)
-        # The compiled programs, by the shapes of the operands: the turns, of which a loss of all rows has two; for each
-        # device the program of that loss, if there is one, and that of the update; and two treedefs of the update's
-        # results: that of the state, and that of the metrics and the updates of NNX objects.
+        # The compiled programs, by the shapes of the operands. First the turns: one, or two for a loss of all rows with
+        # the programs of that loss between them, one for each device. Then the update's programs, one for each device.
+        # Last two treedefs of its results: of the state, and of the metrics with the updates of NNX objects.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((self._devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
@@ -111,22 +111,22 @@ class Deterministic:
         key = _shape_key((states[0], batches[0]))
         if key not in self._compiled:
             self.lower(state, arrays).compile()
-        turns, judges, updates, (of_state, of_others) = self._compiled[key]
-        judged: list[Any] = [None] * len(states)
+        turns, loss_programs, updates, (of_state, of_others) = self._compiled[key]
+        from_all_rows: list[Any] = [None] * len(states)
         cotangents: list[list[Any]] = [[] for _ in states]
-        if judges:
+        if loss_programs:
             forward, _ = turns
             first = self._turns(forward, states, batches, cotangents)
             sums, _ = self._together([x.sums for x in first], [[] for _ in first])
             rows, whole = self._everywhere(forward.out, first, arrays)
-            operands = zip(judges, states, whole, rows, sums, strict=True)
-            found = [judge(*of_device) for judge, *of_device in operands]
+            operands = zip(loss_programs, states, whole, rows, sums, strict=True)
+            found = [loss_program(*of_device) for loss_program, *of_device in operands]
             cotangents = [x for _, x in found]
-            judged = [x for x, _ in found] if self._step.loss.criterion else judged
+            from_all_rows = [x for x, _ in found] if self._step.loss.criterion else from_all_rows
         parts = self._turns(turns[-1], states, batches, cotangents)
         sums, of_primary = self._together([x.sums for x in parts], [x.of_primary for x in parts])
         found = [x._replace(sums=s, of_primary=t, rows=[]) for x, s, t in zip(parts, sums, of_primary, strict=True)]
-        operands = zip(updates, states, map(self._whole, batches), found, judged, strict=True)
+        operands = zip(updates, states, map(self._whole, batches), found, from_all_rows, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         leaves = self._arrays(after, [None] * len(after[0]))
         self._copies.clear()
@@ -263,8 +263,8 @@ class Deterministic:
         found, parts = segments(turn, operands, self._layout, self.__name__)
         return TurnPrograms(found, parts, outs[-1])
 
-    def _judge(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
-        """Returns the single-device program of the loss of all rows, and a `Leaf` for each cotangent it returns."""
+    def _loss_of_all_rows(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
+        """Returns the program of a loss of all rows, for one device, and a `Leaf` for each cotangent it returns."""
         out, passes = forward.out, Passes(self._step.loss, self._step.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
@@ -272,18 +272,18 @@ class Deterministic:
         each: list[int] = jax.tree.leaves(outputs)
         leaves: list[Leaf] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
 
-        def judge(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
+        def loss_program(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
             scattered = Scattered(batch, alone)
             replicas, inputs, _ = self._step.operands(self._treedef.unflatten(state), scattered)
             values = put_together(Parts(sums, [[None]] * len(out.rules), [None] * len(out.rules), []), out)
             for i, x in zip(numbers, rows, strict=True):
                 (values[i],) = unpadded(Scattered((x,), alone.of(LEAF, [leaf_of[i]])))
             outputs, *_, forms = out.treedef.unflatten(values)
-            judged, cotangents, _ = passes.differentiated(forms, outputs, replicas, inputs, None)
-            return judged, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
+            from_all_rows, cotangents, _ = passes.differentiated(forms, outputs, replicas, inputs, None)
+            return from_all_rows, [padded(ct, leaf, alone) for ct, leaf in zip(cotangents, leaves, strict=True)]
 
-        judge.__name__ = judge.__qualname__ = f"criterion_of_{self._step.label}"
-        return jax.jit(judge), leaves
+        loss_program.__name__ = loss_program.__qualname__ = f"criterion_of_{self._step.label}"
+        return jax.jit(loss_program), leaves
 
     def _traced(self, state: list[Any], batch: list[Any], arrays: Sequence[Any]) -> tuple[list[TurnPrograms], Any, Any]:
         """Returns a step's turns; for a loss of all rows, also the program between them and its operands' shapes."""
@@ -295,23 +295,23 @@ class Deterministic:
             return [self._turn(step.call_of, operands)], None, None
         except SeveralTerms:
             forward = self._turn(forward_of(step.loss, steps), operands)
-        judge, leaves = self._judge(forward)
+        loss_program, leaves = self._loss_of_all_rows(forward)
         rows, whole, sums = self._shapes_of_all(forward, arrays)  # shapes, because nothing has run yet
         shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
         own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
-        own = jax.eval_shape(own_chunks, jax.eval_shape(judge, *shapes)[1], operands[-1])
+        own = jax.eval_shape(own_chunks, jax.eval_shape(loss_program, *shapes)[1], operands[-1])
         backward = gradients(step.loss._replace(is_backward=True), steps, step.options.reduce_dtype)
         turn = self._turn(backward, [*operands[:-1], *own, operands[-1]], leaves)
-        return [forward, turn._replace(pick_own=jax.jit(own_chunks))], judge, shapes
+        return [forward, turn._replace(pick_own=jax.jit(own_chunks))], loss_program, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
         """Returns the program that computes the next state, and `trees`: its results' treedefs, set by tracing it."""
         trees: list[Any] = []
 
-        def update(leaves: list[Any], arrays: list[Any], parts: Parts, judged: Any) -> Any:
+        def update(leaves: list[Any], arrays: list[Any], parts: Parts, from_all_rows: Any) -> Any:
             state = self._treedef.unflatten(leaves)
             found = self._step.read(state, out.treedef.unflatten(put_together(parts, out)))
-            found = found if judged is None else found._replace(out=judged)
+            found = found if from_all_rows is None else found._replace(out=from_all_rows)
             after, *others = self._step.updated(state, Scattered(arrays, self._alone), found)
             flat, of_others = jax.tree.flatten(others)
             leaves, of_state = jax.tree.flatten(after)
@@ -324,24 +324,24 @@ class Deterministic:
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> types.SimpleNamespace:
         """Returns the step's programs: `as_text()`, which the processes compare, and `compile()`, for every device."""
         (states, batches), devices = self._apart(state, arrays), self._devices
-        turns, judge, shapes = self._traced(states[0], batches[0], arrays)
+        turns, loss_program, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
-        lowered += [judge.lower(*_on_device(shapes, d)) for d in devices] if judge else []
+        lowered += [loss_program.lower(*_on_device(shapes, d)) for d in devices] if loss_program else []
 
         def compile() -> None:
-            judged: list[Any] = [None] * len(devices)
+            from_all_rows: list[Any] = [None] * len(devices)
             if self._step.loss.criterion:
-                result = jax.eval_shape(judge, *shapes)[0]
-                judged = [_on_device(result, device) for device in devices]
+                result = jax.eval_shape(loss_program, *shapes)[0]
+                from_all_rows = [_on_device(result, device) for device in devices]
             after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]
-            operands = zip(states, map(self._whole, batches), after, judged, strict=True)
+            operands = zip(states, map(self._whole, batches), after, from_all_rows, strict=True)
             updates = [update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
             ready = [one._replace(programs=[[next(programs) for _ in devices] for _ in one.segments]) for one in turns]
-            judges = [next(programs) for _ in devices] if judge else []
-            self._compiled[_shape_key((states[0], batches[0]))] = ready, judges, [*programs], trees
+            loss_programs = [next(programs) for _ in devices] if loss_program else []
+            self._compiled[_shape_key((states[0], batches[0]))] = ready, loss_programs, [*programs], trees
 
         text = "\n".join(x.as_text() for x in lowered[:: len(devices)])
         return types.SimpleNamespace(as_text=lambda: text, compile=compile)

@@ -44,7 +44,7 @@ class Followed:
 
     The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
     If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
-    and its values are judged by two traces with fixed numbers.
+    and two traces with fixed numbers tell how its values depend on the rows.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Followed:
     @property
     def _traced(self) -> row_traces.Traced | None:
         found = self._counted() if self.rows is not None else None
-        return found if found is not None and [x.ndim for x in found.avals] == [*map(len, self.leaves)] else None
+        return (
+            found if found is not None and [x.ndim for x in found.jaxpr.out_avals] == [*map(len, self.leaves)] else None
+        )
 
     @functools.cached_property
     def _by_sizes(self) -> tuple[list[int | str | None], str]:

@@ -155,7 +155,7 @@ def loss_of(
         refuse_written(writes, diff_state, trained, verb, (held.graph, args, kwargs), looked_at)
         return loss, aux, held._replace(variables=after)
 
-    def judge(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
+    def run_criterion(outputs: Tree, diff: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
         plain, diff_state = diff
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
@@ -166,7 +166,7 @@ def loss_of(
     left = functools.partial(leave, reduce=reduce_state)
     loss = Loss(compute, verb, left, Recent(), tuple(roles.rows.values()), sync)
     is_direct = any(position for position, _, _ in roles.wanted)
-    return loss if criterion is None else loss._replace(criterion=judge, is_direct=is_direct)
+    return loss if criterion is None else loss._replace(criterion=run_criterion, is_direct=is_direct)
 
 
 def called(verb: str, criterion: Any, *args: Any) -> Any:
@@ -344,12 +344,12 @@ def variables_loss(
         marked = {name: mark_state(new[name], old[name], name, reduce_state, None) for name in old}
         return marked, leave(after, before, reduce_state)
 
-    def judge(outputs: Tree, _: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
+    def run_criterion(outputs: Tree, _: Tree, held: Held, args: Sequence[Any]) -> tuple[Any, Tree]:
         if held.graph is not None:
             args = put_nodes(args, own_nodes(held.graph, (held.variables,)))
         return of_criterion(criterion, outputs, args, reserved)
 
-    return Loss(compute, VERB, leave_all, Recent(), sync=sync, criterion=None if criterion is None else judge)
+    return Loss(compute, VERB, leave_all, Recent(), sync=sync, criterion=None if criterion is None else run_criterion)
 
 
 @contextlib.contextmanager

@@ -94,10 +94,10 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
         config, wrt = dp._config, hashable(tx.wrt)
         roles = Roles(((0, (0,), wrt),), has_aux=True, whole=(0,), arity=2)
-        judge = None
+        run_criterion = None
         if criterion is not None:
-            judge = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
-        loss = functools.partial(loss_of, two, roles, VERB, config.axis_name, config.reduce_state, judge)
+            run_criterion = lambda outputs, batch: of_criterion(criterion, outputs, (batch,), options.reserved)  # noqa: E731
+        loss = functools.partial(loss_of, two, roles, VERB, config.axis_name, config.reduce_state, run_criterion)
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
         self._program.note_shardings(*self._replicated([]))
         state = self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ()))

@@ -1,4 +1,4 @@
-"""The training step for variables, and what it shares with that for an NNX module."""
+"""`TrainStep`, the training step for variables, and `Step`, which has what it shares with the step of an NNX module."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from .step_options import StepOptions, check_shards, resolved
 from .value_and_grad import check_differentiable, refuse_overwritten
 
 Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
-"""What a step begins with: the state, the batch, the state's leaves, and the NNX objects of the batch."""
+"""The operands of a step: the state, the batch, the state flattened, and the NNX objects of the batch."""
 
 Last = TypeVar("Last")
-"""What a step keeps of the last call: the state, or of NNX the metrics."""
+"""The type of what a step keeps of its last call: the state, or for NNX the metrics."""
 
 NO_STEP: Any = ()  # in place of the count of steps, in a state that is made to ask for shardings alone
 
 
 class Step(Generic[Last]):
-    """What the steps of variables and of NNX share."""
+    """The part of a training step that does not depend on the kind of model."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class TrainStep(Step[TrainState]):
             return program.find_nonfinite(state, scattered)
 
     def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
-        """Returns what a step begins with; if it donates the state, copies of the arrays that no step made."""
+        """Returns the operands of a step. If it donates the state, arrays that no step made are copied first."""
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)

@@ -99,9 +99,11 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    judge = checked_criterion(criterion, VERB)
-    if judge is not None and not isinstance(judge, Hashable):
-        judge = made_once(judge, (VERB, "criterion"), lambda stand_in: stand_in)  # known by identity, as loss_fn is
+    hashable_criterion = checked_criterion(criterion, VERB)
+    if hashable_criterion is not None and not isinstance(hashable_criterion, Hashable):
+        hashable_criterion = made_once(
+            hashable_criterion, (VERB, "criterion"), lambda stand_in: stand_in
+        )  # known by identity, as loss_fn is
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -109,7 +111,7 @@ def value_and_grad(
         check_steps(VERB, accumulate_steps),
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
-        judge,
+        hashable_criterion,
     )
     config: Config = dp._config
     calls = made_once(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())

@@ -1,7 +1,7 @@
 """One call of a wrapper, from top to bottom: `apply` (of an NNX model `run_nnx`), `four_steps`, and the four steps.
 
-A call like one that ran goes straight to its program. Every other one is made ready, so that no NNX object is left
-among its arguments, and takes the four steps, which a subclass may replace.
+A call like one that ran before goes straight to its program. Any other call takes the four steps, which a subclass may
+replace; before them, each NNX object among its arguments is replaced by a stand-in.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _known_result(dp: Wrapper[object], program: FlatProgram, out: tuple[Any, ...
 
 
 def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
-    """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and updated."""
+    """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and then updated."""
     config = dp._config
     cut = {}
     for name, axis in config.state_axes.items():
@@ -142,7 +142,7 @@ def four_steps(
     cut: Mapping[str, Scattered],
     home: Tree,
 ) -> Any:
-    """Runs the four steps. With parameters and NNX objects it returns the result, and the updates of the objects.
+    """Runs the four steps, and returns the result; for parameters that are `Held`, also the updates of the NNX objects.
 
     `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: the part of
     the parameters that decides where results go; None stands for all of them.
@@ -188,7 +188,7 @@ def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any,
 
 
 def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
-    """Returns True if results stay over the replicas, because they come back where the parameters live."""
+    """Returns True if results stay spread over the replicas, because the parameters live on all of them."""
     if in_place:
         return bool(jax.tree.leaves(params))
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
