@@ -103,7 +103,7 @@ def refuse_other_axes(
     if not open_ones:
         return
     traced = row_traces.trace(run, operands, cut) or row_traces.trace(run, operands, cut, row_traces.PRIMES[0])
-    if traced is None or len(traced.avals) != len(leaves):
+    if traced is None or len(traced.jaxpr.out_avals) != len(leaves):
         return  # the function takes no other number of rows
     for i in open_ones:
         axis, at = traced.axis(i), dim % leaves[i].ndim

@@ -176,8 +176,8 @@ def evaluate_eqn(eqn: Any, env: Env) -> None:
     env.update(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
 
 
-class Value(NamedTuple):
-    """What is known of a value: whether replicas may differ in it, and what it comes from."""
+class ReplicaValue(NamedTuple):
+    """How a value depends on the replica: whether it may differ between replicas, and what it comes from."""
 
     varying: bool
     reduced: Any = None  # the last collective; of what differs, one that gave it the parts of other replicas, too
@@ -185,18 +185,20 @@ class Value(NamedTuple):
     groups: Any = None  # of what differs and came through collectives within groups of replicas only: those
 
 
-SAME, VARYING = Value(False), Value(True)
+SAME, VARYING = ReplicaValue(False), ReplicaValue(True)
 
 
-def varying(jaxpr: Any, inputs: Sequence[Value], axis_name: str, of: Sequence[Any] | None = None) -> list[Value]:
+def varying(
+    jaxpr: Any, inputs: Sequence[ReplicaValue], axis_name: str, of: Sequence[Any] | None = None
+) -> list[ReplicaValue]:
     """Returns what is known of the outputs of a jaxpr (or `of` other variables in it), given that of its inputs.
 
     JAX's own types (`check_vma=True`) would tell, but real models do not pass that check.
     """
     jaxpr = opened(jaxpr)
-    known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known: dict[Any, ReplicaValue] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(v: Any) -> Value:
+    def read(v: Any) -> ReplicaValue:
         return SAME if is_literal(v) else known.get(v, SAME)
 
     for eqn in jaxpr.eqns:
@@ -217,7 +219,7 @@ _COLLECTORS = {
 }
 
 
-def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+def _equation(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[ReplicaValue]:
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
     if axis_name in axes(eqn):
         # A collective of several arrays is one of each.
@@ -235,7 +237,7 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     joined = _joined_values(inputs)
     # Something in it communicates over the axis, or asks for the replica's index.
     if any(axis_name in axes(e) for body in inside(eqn) for e in equations(body)):
-        return [Value(True, None, joined.sources)] * n
+        return [ReplicaValue(True, None, joined.sources)] * n
     if name in _COLLECTORS:
         at = _COLLECTORS[name]
         parts, indices = [*inputs[: at.start], *inputs[at.stop :]], inputs[at]
@@ -245,14 +247,14 @@ def _equation(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
     return [joined] * n
 
 
-def _collective(eqn: Any, value: Value) -> Value:
+def _collective(eqn: Any, value: ReplicaValue) -> ReplicaValue:
     if eqn.params.get("axis_index_groups") is None:
-        return Value(eqn.primitive.name not in REDUCERS, eqn, value.sources)
+        return ReplicaValue(eqn.primitive.name not in REDUCERS, eqn, value.sources)
     if not value.varying or value.reduced is not None:
-        return Value(True, eqn, value.sources)
+        return ReplicaValue(True, eqn, value.sources)
     # One round within groups leaves the rows of the others out; a second, across them, brings them in.
     groups = _connected([*(value.groups or ()), *map(frozenset, eqn.params["axis_index_groups"])])
-    return Value(True, eqn if len(groups) == 1 else None, value.sources, groups)
+    return ReplicaValue(True, eqn if len(groups) == 1 else None, value.sources, groups)
 
 
 def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
@@ -264,19 +266,19 @@ def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
     return frozenset(found)
 
 
-def _joined_values(values: Sequence[Value]) -> Value:
+def _joined_values(values: Sequence[ReplicaValue]) -> ReplicaValue:
     sources = 0
     for v in values:
         sources |= v.sources
     apart = [v for v in values if v.varying]
     if any(v.reduced is None for v in apart):
         groups = {v.groups for v in apart}
-        return Value(True, None, sources, groups.pop() if len(groups) == 1 else None)
+        return ReplicaValue(True, None, sources, groups.pop() if len(groups) == 1 else None)
     found = sorted((v for v in apart or values if v.reduced is not None), key=is_exchanged)
-    return Value(bool(apart), found[-1].reduced if found else None, sources)
+    return ReplicaValue(bool(apart), found[-1].reduced if found else None, sources)
 
 
-def _scan_rule(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+def _scan_rule(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[ReplicaValue]:
     body, length = parameter(eqn, "jaxpr"), parameter(eqn, "length")
     consts, carry, xs = parts_of_scan(eqn, inputs)
     while True:  # each round more is known to differ, or to depend on something, or it is the last
@@ -287,7 +289,7 @@ def _scan_rule(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
         carry = after
 
 
-def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
+def _while(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[ReplicaValue]:
     condition, step = parameter(eqn, "cond_jaxpr"), parameter(eqn, "body_jaxpr")
     first = parameter(eqn, "cond_nconsts")
     last = first + parameter(eqn, "body_nconsts")
@@ -296,19 +298,19 @@ def _while(eqn: Any, inputs: list[Value], axis_name: str) -> list[Value]:
         (goes_on,) = varying(condition, [*cond, *carry], axis_name)
         outputs = varying(step, [*body, *carry], axis_name)
         # Replicas that take different numbers of rounds end with different values.
-        rounds = goes_on if goes_on.varying else Value(False, None, goes_on.sources)
+        rounds = goes_on if goes_on.varying else ReplicaValue(False, None, goes_on.sources)
         after = [_joined_values([a, b, rounds]) for a, b in zip(carry, outputs, strict=True)]
         if _alike(after, carry):
             return after
         carry = after
 
 
-def _alike(a: Sequence[Value], b: Sequence[Value]) -> bool:
+def _alike(a: Sequence[ReplicaValue], b: Sequence[ReplicaValue]) -> bool:
     known = [[(v.varying, v.reduced is None, v.sources, v.groups) for v in values] for values in (a, b)]
     return known[0] == known[1]
 
 
-def is_exchanged(value: Value) -> bool:
+def is_exchanged(value: ReplicaValue) -> bool:
     """Returns True if a collective has brought something of other replicas into it."""
     return value.reduced is not None and value.reduced.primitive.name != "axis_index"
 

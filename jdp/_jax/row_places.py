@@ -1,9 +1,9 @@
 """Tells whether a function makes each row of its results from that row of its inputs alone, at the same place.
 
-Such a function may be given more rows than there are, and the rest of its results be dropped: neither its results nor
-their derivatives change. Two traces for two numbers of rows show it: an array has rows along the axis that differs
-between them, and what is equal in both is the same for any number of rows. A trace that cannot be followed, or that
-asks for the number of rows, is taken for one that mixes them.
+Such a function may get more rows than there are, if the results of these are dropped: the others do not change, and
+neither do their derivatives. Traces for two numbers of rows tell: an array has rows along the axis whose size differs
+between them, and what is equal in both is the same for any number of rows. A function that cannot be followed, or that
+asks for the number of rows, counts as one that mixes rows.
 """
 
 from __future__ import annotations
@@ -187,12 +187,12 @@ def _elementwise(e: _Eqn) -> bool:
 
 
 def _apart_from_rows(key: str) -> Callable[[_Eqn], bool]:
-    """Returns what works along one axis, or some, which are not that of the rows."""
+    """Returns a rule for what works along one axis or more, which must not be that of the rows."""
     return lambda e: _elementwise(e) and e.j not in jax.tree.leaves(e.params[key])
 
 
 def _without(key: str) -> Callable[[_Eqn], bool]:
-    """Returns what takes axes away."""
+    """Returns a rule for what takes axes away, which must not be that of the rows."""
 
     def rule(e: _Eqn) -> bool:
         gone = e.params[key]
@@ -274,7 +274,7 @@ def _top_k(e: _Eqn) -> bool:
 
 
 _Rule = Callable[[_Eqn], bool]
-# What is made of operands with rows.
+# For results that are made of operands with rows.
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_primitives("cumsum cumprod cummax cummin cumlogsumexp"), _apart_from_rows("axis")),
@@ -299,7 +299,7 @@ _RULES: dict[str, _Rule] = {
     "top_k": _top_k,
     "transpose": lambda e: e.params["permutation"][e.j] == e.k,
 }
-# What makes rows out of operands without rows: if it made fewer, they would be the first of these.
+# For rows that are made of operands without rows: fewer rows would be the first of these.
 _MADE: dict[str, _Rule] = {
     "broadcast_in_dim": lambda e: True,
     "iota": lambda e: True,

@@ -75,11 +75,6 @@ class Traced:
         """Whether the function has values in it of a program that is traced around it."""
         return any(isinstance(x, Tracer) for x in self.jaxpr.consts)
 
-    @property
-    def avals(self) -> list[Any]:
-        """The outputs' avals, flattened."""
-        return list(self.jaxpr.out_avals)
-
     def axis(self, i: int) -> int | str | None:
         """Returns the one axis of output i whose size is a multiple of b; None if none depends on b; else why not."""
         out = opened(self.jaxpr).outvars[i]
@@ -100,7 +95,7 @@ class Traced:
 
         The replicas' outputs are joined along that axis, so those of all rows would come in another order.
         """
-        shape = self.avals[i].shape
+        shape = self.jaxpr.out_avals[i].shape
         return self._values[i].joined and any(self.rows.power(n) == 1 and n != self.rows.size for n in shape)
 
     def is_followed(self, i: int) -> bool:
@@ -113,7 +108,7 @@ class Traced:
         return self._values[i].kind == Kind.CONST and self._values[i].degree != 0
 
     def faults(self, kind: TermKind, at: Sequence[int]) -> list[Fault | None]:
-        """Returns why outputs are not what they are taken for; None for one that is, or that cannot be followed.
+        """Returns for each output why it is not what it is taken for; None for one that is, or that cannot be followed.
 
         A "mean" over the rows is a scalar. A "sum" is what replicas add up, a "count" a total and a count that are
         divided after that, and "rows" have an entry for each row; those of a "vector" are only averaged.
@@ -159,7 +154,7 @@ class Traced:
         try:
             return reader.read(self.jaxpr, inputs), reader
         except NotImplementedError:  # this version of JAX has other equations than those known here
-            return [UNKNOWN] * len(self.avals), reader
+            return [UNKNOWN] * len(self.jaxpr.out_avals), reader
 
 
 def is_backward_linear(jaxpr: Any) -> bool:

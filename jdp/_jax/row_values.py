@@ -1,4 +1,4 @@
-"""What is known of a value of a jaxpr: how it is made of the rows, and with which power of their number it grows.
+"""How a value of a jaxpr depends on the rows: how it is made of them, and with which power of their number it grows.
 
 `RowCount` tells which axes have rows, and what an equation does along them. The number of rows is a symbol `b`, or a
 multiple of a prime, whose multiples are recognised. Two traces side by side tell more: what differs between them
@@ -26,7 +26,7 @@ Entries = Literal["row", "column", "diagonal", "pairs"]
 
 
 class Kind(enum.IntEnum):
-    """What a value is to the rows. The kind of a result is the largest of its operands, if no rule says otherwise."""
+    """How a value depends on the rows. A result is of the largest kind of its operands, if no rule says otherwise."""
 
     CONST = 0  # does not depend on the rows
     SHARED = 1  # a mean over the rows that came through a collective: as CONST, but it depends on them
@@ -36,7 +36,7 @@ class Kind(enum.IntEnum):
 
 
 class Fault(NamedTuple):
-    """What makes a value no linear function of sums over the rows."""
+    """Why a value is not a linear function of sums over the rows, or not what it is taken for."""
 
     kind: Blame
     at: tuple[Any, ...]  # the equation to blame, then those around it
@@ -55,7 +55,7 @@ class Fault(NamedTuple):
 
 
 class RowValue(NamedTuple):
-    """What is known of a value."""
+    """How a value depends on the rows."""
 
     kind: Kind
     degree: int | None = 0  # the power of b; None where it is another function of b
@@ -158,7 +158,7 @@ _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
 
 
 class OtherTrace:
-    """Two jaxprs of one function, traced with numbers of rows that are twice these primes; pairs what is in them."""
+    """Pairs the variables and equations of two jaxprs of one function, traced for rows that are twice these primes."""
 
     def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
         """Raises a `ValueError` where the two have different equations."""

@@ -27,7 +27,7 @@ from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, 
 from .step_options import StepOptions
 from .terms import finished
 
-Leaves = tuple[list[Any], Any]
+Flat = tuple[list[Any], Any]
 """A tree's leaves and its treedef."""
 Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[str, Any]]]
 """Stores the results of a step: the state, its leaves, the metrics, and the updates of NNX objects in the batch."""

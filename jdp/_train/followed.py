@@ -133,7 +133,7 @@ class Followed:
         found: list[row_traces.Traced] = []
         for prime in row_traces.PRIMES:
             traced = self._counted(prime)
-            if traced is None or len(traced.avals) != len(self.leaves):
+            if traced is None or len(traced.jaxpr.out_avals) != len(self.leaves):
                 return []
             found.append(traced)
         beside = found[-1].beside(found[0])

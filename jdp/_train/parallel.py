@@ -22,7 +22,7 @@ from .._core.replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
 from .._core.scattered import Signature, children
-from .._jax.jaxprs import Value, varying
+from .._jax.jaxprs import ReplicaValue, varying
 from .._model.config import Config, Wrapper
 from .._model.nnx import Held, enter, lost_attributes, own_nodes, put_nodes, stand_ins, take_nodes
 from .parallel_results import (
@@ -331,9 +331,9 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
             ]
             # Replicated operands are the same on all replicas, except keys among the inputs, which are folded.
             known = [
-                Value(False, None, 1 << i)
+                ReplicaValue(False, None, 1 << i)
                 if i < signature.first_input
-                else Value(not isinstance(leaf, Whole) or is_key(x))
+                else ReplicaValue(not isinstance(leaf, Whole) or is_key(x))
                 for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
             ]
             results = numbered(arrays, varying(jaxpr, known, signature.axis_name))

@@ -13,7 +13,7 @@ from flax import nnx
 from .._core.inputs import STACKED, axes_of, entries
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
-from .._jax.jaxprs import Value, added, is_exchanged, varying
+from .._jax.jaxprs import ReplicaValue, added, is_exchanged, varying
 from .._jax.pieces import without_calls
 from .._model.nnx import mark_updates
 
@@ -30,12 +30,12 @@ class Numbered:
 
     value: Any
     number: int
-    known: Value
+    known: ReplicaValue
     name: str = ""
     old: Any = None
 
 
-def numbered(values: Sequence[Any], known: Sequence[Value]) -> list[Numbered]:
+def numbered(values: Sequence[Any], known: Sequence[ReplicaValue]) -> list[Numbered]:
     return [Numbered(x, i, v) for i, (x, v) in enumerate(zip(values, known, strict=True))]
 
 
@@ -200,7 +200,7 @@ def _trained(apart: Sequence[Numbered], others: Sequence[Numbered]) -> list[Numb
 def _is_sum(jaxpr: Any, k: Numbered, axis_name: str) -> bool:
     """Returns True if a leaf is its old value plus something that does not depend on it: a count, a total."""
     to_it = added(jaxpr, k.old.number, k.number)
-    alone = [Value(False, None, int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
+    alone = [ReplicaValue(False, None, int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
     return to_it is not None and not any(v.sources for v in varying(jaxpr, alone, axis_name, to_it))
 
 

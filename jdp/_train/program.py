@@ -39,8 +39,8 @@ from .._model.config import Config
 from .compiler_options import CompilerOptions, compiler_options
 from .computation import (
     Computation,
+    Flat,
     Keep,
-    Leaves,
     Retraced,
     jit_of_leaves,
     jit_of_state,
@@ -100,7 +100,7 @@ class Program(Computation):
         self.compiled.clear()
         self.known.clear()
 
-    def __call__(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         """Dispatches one step; `flat` is the flattened state, which the caller has already.
 
         It returns what `keep` makes of `(state, its leaves, metrics, updates)`; a first Ctrl-C waits until then.
@@ -137,7 +137,7 @@ class Program(Computation):
             self._compare_replicas(state)
         return state, metrics
 
-    def _dispatched(self, state: TrainState, batch: Scattered, flat: Leaves, keep: Keep) -> tuple[Any, dict[str, Any]]:
+    def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         leaves, treedef = flat
@@ -247,7 +247,7 @@ def raise_nonfinite(error: Exception) -> None:
         ) from error
 
 
-def _unshared(state: TrainState, flat: Leaves, batch: Scattered) -> tuple[TrainState, Leaves]:
+def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainState, Flat]:
     """Copies each array of the state that is also in the batch: `state.key`, or a table that is cut by rows as well.
 
     An array must not be both donated and an argument: on several CPU devices that ends the process.
@@ -271,14 +271,14 @@ def takes_options(mesh: ReplicaMesh) -> bool:
     return mesh.size > 1 and mesh.devices[0].platform == "gpu"
 
 
-def step_again(
+def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
     if cut_off or is_watched() or not jax.sharding.get_abstract_mesh().empty:
         return None
     try:
-        found = None if type(batch) in NESTED and is_deep(batch) else _looked_up(program, state, batch)
+        found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)
     except (TypeError, ValueError):  # keys that do not compare, for example
         return None
     if found is None:
@@ -300,7 +300,7 @@ def step_again(
         raise
 
 
-def _looked_up(program: Program, state: TrainState, batch: Tree) -> tuple[Any, list[Any], list[Any], Any] | None:
+def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, list[Any], list[Any], Any] | None:
     """Returns the program of a known step, the leaves of the state, the arrays of the batch, and its key."""
     arrays, of_batch = flatten(batch)
     key = getattr(arrays[0], "shape", None) if arrays else None

@@ -25,11 +25,11 @@ from .._jax.private import trace_state_clean
 from .._model.config import Wrapper, scatter_batch, with_objects
 from .._model.nnx import own_values
 from .check import LossCheck, checked
-from .computation import Leaves
+from .computation import Flat
 from .gradients import Loss
 from .loss import check_signature, variables_loss
 from .nonfinite import Nonfinite
-from .program import Program, remember_step, step_again
+from .program import Program, remember_step, run_known_step
 from .state import (
     VERB,
     LastResults,
@@ -51,7 +51,7 @@ from .state_shardings import Bytes, bytes_of
 from .step_options import StepOptions, check_shards, resolved
 from .value_and_grad import check_differentiable, refuse_overwritten
 
-Ready = tuple[TrainState, Scattered, Leaves, list[Any]]
+Ready = tuple[TrainState, Scattered, Flat, list[Any]]
 """The operands of a step: the state, the batch, the state flattened, and the NNX objects of the batch."""
 
 Last = TypeVar("Last")
@@ -248,7 +248,7 @@ class TrainStep(Step[TrainState]):
                 raise too_many(more, "step(state, (x, y))")
             found = None
             if state is last and self._program.known:
-                found = step_again(self._program, state, batch, self._results, self._keep)
+                found = run_known_step(self._program, state, batch, self._results, self._keep)
             return found or self._train_step(state, batch)
         except KeyboardInterrupt as error:
             error.add_note(interrupted(state, self._results.last is not last))

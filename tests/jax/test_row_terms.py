@@ -1117,9 +1117,9 @@ def test_the_axis_of_the_rows():
     found = traced(fn)
     unlike = "its shape is ({}) for b rows, which is not in proportion along one axis"
     shapes = [unlike.format(shape) for shape in ("b - 1, 6, 5", "6*b, 6*b", "b - 1,")]
-    axes = [found.axis(i) for i in range(len(found.avals))]
+    axes = [found.axis(i) for i in range(len(found.jaxpr.out_avals))]
     assert axes == [0, 1, 1, None, shapes[0], None, shapes[1], shapes[2]]
-    assert found.avals[3].shape == (6, 5)
+    assert found.jaxpr.out_avals[3].shape == (6, 5)
 
 
 def test_what_depends_on_the_rows():

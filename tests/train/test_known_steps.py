@@ -49,14 +49,14 @@ def by_hand(batches):
 def again(monkeypatch):
     """Counts the steps that ran at once."""
     found = []
-    step_again = step_module.step_again
+    run_known_step = step_module.run_known_step
 
     def counted(*args):
-        out = step_again(*args)
+        out = run_known_step(*args)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(step_module, "step_again", counted)
+    monkeypatch.setattr(step_module, "run_known_step", counted)
     return found
 
 
