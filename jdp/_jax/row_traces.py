@@ -62,7 +62,7 @@ class Traced:
     inputs: tuple[bool, ...]
     rows: RowCount
 
-    def beside(self, other: Traced) -> Traced:
+    def paired_with(self, other: Traced) -> Traced:
         """Returns this trace, read side by side with that for another number of rows, which tells its literals."""
         try:
             found = OtherTrace(self.jaxpr, other.jaxpr, (self.rows.prime, other.rows.prime))

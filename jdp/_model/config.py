@@ -155,18 +155,18 @@ class Config:
                 f"axes Auto: jax.make_mesh(..., axis_types=(AxisType.Auto,) * {len(around.axis_names)})."
             )
 
-    def program(self, module: Any, beside: bool = False) -> ReplicaProgram:
-        """Returns the compiled call of this module; `beside` if its parameters come as `Held`, next to NNX objects."""
+    def program(self, module: Any, holds_nodes: bool = False) -> ReplicaProgram:
+        """Returns the program of this module's call; `holds_nodes`: its parameters are `Held`, with NNX objects."""
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
-        if kind == "function" and out_axes is None and not beside:
+        if kind == "function" and out_axes is None and not holds_nodes:
             return made_once(module, "program", _of_function)  # one for all wrappers of it
 
         def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
             """Returns the outputs alone, if they are joined along `dim`."""
             if out_axes is not None:
                 return ()
-            out = out[0] if beside else out
+            out = out[0] if holds_nodes else out
             return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
         def program(call: Callable[..., Any]) -> ReplicaProgram:
@@ -176,12 +176,12 @@ class Config:
             elif out_axes is not None:
                 call = _marking(call, out_axes)
             filters = filters_of(state_axes) if kind == "nnx" else []
-            call = with_nodes(call, reduce_state, axis_name, filters) if beside else call
+            call = with_nodes(call, reduce_state, axis_name, filters) if holds_nodes else call
             return spmd(call, name, gathered)
 
         # An NNX module is one of the objects, and its graph an argument.
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
-        return made_once(call, ("program", beside), program, self._programs)
+        return made_once(call, ("program", holds_nodes), program, self._programs)
 
     def on(self, mesh: ReplicaMesh) -> Config:
         """Returns the same arguments, on other devices, each with one replica."""

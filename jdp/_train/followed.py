@@ -136,8 +136,8 @@ class Followed:
             if traced is None or len(traced.jaxpr.out_avals) != len(self.leaves):
                 return []
             found.append(traced)
-        beside = found[-1].beside(found[0])
-        return found if beside is found[-1] else [beside]
+        pair = found[-1].paired_with(found[0])
+        return found if pair is found[-1] else [pair]
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
         """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""

@@ -63,7 +63,7 @@ def traced(fn, prime=0):
 def counted(fn, kind="mean", at=(0,)):
     """What is said of two traces with Python's numbers of rows: side by side, or what both agree in."""
     found = [traced(fn, prime) for prime in PRIMES]
-    if all(found) and (beside := found[1].beside(found[0])) is not found[1]:
+    if all(found) and (beside := found[1].paired_with(found[0])) is not found[1]:
         found = [beside]
     each = [x.faults(kind, at) if x else [None] for x in found]  # None: a function for 8 rows alone
     return [found[0].kind if all(found) else None for found in zip(*each, strict=True)]
