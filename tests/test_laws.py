@@ -13,7 +13,7 @@ Each of these breaks, made by hand, one at a time, fails a law here:
 
 * `layout.unpad` keeps one row of a chunk's padding: `law_1_any_tree`;
 * `scattered.fold_key` leaves the key as it is: `law_1_each_replica_draws_from_its_own_key`;
-* `gradients.local`: a short chunk weighs as much as a long one: `law_2_value_and_grad`;
+* `gradients.microbatches`: a short chunk weighs as much as a long one: `law_2_value_and_grad`;
 * `outputs._summed`: gradients are not summed over the replicas: `law_2_value_and_grad`;
 * `outputs._summed`: a `Mean` is divided by one replica's count times the replicas: `law_2_value_and_grad`;
 * `outputs._one_for_all`: the mean of the replicas' state is not weighted by rows, or the primary's state is the last
