@@ -146,7 +146,7 @@ def _first(
     config.refuse_other_mesh()
     config.refuse_state_axes(VERB)
     (taken, keywords), nodes = take_nodes((args, kwargs))
-    roles, ((plain, state), held), inputs = _scattered_arguments(config, options, in_axes, taken, keywords, nodes)
+    roles, ((plain, state), held), inputs = _by_roles(config, options, in_axes, taken, keywords, nodes)
     cut, keywords = children(inputs)
     home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
@@ -258,7 +258,7 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def _scattered_arguments(
+def _by_roles(
     config: Config,
     options: GradOptions,
     in_axes: Tree,
