@@ -18,16 +18,14 @@ from .jaxprs import parameter
 from .row_values import Fault, Kind, RowValue
 
 
-def added_to_rows(value: RowValue, name: str) -> RowValue:
+def added_to_rows(value: RowValue) -> RowValue:
     """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
 
-    What is subtracted as the largest or least of all rows only keeps the others small, as in a softmax. A BatchNorm
-    adds numbers of its own for each feature.
+    A BatchNorm adds numbers of its own for each feature.
     """
     if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
         return value
-    is_shift = name == "sub" and is_largest(value)
-    return value if is_shift else value._replace(pending=value.fault._replace(lasts=True))
+    return value._replace(pending=value.fault._replace(lasts=True))
 
 
 def is_largest(value: RowValue) -> bool:
@@ -59,8 +57,24 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
     if name in primitives.PLACES or name == "concatenate" and parameter(eqn, "dimension") in rows:
         return None
     met = values[-1:] if name == "select_n" else values  # what chooses comes last, and what is chosen does not meet
-    faults = [v.fault for v in met if v.kind == Kind.SUMMED and v.fault is not None and v.fault.at]
-    return next((Fault("row", x.at, True) for x in faults if x.at[0].primitive.name in primitives.PICKS), None)
+    return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
+
+
+def is_picked(value: RowValue) -> bool:
+    """Returns True for one certain row."""
+    at = value.fault.at if value.kind == Kind.SUMMED and value.fault is not None else ()
+    return bool(at) and at[0].primitive.name in primitives.PICKS
+
+
+def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns what is known of a choice by rows: `where(m, v, v.mean())` has a mean as often as the mask says.
+
+    One row in place of some may be a filler under a mask.
+    """
+    met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
+    if met is None or made.kind != Kind.ROWS:
+        return made
+    return made._replace(pending=made.pending or met.fault or Fault("nonlinear", at))
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:
@@ -79,25 +93,28 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     """Returns the fault of a product or a quotient with rows, if all that follows is linear; None if there is none."""
     is_div, fault = name == "div", Fault("nonlinear", at)
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
-        return _met_by(a, b) or (None if is_div else _met_by(b, a))
+        is_itself = at[0].invars[0] is at[0].invars[1]
+        return _met_by(a, b, is_itself) or (None if is_div else _met_by(b, a, is_itself))
     if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED}:
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
-    is_mean = is_average(number) or is_largest(number)
-    if number.is_number and (is_div and rows is a and not is_mean or number.inverse):
-        return fault._replace(lasts=True)  # one number norms all rows
+    if number.is_number and (is_div and rows is a or number.inverse):  # one number norms all rows
+        return fault._replace(lasts=not is_average(number))  # weights of a masked BatchNorm are divided by their mean
     if is_div and rows is a:  # by a root of a variance it is a normalization
-        return fault if number.is_number else None
+        return None
     if name == "dot_general" and rows.met:
         return None  # rows are centred before they are whitened
     return None if number.inverse or rows.scaled else rows.pending or fault
 
 
-def _met_by(value: RowValue, other: RowValue) -> Fault | None:
+def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the fault that waits in rows which others multiply; `x * sigmoid(x)` is a function of x, and has none."""
     fault = value.pending or value.centred
-    is_dropout = fault is not None and fault.lasts and other.drawn
-    return None if other.met or is_dropout else fault
+    if fault is None or is_itself or fault.lasts and other.drawn:  # a square of a centred row; dropout
+        return None
+    if other.met:  # two centred rows make a covariance
+        return fault._replace(lasts=False) if other.pending or other.centred else None
+    return fault
 
 
 def normalized(name: str, a: RowValue, b: RowValue, made: RowValue) -> RowValue:

@@ -42,6 +42,7 @@ from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
 from .row_numbers import (
     added_to_rows,
+    in_place_of_rows,
     is_average,
     is_threshold,
     meets_one_row,
@@ -115,10 +116,15 @@ class Reader:
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
-            made = self.equation(eqn, [value(v) for v in eqn.invars])
+            operands = [value(v) for v in eqn.invars]
+            made = self.equation(eqn, operands)
+            of_numbers = any(map(_is_number, operands)) and all(
+                _is_number(x) or x.kind <= Kind.SHARED for x in operands
+            )
             for v, x in zip(eqn.outvars, made, strict=True):
-                is_number = x.kind == Kind.SUMMED and not v.aval.shape  # one number, made of all rows
-                known[v] = x._replace(is_number=True) if is_number else x
+                # One number, made of all rows, which may have axes of one entry each.
+                is_number = not v.aval.shape or of_numbers and all(size == 1 for size in v.aval.shape)
+                known[v] = x._replace(is_number=True) if is_number and x.kind == Kind.SUMMED else x
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -204,10 +210,11 @@ class Reader:
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
         meets = name in primitives.ADDS and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets:
-            values = [added_to_rows(v, name) for v in values]
+            values = [added_to_rows(v) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        if meets and any(map(is_average, values)):
-            made = made._replace(centred=Fault("nonlinear", self.at()))
+        averages = [v for v in values if is_average(v)]
+        if meets and averages:
+            made = made._replace(centred=Fault("nonlinear", self.at(), averages[0].is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -277,7 +284,8 @@ class Reader:
             # If one side grows with the number of rows (a place, a sum) and the other does not, so does the answer.
             # Rows may be compared with a number of them, as an expert's rows with its capacity.
             of_rows = any(v.kind == Kind.ROWS for v in values)
-            sides = [v for v in values if v.number != 0 and not (of_rows and v.kind == Kind.CONST)]
+            of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)  # arange(b) == 0
+            sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]
             return (
                 0
                 if name not in primitives.COMPARES or not self.rows.axes(out) or len({v.degree for v in sides}) < 2
@@ -415,12 +423,18 @@ class Reader:
             which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)
+        if which.kind == Kind.ROWS:
+            made = in_place_of_rows(cases, made, self.at())
         return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a branch: each is chosen among those of all branches."""
         branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
+
+
+def _is_number(value: RowValue) -> bool:
+    return value.kind == Kind.SUMMED and value.is_number
 
 
 def _cuts_off(eqn: Any, out: Any) -> bool:

@@ -20,18 +20,20 @@ from jax.core import Tracer
 from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
-from .row_values import UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
+from .row_values import PAIRS, UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
 
 PRIMES = (23, 31)
 TermKind = Literal["mean", "sum", "count", "rows", "vector"]
 
 
-def trace(fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prime: int = 0) -> Traced | None:
-    """Traces `fn(*operands)` with `b` rows, or with a multiple of a prime: `cut` has each leaf's axis of rows, or None.
+def trace(
+    fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prime: int = 0, times: int = PAIRS
+) -> Traced | None:
+    """Traces `fn(*operands)` with `b` rows, or `times * prime`: `cut` has each leaf's axis of rows, or None.
 
     Returns None where that fails.
     """
-    rows = RowCount(prime)
+    rows = RowCount(prime, times=times)
     leaves, treedef = jax.tree.flatten(operands)
     try:
         with warnings.catch_warnings(action="ignore"):  # the user sees those of the real trace

@@ -213,6 +213,9 @@ def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
             yield from _pairs_of(*inner)
 
 
+PAIRS, GROUPS = 2, 48
+"""What a prime is multiplied by: a function may take the rows in pairs, or in groups of 3, 4, 6, 8, 12 or 16."""
+
 _SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's caches of traced functions are hit
 
 
@@ -222,11 +225,12 @@ class RowCount:
 
     prime: int = 0  # 0: a symbol
     other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # that for another number, side by side
+    times: int = PAIRS
 
     @property
     def size(self) -> Any:
-        """The number itself. An even one, because a function may take the rows in pairs."""
-        return 2 * self.prime if self.prime else _SYMBOL
+        """The number itself."""
+        return self.times * self.prime if self.prime else _SYMBOL
 
     def power(self, size: Any) -> int | None:
         """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.layout import Tree
 from .._jax import row_traces
 from .._jax.jaxprs import reached
-from .._jax.row_values import Fault
+from .._jax.row_values import GROUPS, PAIRS, Fault
 from .terms import is_number
 
 Said = TypeVar("Said")
@@ -64,14 +64,15 @@ class Followed:
         self._run, self._operands, self._cut, self._refuses = run, operands, cut, refuses
         self._traces = traces
 
-    def _counted(self, prime: int = 0) -> row_traces.Traced | None:
+    def _counted(self, prime: int = 0, times: int = 1) -> row_traces.Traced | None:
         """Returns the trace for any number of rows, or for a multiple of a prime; None if there is none."""
-        if prime not in self._traces:
-            found = row_traces.trace(self._run, self._operands, self._cut, prime)
+        number = prime * times
+        if number not in self._traces:
+            found = row_traces.trace(self._run, self._operands, self._cut, prime, times)
             if found is not None and found.holds_tracers:
                 self._traces = {**self._traces}  # a later call must not see tracers of the program around this one
-            self._traces[prime] = found
-        return self._traces[prime]
+            self._traces[number] = found
+        return self._traces[number]
 
     @property
     def _traced(self) -> row_traces.Traced | None:
@@ -130,14 +131,17 @@ class Followed:
 
         There are none if the function does not take these numbers.
         """
-        found: list[row_traces.Traced] = []
-        for prime in row_traces.PRIMES:
-            traced = self._counted(prime)
-            if traced is None or len(traced.jaxpr.out_avals) != len(self.leaves):
-                return []
-            found.append(traced)
-        pair = found[-1].paired_with(found[0])
-        return found if pair is found[-1] else [pair]
+        for times in (PAIRS, GROUPS):
+            found: list[row_traces.Traced] = []
+            for prime in row_traces.PRIMES:
+                traced = self._counted(prime, times)
+                if traced is None or len(traced.jaxpr.out_avals) != len(self.leaves):
+                    break
+                found.append(traced)
+            else:
+                pair = found[-1].paired_with(found[0])
+                return found if pair is found[-1] else [pair]
+        return []
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
         """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""

@@ -186,6 +186,11 @@ def ppo(e, o, y):
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
 
 
+def surrogate(o, advantage):
+    ratio = jnp.exp(o[:, 0])
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
+
+
 def whitened(x):
     x = x - x.mean(0)
     return jnp.tanh(x / jnp.sqrt((x**2).sum(0) / (x.shape[0] - 1) + 1e-5)).mean()
@@ -529,6 +534,7 @@ ACCEPTED = {
     "diagonal by a mask": lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).sum(1).mean(),
     "trace": lambda x, z: jnp.trace(x @ z.T) / x.shape[0],
     "normed, by other rows": lambda x, z: (batch_norm(x) * z).mean() + jnp.tanh(batch_norm(x, None) + z).mean(),
+    "attention of normed rows": lambda x, w: jnp.tanh(batch_norm(x, None) @ w * (batch_norm(x, None) @ w**2)).mean(),
     "normed, with dropout": lambda x, key: (batch_norm(x, None) * jax.random.bernoulli(key, 0.9, x.shape)).mean(),
     "renormed, by other rows": lambda x, z: (batch_renorm(x) * z).mean(),
     "normed by weights": lambda x, z, m: (batch_norm_by_weights(x, m) * z).mean(),
@@ -565,7 +571,7 @@ ACCEPTED = {
     "fused BatchNorm": lambda x, s: fused_batch_norm(x, s),
     "fused BatchNorm of all": lambda x, s: fused_batch_norm(x, s, None),
     "softmax, with the largest of all": lambda o, y: ce(o - o.max(), y).mean(),
-    "minus the largest": lambda e: (e - e.max()).mean(),
+    "minus the largest": lambda o, y: ce(o - o.max(), y).mean() + jnp.exp(o - lax.stop_gradient(o.max())).mean(),
     "minus the mean": lambda e: jnp.square(e - e.mean()).mean() + (e - e.mean()).mean(),
     "plus a mean": lambda e, x: (e + (x**2).mean() + 0.1).mean(),
     "plus a parameter": lambda e, w, s: (e + jnp.sqrt((w**2).sum()) + jnp.log(s)).mean(),
@@ -727,6 +733,8 @@ REFUSED = {
     "sum": [
         lambda e: e.sum(),
         lambda e: 3 * e.sum() + 1,
+        lambda e: (e * (jnp.arange(e.shape[0]) % 2 == 0)).sum() / e.shape[0],
+        lambda e: jnp.where(jnp.arange(e.shape[0]) == 0, 0.0, e).mean(),
         lambda e: e.sum() / 32.0,
         lambda e: e.mean() + e.sum(),
         lambda e: e.mean() / e.shape[0],
@@ -790,6 +798,18 @@ REFUSED = {
         lambda e, o: jax.nn.relu((o[:, 0] - o.mean()) * lax.rsqrt(o.var() + 1e-6) * e).mean(),
         lambda e, m, s: (s * (e - (e * m).sum() / m.sum()) / (e.std() + 1e-6)).mean(),
         ppo,
+        lambda e, o: surrogate(o, e - e.mean()),
+        lambda e, o: surrogate(o, e / jnp.abs(e).max()),
+        lambda e, o: surrogate(o, (e - e.min()) / (e.max() - e.min())),
+        lambda e, o: surrogate(o, jax.nn.standardize(e)),
+        lambda e, o: surrogate(o, (e - e.mean(keepdims=True)) / (e.std(keepdims=True) + 1e-8)),
+        lambda e: (e.max() - e).mean(),
+        lambda e, m: jnp.where(m, e, e.mean()).mean(),
+        lambda e, m: jnp.where(m, e, e.std()).mean(),
+        lambda x, m: jnp.where(m[:, None], x, x.mean(0)).sum(1).mean(),
+        lambda e, o: ((e - e.mean()) * (o[:, 0] - o[:, 0].mean())).mean(),
+        lambda x, z: ((x - x.mean(0)) * (z - z.mean(0))).mean(),
+        lambda e, o: 1 - (jax.nn.standardize(e) * jax.nn.standardize(o[:, 0])).mean(),
         lambda e: (e + jnp.sqrt(e.mean())).mean(),
         lambda e: (e - jnp.log(e.sum())).sum() / e.shape[0],
         lambda e, m: jnp.where(m, 2 * e + 3 * jnp.sqrt(e.mean()), 0).mean(),
@@ -861,6 +881,9 @@ REFUSED = {
     ],
     "pairs": [
         lambda x: (x @ x.T).mean(),
+        lambda x, z: (lax.map(lambda q: jax.nn.logsumexp(x @ q), x) - (x * z).sum(1)).mean(),
+        lambda x: lax.map(lambda q: jnp.exp(-((x - q) ** 2).sum(1)).mean(), x).mean(),
+        lambda x: lax.scan(lambda c, q: (c + jax.nn.logsumexp(x @ q), None), 0.0, x)[0] / x.shape[0],
         lambda x: jnp.sort(x, 0)[-1].mean(),
         lambda x, z: ((jnp.sort(x, 0) - jnp.sort(z, 0)) ** 2).mean(),
         lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(),
@@ -1001,7 +1024,7 @@ VECTORS = {
     "the mean for each": ("vector", lambda e: jnp.broadcast_to(e.mean(), e.shape), [None]),
     "a metric, plus a root": ("rows", lambda e: 2 * (e + jnp.sqrt(e.mean())), ["nonlinear"]),
     "a metric, the mean for each": ("rows", lambda e: jnp.broadcast_to(e.mean(), e.shape), ["pairs"]),
-    "a metric, minus the largest": ("rows", lambda e: e - e.max(), [None]),
+    "a metric, minus the largest": ("rows", lambda e: e - e.max(), ["nonlinear"]),
     "a metric, a parameter for each": ("rows", lambda e, s: jnp.broadcast_to(s, e.shape), [None]),
     "fused": ("rows", lambda x, w: fused_rows(x, w), [None]),
     "sum, plus a root": ("sum", lambda e: (e + jnp.sqrt(e.mean())).sum(), ["nonlinear"]),

@@ -118,3 +118,27 @@ def test_a_loss_of_such_values_is_right_for_each_size():
         cell[0] = 2.0
         expected = jax.value_and_grad(loss)(PARAMS, batch(rows))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_rows_in_groups_are_followed(size):
+    """Answers to one prompt stand together, as in GRPO: there are 4 prompts."""
+    x = np.random.default_rng(0).normal(size=(4 * size, 4)).astype(np.float32)
+    w, dp = np.ones((4, 2), np.float32), jdp.DataParallel(lambda w, x: x @ w, devices=range(2))
+
+    def of(std, total):
+        def loss(w, x):
+            rewards = x[:, 0].reshape(-1, size)
+            advantages = (rewards - rewards.mean(1, keepdims=True)) / (std(rewards) + 1e-4)
+            return total(jax.nn.log_softmax(x @ w)[:, 0] * advantages.reshape(-1))
+
+        return loss
+
+    by_group = lambda r: r.std(1, keepdims=True)  # noqa: E731
+    right = of(by_group, jnp.mean)
+    got, want = dp.value_and_grad(right)(w, x), jax.value_and_grad(right)(w, x)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
+    for wrong in (of(by_group, jnp.sum), of(jnp.std, jnp.mean)):
+        with pytest.raises(TypeError, match="a scalar is taken for the mean"):
+            dp.value_and_grad(wrong)(w, x)
