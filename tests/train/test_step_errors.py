@@ -156,6 +156,16 @@ def test_a_criterion_that_asks_for_a_number(ask, rows):
         assert len([n for n in error.value.__notes__ if n.startswith(says)]) == 1
 
 
+def test_a_group_of_rows_that_is_cut():
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(2))
+    with pytest.raises(TypeError, match="cannot reshape") as error:
+        dp.value_and_grad(lambda v, x: dp(v, x).reshape(-1, 2).max(1).mean())(W, X[:6])
+    assert [n for n in error.value.__notes__ if "replica 0 has 3 of the batch's 6 rows" in n]
+    rows = jdp.scatter(X[:6], range(2), chunk_sizes=[4, 2])
+    got = dp.value_and_grad(lambda v, x: dp(v, x).reshape(-1, 2).max(1).mean())(W, rows)[0]
+    np.testing.assert_allclose(got, (X[:6] @ W["params"]["w"]).reshape(-1, 2).max(1).mean(), rtol=1e-6)
+
+
 RETURNS = {
     "a dict": (lambda loss: {"loss": loss}, "the loss is dict"),
     "nothing": (lambda loss: None, "the loss is NoneType"),
