@@ -296,9 +296,9 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
         )
     if isinstance(error, TypeError) and "cannot reshape" in str(error) and layout.is_cut:
         error.add_note(
-            f"jdp.parallel_apply: replica {replica} has {layout.sizes[replica]} of the batch's {sum(layout.sizes)} rows, "
-            f"and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or say how many "
-            f"rows each has: jdp.scatter(batch, devices, chunk_sizes=...)."
+            f"jdp.parallel_apply: replica {replica} has {layout.sizes[replica]} of the batch's {sum(layout.sizes)} "
+            f"rows, and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or say how "
+            f"many rows each has: jdp.scatter(batch, devices, chunk_sizes=...)."
         )
     error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {layout.devices[replica]}.")
 

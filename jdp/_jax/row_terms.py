@@ -423,7 +423,7 @@ class Reader:
             which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)
-        if which.kind == Kind.ROWS:
+        if which.kind == Kind.ROWS and any(v.kind == Kind.SUMMED for v in cases):
             made = in_place_of_rows(cases, made, self.at())
         return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
 
