@@ -212,8 +212,8 @@ class Reader:
         if meets:
             values = [added_to_rows(v) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        averages = [v for v in values if is_average(v)]
-        if meets and averages:
+        averages = [v for v in values if is_average(v)] if meets else []
+        if averages:
             made = made._replace(centred=Fault("nonlinear", self.at(), averages[0].is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
