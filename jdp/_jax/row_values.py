@@ -158,7 +158,7 @@ _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
 
 
 class OtherTrace:
-    """Pairs the variables and equations of two jaxprs of one function, traced for rows that are twice these primes."""
+    """Pairs the variables and equations of two jaxprs of one function, traced for multiples of these primes."""
 
     def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
         """Raises a `ValueError` where the two have different equations."""
