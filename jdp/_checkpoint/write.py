@@ -173,6 +173,7 @@ class Writer:
 
     def loss(self, error: BaseException) -> str:
         """Returns the message that this error has ended the save that was running."""
+        last = None
         try:
             last = self._steps.latest()
             left = "there is no checkpoint yet" if last is None else f"step {last} is the newest complete checkpoint"
@@ -183,8 +184,13 @@ class Writer:
             why, way = gone, "All processes of a job save together: start the job again, and it goes on from there."
         elif "interpreter shutdown" in str(error):  # Python 3.12.0 to 3.12.2 start no thread while a program ends
             way = "Close the Checkpointer before the program ends, or use it in a with statement."
+        elif isinstance(error, TimeoutError) and error.errno is None:  # of `_finish_within`, and not of a disk
+            way = "Start the job again, and it goes on from there."
         elif not isinstance(error, Exception):
             why, way = f"{type(error).__name__} came before it was complete", "Start the program again."
+        if self._step is not None and last == self._step:  # it has its name; what comes after has not ended
+            what = gone or str(error) or type(error).__name__
+            return f"jdp.{VERB}: step {last} is complete in {self._directory}; only the end of its save failed: {what}"
         return f"jdp.{VERB}: step {self._step} was not saved in {self._directory}: {why}; {left}. {way}"
 
     def _delete_unfinished(self) -> None:
@@ -279,7 +285,7 @@ def _finish_within(seconds: float) -> None:
             done.set()
 
         def tell(writer: Writer = writer, done: threading.Event = late) -> None:
-            say(writer.loss(TimeoutError("the job ended before it was complete")))
+            say(writer.loss(TimeoutError("the job ended first")))
             done.set()
 
         threading.Thread(target=wait, daemon=True).start()

@@ -109,6 +109,10 @@ def left_key(process: int) -> str:
     return f"{_LEFT}{process}"
 
 
+ALL_LEFT = "jdp/all left"
+"""The key that process 0 sets when all have ended their programs in good order."""
+
+
 def ended() -> set[int]:
     """Returns the processes that have ended their programs in good order."""
     return {int(key.removeprefix(_LEFT)) for key, _ in under(_LEFT)}

@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
@@ -16,7 +17,20 @@ from typing import Any, NoReturn
 import jax
 
 from .._launch.protocol import WAITED
-from .coordination import AbsentError, client, flush, forget_in_child, left_key, own_process, say
+from .coordination import (
+    ALL_LEFT,
+    AbsentError,
+    DesyncError,
+    client,
+    ended,
+    flush,
+    forget_in_child,
+    get,
+    left_key,
+    own_process,
+    put,
+    say,
+)
 from .exchange import Exchange
 from .last_words import (
     AFTER_CTRL_C,
@@ -31,7 +45,7 @@ from .last_words import (
     tell,
     text_of,
 )
-from .watch import watch
+from .watch import limits, watch
 
 
 @functools.cache  # once
@@ -142,12 +156,51 @@ def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> No
         tell(f"SystemExit: {_Exit.code}")
         end(_Exit.code)
     try:
-        for wait in _before_leaving:
-            wait()
-    finally:  # a program that has failed on a device raises here; Python prints the error, and the others go on
+        try:
+            for wait in _before_leaving:
+                wait()
+        finally:  # a program that has failed on a device raises here; Python prints the error, and the others go on
+            _tell_that_it_has_left()
+        if limits.shutdown and client() is not None:  # else the program has called jax.distributed.shutdown
+            _wait_for_the_others(listener)
+    finally:
         leaving.set()
         listener.join()  # a thread inside of JAX's client would abort the interpreter at its end
-        with contextlib.suppress(Exception):
-            watch.end()
-        with contextlib.suppress(Exception):
-            client().key_value_set(left_key(own_process()), "")
+
+
+def _tell_that_it_has_left() -> None:
+    with contextlib.suppress(Exception):
+        watch.end()
+    with contextlib.suppress(Exception):
+        client().key_value_set(left_key(own_process()), "")
+
+
+_SLICE = 1.0  # seconds of one wait; Ctrl-C comes through between two
+_LATER = 60.0  # seconds that the listener has to end a process which has waited for too long
+
+
+def _wait_for_the_others(listener: threading.Thread) -> None:
+    """Waits until all processes have left. JAX waits for them as well, but then nothing looks for their failures.
+
+    The listener lives until then. It ends this process if another fails, or is gone, or does not come to its end.
+    """
+    over = time.monotonic() + limits.shutdown + _LATER
+    with watch.leaving():
+        while listener.is_alive() and time.monotonic() < over:
+            try:
+                if _all_have_left():
+                    return
+            except DesyncError:  # process 0 is out of reach; the watch says so in time
+                time.sleep(_SLICE)
+
+
+def _all_have_left() -> bool:
+    """Waits for a moment, and returns True when all have left. Process 0 asks for each, and the others ask it."""
+    present = watch.processes()
+    if own_process() != 0:
+        return 0 not in present or get(ALL_LEFT, _SLICE) is not None
+    if absent := present - ended():
+        get(left_key(min(absent)), _SLICE)
+        return False
+    put(ALL_LEFT, "")
+    return True

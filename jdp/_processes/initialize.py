@@ -81,7 +81,8 @@ def initialize(
             does not start, JAX names it in the log, and ends the process with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
             with SIGABRT. Pass more than twice `timeout`, so that the messages above come first.
-        shutdown_timeout: seconds that a process which has ended waits for the others to end.
+        shutdown_timeout: seconds that a process which has ended waits for the others to end. Then it names those that
+            have not, and the job ends.
         thread_guard: whether JAX refuses calls over several processes from any other thread than this one.
         quiet: whether process 0 does not print what was found.
         compilation_cache: a folder, yours alone (mode 700, made if absent), where the programs that JAX compiles are
@@ -118,6 +119,8 @@ def initialize(
             return
     if not (limits.are_set and (timeout, start_timeout) == _DEFAULTS):  # a library may call it as well, with none
         limits.step, limits.start = math.inf if timeout is None else float(timeout), float(start_timeout)
+        if job is not None or not limits.are_set:  # JAX's own initialize has been told another, or none
+            limits.shutdown = shutdown_timeout if job is not None else max(limits.shutdown, shutdown_timeout)
         limits.are_set = True
     if job is not None:
         _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)

@@ -29,6 +29,9 @@ How a process ends, and how the others learn of it:
 * An exception, `sys.exit(3)`, `exit(3)`: the process writes its failure, and all others look for one each half second.
 * `os._exit`, SIGKILL, no memory: the others of its machine see that the process is gone. Elsewhere a connection breaks.
   A process that fails with that error waits 3 s, so that its listener can learn which process has ended.
+* At its end (`leaving`), after the first of these: it waits until all have left, and looks as before, because another
+  may fail, or be killed. One that is known to be stopped is named after half of `limits.step`, and one that works after
+  `limits.shutdown`, which is the time of JAX's own barrier. That one follows when all have left, and is not watched.
 * SIGSTOP: no sign of life. The process is named after half of `limits.step` if this machine says that it is stopped,
   and after all of it otherwise. The coordination service is in process 0, so `is_cut_off` reports that one.
 """
@@ -39,6 +42,7 @@ import contextlib
 import json
 import os
 import platform
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +61,7 @@ class Limits:
 
     def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
         self.step, self.start, self.compile = step, start, compile
+        self.shutdown = 300.0  # JAX's default
         self.are_set = False  # by `initialize`
 
 
@@ -129,6 +134,8 @@ class Watch:
         self._rounds, self._seen, self._looks = 0, 0, 0
         self._warned: object = None  # the silence of which it has warned
         self._gone: list[int] = []
+        self._leaves: float | None = None  # since when, if the program has ended
+        self._telling = threading.Lock()  # so that no older place is written over the last
 
     def moved(self, group: str, what: str) -> None:
         """Notes that this process has come to the next call or program of a group."""
@@ -189,6 +196,13 @@ class Watch:
         finally:
             self._waits = before
 
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Marks a block: the program of this process has ended, and it waits for those of the others."""
+        self._leaves = time.monotonic()
+        with self.waiting("distributed (the end of the program)", limits.shutdown):
+            yield
+
     def is_busy(self, process: int) -> bool:
         """Returns True if it compiles, or has compiled or come to something less than `limits.step` ago."""
         if process not in self._places:
@@ -238,7 +252,8 @@ class Watch:
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         # This comes before `_learn`: a process writes its last position and then its end, so both are known here.
-        left = ended() if waited > _BEAT or self.silent([*self._places], _SILENCE) else set()
+        asks = waited > _BEAT or self._leaves is not None or self.silent([*self._places], _SILENCE)
+        left = ended() if asks else set()
         self._learn()
         if dead := self._dead():
             return (
@@ -247,6 +262,8 @@ class Watch:
             )
         quiet = [p for p in self.silent([*self._places], _SILENCE) if p not in {*left, *dead} and waited > _BEAT]
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
+        if self._leaves is not None:
+            return self._why_in_vain_at_its_end(now - self._leaves, left)
         why = self._why_in_vain(pending, left) if pending else None
         if pending is None or why is None:
             return None
@@ -258,7 +275,7 @@ class Watch:
     def _begin_again(self, now: float) -> None:
         """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
         self._places = {p: (place, now) for p, (place, _) in self._places.items()}
-        self._since = now
+        self._since, self._leaves = now, self._leaves and now
         self._pending = self._pending and self._pending._replace(since=now)
         self._newest = self._newest and self._newest._replace(since=now)
         self._dispatch = self._dispatch and self._dispatch._replace(since=now)
@@ -290,6 +307,22 @@ class Watch:
         if waited > limits.compile + _SILENCE:  # a process that compiles for too long is late by then
             return f"all processes have come to it: the devices, or the network between them, stand still{_SAME}"
         return None
+
+    def _why_in_vain_at_its_end(self, waited: float, left: set[int]) -> str | None:
+        """Returns in words why this process, whose program has ended, should not wait for the others' ends."""
+        others = [p for p in self._places if p != own_process() and p not in left]
+        stopped = [p for p in self.silent(others) if self._stopped([p])]  # one that holds Python's lock may be at work
+        if stopped and self.is_enough(waited, stopped):
+            why = f"{named(stopped)} {self.why_silent(stopped)}."
+        elif others and waited > limits.shutdown:
+            why = (
+                f"{named(others)} {'have' if len(others) > 1 else 'has'} not{self._last_of(others[0])}; all processes "
+                f"end together. Look at what it does there; for work that takes one process longer at its end, "
+                f"jdp.distributed.initialize(shutdown_timeout=...)."
+            )
+        else:
+            return None
+        return f"jdp.distributed: process {own_process()} ended its program {waited:.0f} s ago, and {why}"
 
     def is_cut_off(self) -> str | None:
         """Returns the same if the coordination service does not answer; another thread calls it every half second."""
@@ -356,13 +389,14 @@ class Watch:
         return [p for p in dead if p not in ended()] if dead else []
 
     def _tell(self) -> None:
-        now = time.monotonic()
-        self._beat, self._told = self._beat + 1, now
-        idle, positions, calls = round(now - self._since, 1), dict(self._positions), dict(self._calls)
-        called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
-        at = self._doing, idle, self._compiles(now), positions, called_back, calls
-        place = Place(self._beat, _machine(), os.getpid(), *at)
-        put(f"{_FOLDER}{own_process()}", json.dumps(place))
+        with self._telling:
+            now = time.monotonic()
+            self._beat, self._told = self._beat + 1, now
+            idle, positions, calls = round(now - self._since, 1), dict(self._positions), dict(self._calls)
+            called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
+            at = self._doing, idle, self._compiles(now), positions, called_back, calls
+            place = Place(self._beat, _machine(), os.getpid(), *at)
+            put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
         found = under(_FOLDER)
@@ -376,6 +410,10 @@ class Watch:
     def end(self) -> None:
         """Tells where this process has come to, before it tells that it has ended."""
         self._tell()
+
+    def processes(self) -> set[int]:
+        """Returns the processes that have told where they are: those that called `jdp.distributed.initialize`."""
+        return {int(key.removeprefix(_FOLDER)) for key, _ in under(_FOLDER)}
 
     def _position(self, process: int, pending: Pending) -> int:
         place, _ = self._places.get(process, (_NOWHERE, 0.0))

@@ -350,6 +350,44 @@ def case_leaves():
     note("fault")
 
 
+def at_the_end(do):
+    """`do` on the culprit, after the last call, when the others have ended."""
+    train(AT)
+    if culprit():
+        time.sleep(2)
+        do()
+
+
+def case_killed_at_the_end():
+    at_the_end(lambda: (note("fault"), kill_myself()))
+
+
+def case_raises_at_the_end():
+    at_the_end(fail)
+
+
+def case_stopped_at_the_end():
+    at_the_end(lambda: (note("fault"), os.kill(os.getpid(), signal.SIGSTOP)))
+
+
+def case_works_at_the_end():
+    at_the_end(lambda: time.sleep(20))
+    note("end")
+
+
+def case_exits_with_0():
+    """A loop of prefetch that one process leaves for good, as if all were well."""
+    dp = jdp.DataParallel(linear)
+    step = dp.train_step(mse, optax.sgd(0.1))
+    state = step.init(variables())
+    for k, batch in enumerate(dp.prefetch(batch_of(HERE, k) for k in range(TOTAL))):
+        if k == AT and culprit():
+            note("fault")
+            sys.exit(0)
+        state, metrics = step(state, batch)
+        float(metrics["loss"])
+
+
 def case_late():
     """One process is late, by less than the time-out; then it takes longer than that to compile."""
 

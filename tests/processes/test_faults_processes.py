@@ -594,6 +594,34 @@ def test_sys_exit_on_one_rank(start, row, case):
     assert job.code() == 3, str(job)
 
 
+@pytest.mark.parametrize("case", ["killed", "raises", "stopped"])
+def test_after_the_others_have_ended(start, row, case):
+    """They wait for the last, and see what happens to it; JAX alone would wait for a minute, and abort them."""
+    job = start(f"{case}_at_the_end", how="plain")
+    stopped = case == "stopped"
+    seconds = job.ended(STUCK, besides=[2]) if stopped else job.ended(RAISED)
+    assert {job.code(r) for r in (0, 1, 3)} <= {FOR_ANOTHER, WAITED}, str(job)
+    assert_named(job, 2)
+    row(f"rank 2, after the others have ended: {case}", job, seconds)
+
+
+def test_work_after_the_others_have_ended(start, row):
+    job = start("works_at_the_end")
+    job.wait("end", count=N)
+    ended_well(job)
+    assert not any(job.news(rank) != "nothing" for rank in range(N)), str(job)
+    row("rank 2 works for 20 s after the others have ended", job, 20.0, said="nothing")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_leaves_its_loop_with_code_0(start, row, rank):
+    """The other says so, and the job ends; process 0, which the others need for that, waits for them."""
+    job = start("exits_with_0", rank, options=ONE)
+    seconds = job.ended(RAISED)
+    assert job.code() in (1, WAITED) and f"process {rank} has ended its program" in job.report(), str(job)
+    row(f"sys.exit(0) on rank {rank} of 2 in a loop of prefetch", job, seconds)
+
+
 def test_late_is_no_fault(start, row):
     """A process that is 15 s late, and then compiles for longer than the time-out."""
     job = start("late")

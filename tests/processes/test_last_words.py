@@ -44,6 +44,37 @@ def test_who_fails_as_it_ends_has_left_all_the_same(monkeypatch):
         leaving.set()
 
 
+@pytest.mark.parametrize("here", [0, 1])
+def test_who_has_ended_listens_until_all_have(monkeypatch, here):
+    """JAX waits as well, but then nothing looks: the failure of another would be seen by nobody."""
+    service, leaving, waits = Service(), threading.Event(), []
+    listener = threading.Thread(target=leaving.wait)
+    other = {"jdp/left/0": "", hooks.ALL_LEFT: ""} if here else {"jdp/left/1": ""}
+
+    def get(key, seconds):
+        waits.append((key, listener.is_alive(), f"jdp/left/{here}" in service.values))
+        if len(waits) > 2:
+            service.values |= other
+        return service.values.get(key)
+
+    for name, value in {
+        "client": lambda: service,
+        "own_process": lambda: here,
+        "ended": lambda: {p for p in (0, 1) if f"jdp/left/{p}" in service.values},
+        "get": get,
+        "put": service.key_value_set,
+        "_before_leaving": [],
+    }.items():
+        monkeypatch.setattr(hooks, name, value)
+    monkeypatch.setattr(hooks.watch, "end", lambda: None)
+    monkeypatch.setattr(hooks.watch, "processes", lambda: {0, 1})
+    monkeypatch.setattr(hooks.watch, "_leaves", None)
+    listener.start()
+    hooks._leave(os.getpid(), leaving, listener)
+    assert waits == [(hooks.ALL_LEFT if here else "jdp/left/1", True, True)] * 3
+    assert hooks.ALL_LEFT in service.values and not listener.is_alive()
+
+
 @pytest.mark.parametrize(
     "streams",
     ["sys.stdout = sys.stderr = None", "sys.stdout = sys.stderr = open('/dev/full', 'w'); sys.stdout.write('x' * 10)"],
@@ -157,12 +188,25 @@ raise {error}
     assert "the own error" in done.stderr or "process 1 was interrupted" in done.stderr
 
 
-def test_a_process_that_waited_in_vain_says_which_save_is_lost(tmp_path):
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (
+            "c._writer._steps.latest = lambda: 90",
+            "step 100 was not saved in {}: the job ended first; step 90 is the newest complete checkpoint. Start",
+        ),
+        ("", "step 100 is complete in {}; only the end of its save failed: the job ended first"),
+    ],
+    ids=["lost", "complete"],
+)
+def test_a_process_that_waited_in_vain_says_which_save_is_lost(tmp_path, then, said):
     done = in_a_job(
-        """
+        f"""
 import threading
 c = jdp.Checkpointer(sys.argv[1])
-c.save(100, {"w": np.ones(3)})
+c.save(100, {{"w": np.ones(3)}})
+c._writer._thread.join()
+{then}
 c._writer._thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)  # the others do not answer
 c._writer._thread.start()
 raise coordination.AbsentError("process 0 did not come to it")
@@ -170,7 +214,7 @@ raise coordination.AbsentError("process 0 did not come to it")
         tmp_path,
     )
     assert done.returncode == 76
-    assert "step 100 was not saved in" in done.stderr and "the job ended before it was complete" in done.stderr
+    assert said.format(tmp_path) in done.stderr, done.stderr
 
 
 def test_an_error_whose_text_fails_ends_the_process_all_the_same():

@@ -1,5 +1,6 @@
 """Who is named, and when, by those who wait for a program: by two and more watches with one clock and one service."""
 
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -315,6 +317,92 @@ def test_who_has_ended_after_the_same_calls_is_not_to_blame(job):
     job.watches[2].end()
     job.stopped, job.left = {2}, {2}
     assert not job.go_on(120)
+
+
+def leave(stack, job, *processes):
+    """The programs of these processes end, and they wait for the others until the stack ends."""
+    for job.here in processes:
+        stack.enter_context(job.watches[job.here].leaving())
+        job.watches[job.here].end()
+        job.left.add(job.here)
+
+
+@pytest.fixture
+def two_have_left(job):
+    """A job of which processes 0 and 1 have ended their programs, and process 2 has work of its own."""
+    for output in job.come():
+        output.ready = True
+    job.go_on(3)
+    with contextlib.ExitStack() as stack:
+        leave(stack, job, 0, 1)
+        yield job
+
+
+def test_who_has_ended_waits_for_one_that_works_as_long_as_jax_does(two_have_left, capfd):
+    assert not two_have_left.go_on(298) and not capfd.readouterr().err
+    found = two_have_left.go_on(4)
+    assert found.keys() == {0, 1}
+    words = r"process 1 ended its program 30\d s ago, and process 2 has not \(its last call: step, 30\d s ago\); all "
+    assert re.search(words, found[1]) and "shutdown_timeout=" in found[1]
+
+
+def test_nothing_is_said_when_all_have_ended(two_have_left):
+    with contextlib.ExitStack() as stack:
+        leave(stack, two_have_left, 2)
+        assert not two_have_left.go_on(600)
+
+
+def test_who_is_killed_after_the_others_have_ended_is_named(two_have_left):
+    two_have_left.go_on(30)
+    two_have_left.dead, two_have_left.stopped = {102}, {2}
+    found = two_have_left.go_on(4)
+    assert found.keys() == {0, 1} and "process 2 ended without a word: killed" in found[0]
+
+
+@pytest.mark.parametrize(("state", "seconds"), [("T", 10), ("S", 299 - 30)], ids=["stopped", "holds Python's lock"])
+def test_who_is_stopped_after_the_others_have_ended_is_named(two_have_left, state, seconds):
+    """One that holds Python's lock may be at work (`json.dumps` holds it to its end)."""
+    two_have_left.go_on(30)
+    two_have_left.state, two_have_left.stopped = state, {2}
+    assert not two_have_left.go_on(seconds - 2)
+    found = two_have_left.go_on(6)
+    assert found.keys() == {0, 1} and "process 1 ended its program" in found[1]
+    assert ("process 2 has given no sign of life for 1" in found[1]) == (state == "T")
+
+
+def test_process_0_is_stopped_after_the_others_have_ended(job):
+    job.come()[0].ready = True
+    for watch in job.watches.values():
+        watch._pending = watch._newest = None
+    job.go_on(3)
+    with contextlib.ExitStack() as stack:
+        leave(stack, job, 1, 2)
+        job.go_on(5)
+        job.state, job.stopped, job.deaf = "T", {0}, {1, 2}
+        found = job.go_on(20)
+    assert found.keys() == {1, 2} and "process 0 does not answer: it is stopped" in found[1]
+
+
+def test_no_older_place_is_written_over_the_last(job, monkeypatch):
+    """The thread that looks may be about to write where the process was, when the main thread writes where it ends."""
+    begun, goes_on, texts = threading.Event(), threading.Event(), []
+
+    def put(key, text):
+        if not begun.is_set():
+            begun.set()
+            goes_on.wait(20)
+        texts.append(text)
+
+    monkeypatch.setattr(module, "put", put)
+    job.watches[0].moved("all", "first")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(job.watches[0]._tell)
+        begun.wait(20)
+        job.watches[0].moved("all", "last")
+        last = pool.submit(job.watches[0].end)
+        concurrent.futures.wait([last], 0.2)
+        goes_on.set()
+    assert [json.loads(text)[3] for text in texts] == ["first", "last"]
 
 
 def enter(stack, job, process, what="step", **options):
