@@ -2,8 +2,8 @@
 
 The parameters are matrices of (8, 4), as many as the table says, and the loss the mean of x @ each of them; Adam. Both
 begin with parameters in numpy's memory, on the host. One process for each row: within it, each contender starts anew
-several times, after jax.clear_caches(), and each is the first of the two as often as the other, because the arrays of
-the first lie in memory as they are read, and its steps are 15 % faster. Figures are medians, and ratios of medians.
+several times, after jax.clear_caches(). Each is made first as often as the other, because the known steps of the
+hand-written one are faster if it was made first. Figures are medians, and ratios of medians.
 
     by hand        device_put of the parameters and the optimizer's state, replicated; a jit of value_and_grad and of
                    the update, which donates them; the batch cut by its in_shardings

@@ -273,8 +273,8 @@ def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
 def _without_own_frames(error: Exception) -> types.TracebackType | None:
     """Returns the traceback of an error without jdp's frames, so that it leads from the user's call to the user's code.
 
-    All frames stay where the error is neither of the user's code nor one of jdp's own texts, because they tell what is
-    wrong in jdp, and where JAX is told to keep its frames, too (`JAX_TRACEBACK_FILTERING=off`).
+    If the user's code did not raise the error, and its text is not one of jdp's own, all frames stay, because they are
+    needed to mend jdp. They also stay if JAX is told to keep its own (`JAX_TRACEBACK_FILTERING=off`).
     """
     settings: Any = jax.config
     left = error.__traceback__
@@ -293,5 +293,5 @@ def _without_own_frames(error: Exception) -> types.TracebackType | None:
     return left
 
 
-_OWN, *_OTHERS = (os.path.dirname(str(sys.modules[x].__file__)) + os.sep for x in (__name__.partition(".")[0], "jax"))
-_LIBRARIES = _OWN, *_OTHERS
+_OWN, _JAX = (os.path.dirname(str(sys.modules[x].__file__)) + os.sep for x in (__name__.partition(".")[0], "jax"))
+_LIBRARIES = _OWN, _JAX

@@ -37,23 +37,25 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     after, ys = _rounds(reader, body, consts, carry, xs, by_rows)
     reader.loops -= by_rows
     if by_rows:
-        meets = _meets_all_rows(consts, xs)
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
-        ys = [y._replace(pending=None) if y.kind != Kind.SUMMED else pairs if meets(y) else UNKNOWN for y in ys]
+        ys = [
+            y._replace(pending=None) if y.kind != Kind.SUMMED else pairs if _meets_others(y, consts, xs) else UNKNOWN
+            for y in ys
+        ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
         after = _at_end(reader, body, consts, after, xs)
     return [*after, *ys]
 
 
-def _meets_all_rows(consts: Sequence[RowValue], xs: Sequence[RowValue]) -> Callable[[RowValue], bool]:
-    """Returns a function that tells whether what a round makes of all rows is made of its own row and of others.
+def _meets_others(made: RowValue, consts: Sequence[RowValue], xs: Sequence[RowValue]) -> bool:
+    """Returns True if a round makes something of its own row and of other rows; `made` is a number of all rows.
 
-    A round that gets the number of its row, and not the row, may pick that one among all rows. So may one that only
-    adds up, by a mask.
+    A round that gets the number of its row in place of the row itself may pick that row among all rows, and one that
+    only adds up rows may do so by a mask: both are accepted.
     """
     gets_its_row = any(x.kind == Kind.ROWS for x in xs) and not any(x.kind == Kind.SUMMED for x in consts)
-    return lambda made: gets_its_row and (made.fault is not None or made.degree == 0)
+    return gets_its_row and (made.fault is not None or made.degree == 0)
 
 
 def _rounds(
@@ -83,14 +85,14 @@ def _at_end(
     added = reader.read(body, [*consts, *started, *xs])
     reader.loops -= 1
     del reader.mixed[mixed:]
-    after, meets = [], _meets_all_rows(consts, xs)
+    after = []
     for value, part, factor in zip(carry, added, factors, strict=False):
         if factor == 1 and part.kind == Kind.CONST and part.number == 0:
             pass  # nothing is added: it is what it was at the start
         elif factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
             kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
             value = RowValue(kind, part.degree + 1, fault=part.lasting, at=reader.at())
-        elif factor == 1 and part.kind == Kind.SUMMED and meets(part):
+        elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:
             value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", reader.at()))

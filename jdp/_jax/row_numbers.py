@@ -4,8 +4,8 @@ A BatchNorm subtracts means from rows and divides by roots of variances, and tha
 after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the rows, so that it is a
 product of two sums. What is not linear after it, as a layer of a model, is accepted.
 
-A BatchNorm has numbers for each feature. Rows that are normed by one number, and that other rows multiply, are the
-advantages of a policy gradient, and no layer: that offence lasts, because PPO takes a minimum of the products.
+A BatchNorm has numbers for each feature. Rows that one number has normed, and that other rows multiply, are taken for
+the advantages of a policy gradient. That fault lasts, because PPO takes a minimum of the products.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def is_picked(value: RowValue) -> bool:
 
 
 def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns what is known of a choice by rows: `where(m, v, v.mean())` has a mean as often as the mask says.
+    """Returns what is known of a choice by rows: in `where(m, v, v.mean())` the mask says how often the mean counts.
 
-    One row in place of some may be a filler under a mask.
+    One certain row among the cases is no fault, because it may only fill places that a mask leaves out.
     """
     met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
     if met is None or made.kind != Kind.ROWS:

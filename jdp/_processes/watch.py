@@ -317,7 +317,7 @@ class Watch:
         elif others and waited > limits.shutdown:
             why = (
                 f"{named(others)} {'have' if len(others) > 1 else 'has'} not{self._last_of(others[0])}; all processes "
-                f"end together. Look at what it does there; for work that takes one process longer at its end, "
+                f"end together. Look at what it does there; if it needs more time at its end, pass "
                 f"jdp.distributed.initialize(shutdown_timeout=...)."
             )
         else:
