@@ -152,6 +152,8 @@ def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
     """Returns for the first values whether each is itself and what the rounds add, and nothing of the others."""
 
     def own(i: int) -> float | None:
+        if [*found[i]] == [ROW]:
+            return math.nan  # that of the last round
         factor = found[i].get(i)
         return factor if factor in (None, 1.0) else None if factor == 0 else math.nan
 

@@ -10,12 +10,12 @@ the advantages of a policy gradient. That fault lasts, because PPO takes a minim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .jaxprs import parameter
-from .row_values import Fault, Kind, RowValue
+from .jaxprs import is_made_in, parameter
+from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue
 
 
 def added_to_rows(value: RowValue) -> RowValue:
@@ -60,6 +60,38 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
 
 
+def picked_row(eqn: Any, rows: RowCount) -> frozenset[int]:
+    """Returns the row that an equation picks by its number, as a loop of Python does; none where it picks otherwise."""
+    (axis, *others) = rows.axes(eqn.invars[0]) or [None]
+    if eqn.primitive.name != "slice" or axis is None or others or is_made_in(eqn, "associative_scan"):
+        return frozenset()
+    start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
+    return frozenset([start] if end == start + 1 else [])
+
+
+def of_picked(
+    eqn: Any, values: Sequence[RowValue], linear: bool, axes: Callable[[Any], list[int]], at: tuple[Any, ...]
+) -> RowValue:
+    """Returns what is known of a value that is made of rows picked one by one; `axes` tells a variable's axes of rows.
+
+    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows.
+    """
+    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
+    if None in picked:
+        return UNKNOWN
+    rows_before, rows = axes(eqn.invars[0]), axes(eqn.outvars[0])
+    places = name in primitives.PLACES or name in ("concatenate", "select_n")
+    if rows_before if name in primitives.PICKS else places and not rows:
+        return UNKNOWN._replace(picked=frozenset())
+    if all(picked) and name in primitives.ELEMENTWISE | primitives.LAYERS and any(v.kind == Kind.ROWS for v in values):
+        return RowValue(Kind.ROWS, fault=Fault("row", at, True))
+    together = frozenset[int]().union(*filter(None, picked))
+    is_product = name in primitives.PRODUCTS and len(picked) > 1
+    if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
+        return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
+    return UNKNOWN._replace(picked=together if all(picked) else frozenset())
+
+
 def is_picked(value: RowValue) -> bool:
     """Returns True for one certain row."""
     at = value.fault.at if value.kind == Kind.SUMMED and value.fault is not None else ()
@@ -89,6 +121,31 @@ def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None
     return pending, next((v.centred for v in values if v.centred is not None), None)
 
 
+def behind_a_layer(value: RowValue) -> RowValue:
+    """Returns what is known of rows when a layer has mixed their features: what is not linear after it is the model."""
+    faults = {name: getattr(value, name) for name in ("pending", "centred")}
+    return value._replace(**{name: fault and fault._replace(lasts=False) for name, fault in faults.items()})
+
+
+def bent(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
+    """Returns the fault of rows that met one number of all rows, and then went through a function that is not linear.
+
+    Without a layer behind it, that is part of a loss: `softplus(v - u.mean())`, `maximum(v, v.mean())`. A square is
+    taken for that of a variance. Rows that were normed before have a fault as soon as other rows multiply them.
+    """
+    name = eqn.primitive.name
+    if name in primitives.LAYERS:
+        return None
+    kept = next((v.bent for v in values if v.bent is not None), None)
+    if linear or name not in primitives.ELEMENTWISE or name in primitives.POWERS | primitives.BOUNDED:
+        is_joined = name in primitives.ADDS and all(v.kind > Kind.SHARED for v in values)
+        return None if kept is not None and is_joined and not kept.lasts else kept
+    if {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED} and any(v.is_number and is_average(v) for v in values):
+        return kept or Fault("nonlinear", at, True)
+    centred = next((v for v in values if v.centred is not None and v.centred.lasts), None)
+    return kept if centred is None or centred.centred is None else centred.centred._replace(lasts=not centred.scaled)
+
+
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
     """Returns the fault of a product or a quotient with rows, if all that follows is linear; None if there is none."""
     is_div, fault = name == "div", Fault("nonlinear", at)
@@ -99,7 +156,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
     if number.is_number and (is_div and rows is a or number.inverse):  # one number norms all rows
-        return fault._replace(lasts=not is_average(number))  # weights of a masked BatchNorm are divided by their mean
+        # Weights of a masked BatchNorm are divided by their mean, and not centred before.
+        return fault._replace(lasts=not is_average(number) or rows.centred is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization
         return None
     if name == "dot_general" and rows.met:
@@ -109,7 +167,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the fault that waits in rows which others multiply; `x * sigmoid(x)` is a function of x, and has none."""
-    fault = value.pending or value.centred
+    fault = value.pending or value.centred or value.bent and value.bent._replace(lasts=True)
     if fault is None or is_itself or fault.lasts and other.drawn:  # a square of a centred row; dropout
         return None
     if other.met:  # two centred rows make a covariance

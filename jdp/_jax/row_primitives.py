@@ -35,6 +35,8 @@ ADDS = _names_in("add add_any sub")
 EACH = _names_in("optimization_barrier device_put pvary pcast sort")
 # Linear in each of two operands, and not in both together; of a quotient in the first alone.
 PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
+# The layers of a model.
+LAYERS = _names_in("dot_general conv_general_dilated")
 # Linear in the operands at these places, and not in the others, which are indices.
 INDEXED = {
     "gather": [0],

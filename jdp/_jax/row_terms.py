@@ -37,16 +37,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, is_made_in, opened, parameter
+from .jaxprs import CALLS, axes, inside, is_made_in, is_made_in_module, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
 from .row_numbers import (
     added_to_rows,
+    behind_a_layer,
+    bent,
     in_place_of_rows,
     is_average,
     is_threshold,
     meets_one_row,
     normalized,
+    of_picked,
+    picked_row,
     product_with_rows,
     still_linear,
 )
@@ -118,13 +122,9 @@ class Reader:
             self.around.append(eqn)
             operands = [value(v) for v in eqn.invars]
             made = self.equation(eqn, operands)
-            of_numbers = any(map(_is_number, operands)) and all(
-                _is_number(x) or x.kind <= Kind.SHARED for x in operands
-            )
             for v, x in zip(eqn.outvars, made, strict=True):
-                # One number, made of all rows, which may have axes of one entry each.
-                is_number = not v.aval.shape or of_numbers and all(size == 1 for size in v.aval.shape)
-                known[v] = x._replace(is_number=True) if is_number and x.kind == Kind.SUMMED else x
+                is_number = x.kind == Kind.SUMMED and all(size == 1 for size in getattr(v.aval, "shape", ()))
+                known[v] = x._replace(is_number=not is_made_in_module(self.around)) if is_number else x
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -316,8 +316,8 @@ class Reader:
         if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         if {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
-            values = [RowValue(Kind.SUMMED) if v.picked else v for v in values]
-        a, b = values
+            values = [RowValue(Kind.SUMMED) if v.picked is not None else v for v in values]
+        a, b = map(behind_a_layer, values) if name in primitives.LAYERS else values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
         linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
@@ -326,19 +326,21 @@ class Reader:
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
-        waits = meets or any(v.pending or v.centred or v.inverse for v in values)
+        waits = meets or any(v.pending or v.centred or v.bent or v.inverse for v in values)
         pending = product_with_rows(name, a, b, self.at()) if waits else None
         if pending is not None and pending.lasts and (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
             a = a._replace(fault=lasting([a, b]) or pending)
         if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
-            a, b = (v._replace(pending=pending, centred=None) for v in (a, b))
+            is_normed = pending is not None and pending.lasts and Kind.SUMMED in (a.kind, b.kind)
+            a, b = (v._replace(pending=pending, centred=v.centred if is_normed else None) for v in (a, b))
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
             return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
-        counts = [v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED) for v in values]
-        made = self.made(eqn, [a, b], degree, out, linear, summed)._replace(meant=name == "mul" and any(counts))
+        counts = [v.kind for v in values if v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED)]
+        made = self.made(eqn, [a, b], degree, out, linear, summed)
+        made = made._replace(meant=min(counts) if name == "mul" and counts else None)
         return normalized(name, values[0], values[1], made) if waits else made
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
@@ -364,7 +366,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return UNKNOWN._replace(picked=all(v.picked for v in values if v.kind == kind))
+            return of_picked(eqn, values, linear, self.rows.axes, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
@@ -390,11 +392,12 @@ class Reader:
         if fault is None and any_fault is not None:
             fault = meets_one_row(eqn, values, rows)
         if whole:
-            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault or pending, at), summed)
+            fault = fault or pending or next((v.bent for v in values if v.bent is not None and v.bent.lasts), None)
+            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         met = any(v.met or v.kind == Kind.SUMMED for v in values)
-        return made._replace(met=met, scaled=any(v.scaled for v in values))
+        return made._replace(met=met, scaled=any(v.scaled for v in values), bent=bent(eqn, values, linear, self.at()))
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
@@ -403,7 +406,7 @@ class Reader:
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
-            return UNKNOWN._replace(picked=eqn.primitive.name != "reshape")
+            return UNKNOWN._replace(picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, self.rows))
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
@@ -431,10 +434,6 @@ class Reader:
         """Returns the outputs of a branch: each is chosen among those of all branches."""
         branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
-
-
-def _is_number(value: RowValue) -> bool:
-    return value.kind == Kind.SUMMED and value.is_number
 
 
 def _cuts_off(eqn: Any, out: Any) -> bool:

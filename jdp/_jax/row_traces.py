@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
-from .jaxprs import equations, opened, reached
+from .jaxprs import equations, is_made_in, opened, parameter, reached
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
 from .row_values import PAIRS, UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
@@ -116,12 +117,12 @@ class Traced:
         divided after that, and "rows" have an entry for each row; those of a "vector" are only averaged.
         """
         values, found = [self._values[i] for i in at], []
-        is_meant = kind == "count" and values[0].meant and values[0].degree in (1, None)
+        is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
         is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):
             fault = value.fault
             if kind in ("rows", "vector"):
-                fault = fault if fault is not None and fault.lasts else value.pending
+                fault = value.lasting or value.pending or value.bent and (value.bent if value.bent.lasts else None)
                 if fault is None and value.kind == Kind.SUMMED and kind == "rows":
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:
@@ -144,6 +145,18 @@ class Traced:
         """The first backward pass of the function's own (`jax.custom_vjp`) that is made of several rows, or None."""
         mixed = self._read[1].mixed
         return Fault("pairs", mixed[0]) if mixed else None
+
+    @functools.cached_property
+    def steps(self) -> tuple[int, Fault | None]:
+        """The number of rows of which each slice takes one (`v[::2]`), 1 for none such, and the slice to blame."""
+        found, fault = 1, None
+        for eqn in equations(self.jaxpr):
+            strides = eqn.primitive.name == "slice" and parameter(eqn, "strides")
+            axes = self.rows.axes(eqn.invars[0]) if strides else []
+            step = math.lcm(*(strides[i] for i in axes if self.rows.power(eqn.invars[0].aval.shape[i]) == 1))
+            if step > 1 and not is_made_in(eqn, "associative_scan"):
+                found, fault = math.lcm(found, step), fault or Fault("step", (eqn,))
+        return found, fault
 
     @property
     def _values(self) -> list[RowValue]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .jaxprs import equations, first, inside, is_literal, opened, parameter, source_line
 
-Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row"]
+Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row", "step"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
 """Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
 
@@ -69,13 +69,16 @@ class RowValue(NamedTuple):
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
+    bent: Fault | None = (
+        None  # as centred, after a function that is not linear; if it lasts, no sum over the rows has it
+    )
     met: bool = False  # rows that met something made of all rows
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
-    picked: bool = False  # made of rows that were picked one by one, of which nothing else is known
+    picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty where it is not known of which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
-    meant: bool = False  # was multiplied by a number of rows, or by another sum over them: a mean of means is meant
+    meant: Kind | None = None  # was multiplied by a number of rows, or by a sum over them: a mean of means is meant
 
     @property
     def lasting(self) -> Fault | None:

@@ -24,6 +24,7 @@ _WHAT = {
     "nonlinear": "not linear in sums over the rows",
     "row": "made with one certain row, which is a different row on each replica",
     "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
+    "step": "made of every second row, or every so many, and a replica's rows are no multiple of that",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
@@ -171,7 +172,13 @@ class Followed:
         Raises a `TypeError` where gradients are taken, by a backward pass of the function's own that is made of several
         rows.
         """
-        found = self._agreed(at, lambda traced: [traced.backward, *traced.faults(kind, at)])
+
+        def say(traced: row_traces.Traced) -> list[Fault | None]:
+            every, fault = traced.steps
+            steps = fault if (self.rows or 0) % every else None
+            return [traced.backward, *(found or steps for found in traced.faults(kind, at))]
+
+        found = self._agreed(at, say)
         if found and self._way is IN_TRAINING:
             _refuse_backward(found[0], name)
         return found[1:]

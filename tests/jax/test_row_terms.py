@@ -186,6 +186,22 @@ def ppo(e, o, y):
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
 
 
+class Gated(nn.Module):
+    """A model that norms its rows by one number of all of them, and multiplies them by others."""
+
+    @nn.compact
+    def __call__(self, x, z):
+        one = nn.BatchNorm(use_running_average=False)(nn.Dense(1)(x))
+        return jnp.maximum(one * z, (x - x.mean()) / x.std() * jax.nn.silu(x - x.mean()) * z)
+
+
+class GatedObject:
+    """As `Gated`, without parameters, as an object of any library that is called."""
+
+    def __call__(self, x, z):
+        return jnp.tanh((x - x.mean()) / (x.std() + 1e-6)) * z
+
+
 def surrogate(o, advantage):
     ratio = jnp.exp(o[:, 0])
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
@@ -427,6 +443,11 @@ def pgd(w, x):
     return loss(x + 0.1 * grads / (jnp.linalg.norm(grads, axis=1, keepdims=True) + 1e-12))
 
 
+def softmax_by_hand(o, weights=1.0):
+    e = jnp.exp(o - o.max()) * weights
+    return e / e.sum(1, keepdims=True)
+
+
 ACCEPTED = {
     "a row in place of others": lambda x, e: (jnp.tanh(jnp.where(e[:, None] > 9, x[0], x)) * (e[:, None] <= 9)).mean(),
     "a branch by a row": lambda x, o: lax.cond(x[0, 0] < 99, jnp.tanh, lambda o: o, o).mean(),
@@ -544,7 +565,12 @@ ACCEPTED = {
     "rows by an index": lambda x, z: jnp.abs(lax.map(lambda i: x[i] * 2, jnp.arange(x.shape[0])) + z).mean(),
     "rounded, by other rows": lambda x, z: (rounded(x) * z).mean(),
     "derivative of BatchNorm": lambda x, z: jax.jvp(batch_norm, (x,), (z,))[1].mean(),
-    "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu(x - x.mean()).mean(),
+    "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu((x - x.mean()) @ w).mean(),
+    "a model that norms by a number": lambda x, z: Gated().init_with_output(jax.random.key(0), x, z)[0].mean(),
+    "a called object that norms": lambda x, z: GatedObject()(x, z).mean(),
+    "standardized, and a layer": lambda x, w, m: nn.relu(jax.nn.standardize(x, axis=None) @ w * m[:, None]).mean(),
+    "a softmax by hand": lambda o, y: -jnp.log(softmax_by_hand(o)[jnp.arange(o.shape[0]), y]).mean(),
+    "a softmax by hand, masked": lambda o, m: jnp.log1p(softmax_by_hand(o, m[:, None] + 0.1)).mean(),
     "a layer with a branch": lambda x: (jax.nn.softplus(x / x.mean()) + jax.nn.leaky_relu(x - x.mean())).mean(),
     "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
     "scaled, and a softmax": lambda x, w, y: ce((x / x.max()) @ w, y).mean(),
@@ -803,6 +829,14 @@ REFUSED = {
         lambda e, o: surrogate(o, (e - e.min()) / (e.max() - e.min())),
         lambda e, o: surrogate(o, jax.nn.standardize(e)),
         lambda e, o: surrogate(o, (e - e.mean(keepdims=True)) / (e.std(keepdims=True) + 1e-8)),
+        lambda e, o: surrogate(o[:, :1], ((a := e[:, None]) - a.mean(0)) / (a.std(0) + 1e-8)),
+        lambda e, o: surrogate(o, (e - e.mean()) / (jnp.abs(e).mean() + 1e-8)),
+        lambda e, o: surrogate(o, jnp.clip(jax.nn.standardize(e), -3, 3)),
+        lambda e, o: jax.nn.softplus(o[:, 0] - e.mean()).mean(),
+        lambda e, o: -jax.nn.log_sigmoid(e - o[:, 0].mean()).mean(),
+        lambda e: jnp.abs(e - e.mean()).mean(),
+        lambda e: jnp.maximum(e, e.mean()).mean(),
+        lambda x: lax.scan(lambda before, row: (row, None), jnp.zeros(5), x)[0].sum(),
         lambda e: (e.max() - e).mean(),
         lambda e, m: jnp.where(m, e, e.mean()).mean(),
         lambda e, m: jnp.where(m, e, e.std()).mean(),
@@ -961,6 +995,15 @@ COUNTS = {
     "of other pairs": (lambda x, z: jnp.diag(x @ z.T, 1).mean(), "pairs"),
     "a sum, and one by one": (lambda e: e.sum() + jnp.stack([v for v in e]).mean(), "sum"),
     "a root, and one by one": (lambda e: jnp.stack([v for v in e]).mean() - jnp.sqrt(e.mean()), "nonlinear"),
+    "one by one, with all": (lambda x: sum(jax.nn.logsumexp(x @ x[i]) for i in range(len(x))) / len(x), "row"),
+    "two of them": (lambda x: sum(jnp.exp(x[i] @ x[i - 1]) for i in range(len(x))) / len(x), "pairs"),
+    "differences, one by one": (lambda e: sum((e[i] - e[i - 1]) ** 2 for i in range(len(e))) / len(e), "pairs"),
+    "a stack, then a root": (lambda e: jnp.sqrt(jnp.stack([v for v in e]).mean()), "pairs"),
+    "the larger of a stack": (lambda e, x: jnp.maximum((x**2).mean(), jnp.stack([v for v in e]).mean()), "pairs"),
+    "one by one, twice": (lambda e: sum(jnp.exp(v) for v in jnp.stack([u * 2 for u in e])) / len(e), None),
+    "a root of one by one": (lambda e: jnp.sqrt(sum(e[i] for i in range(len(e)))), "pairs"),
+    "squares, one by one": (lambda x: sum(x[i] @ x[i] for i in range(len(x))) / len(x), None),
+    "one by one, then a root": (lambda e: jnp.sqrt(jnp.stack([e[i] * e[i] for i in range(len(e))])).mean(), None),
     "a sum by one by one": (lambda e: e.sum() * jnp.stack([v for v in e]).mean(), "nonlinear"),
     "a mean by one by one": (lambda e, x: x.mean() / sum(e[i] for i in range(len(e))), "ratio"),
     "sums, and one by one": (lambda e, x: (x.sum() + sum(e[i] for i in range(len(e)))) / len(e), None),
@@ -1029,6 +1072,8 @@ VECTORS = {
     "fused": ("rows", lambda x, w: fused_rows(x, w), [None]),
     "sum, plus a root": ("sum", lambda e: (e + jnp.sqrt(e.mean())).sum(), ["nonlinear"]),
     "sum, minus a mean": ("sum", lambda e: (e - e.mean()).sum(), [None]),
+    "near a mean": ("vector", lambda e, o: jax.nn.softplus(e - o.mean()), ["nonlinear"]),
+    "a metric, near a mean": ("rows", lambda e: jnp.abs(e - e.mean()), ["nonlinear"]),
     "count, plus a root": ("count", lambda e: ((e + jnp.sqrt(e.mean())).sum(), e.shape[0]), ["nonlinear", None]),
 }
 
@@ -1053,6 +1098,7 @@ OTHERS = VECTORS | {
     "selected": ("count", lambda e, m: ((e * m).sum(), m.sum()), [None, None]),
     "never 0": ("count", lambda e, m: ((e * m).sum(), m.sum() + 1e-6), [None, None]),
     "mean of means": ("count", lambda e: (jnp.sqrt(e.mean()) * e.shape[0], e.shape[0]), [None, None]),
+    "mean of means by others": ("count", lambda e, m: (e.mean() * m.sum(), e.shape[0]), ["nonlinear", None]),
     "mean of ratios": ("count", lambda e, m: ((e * m).sum() / m.sum() * m.sum(), m.sum()), [None, None]),
     "at least one": ("count", lambda e, m: ((e * m).sum(), jnp.maximum(m.sum(), 1)), [None, "nonlinear"]),
     "and one": ("count", lambda e, m: ((e * m).sum(), m.sum() + 1), [None, "sum"]),
