@@ -1,4 +1,9 @@
-"""Tells which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
+"""Tells which rows meet rows of other places, as in `v - jnp.roll(v, 1)`, and what is left of pairs of all rows.
+
+A value knows of which row each entry is: of that at its place, of one so many places further on, or of that at the same
+place from the end. Where two such values meet that differ in this, rows meet other rows.
+
+Which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
 
 A matrix has an entry for each pair of rows. If each of its entries is made of these two rows and of nothing else, the
 diagonal has an entry for each row, made of that row. `jnp.diagonal` is known by its name. `jnp.trace` and others have a
@@ -12,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .jaxprs import parameter
+from .jaxprs import is_made_in, is_made_in_module, parameter
 from .row_values import UNKNOWN, Entries, Kind, RowCount, RowValue
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
@@ -58,6 +63,59 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     if made.kind != Kind.ROWS or name not in _OF_PAIRS or sums_pairs:
         return None
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
+
+
+SEVERAL = "several"
+
+
+def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int]) -> str:
+    """Returns of which rows the entries of a result are, as `RowValue.place` has it; `along` are its axes of the rows.
+
+    `around` has the equations that it is in, the outermost first, and then itself. What a module moves is its own.
+    """
+    eqn, places = around[-1], _places(values)
+    moved = _moved(rows, eqn, values, along)
+    if moved is None or moved and (is_made_in(eqn, "associative_scan") or is_made_in_module(around)):
+        return SEVERAL if len(places) > 1 else "".join(places)
+    return moved
+
+
+def _places(values: Sequence[RowValue]) -> set[str]:
+    return {v.place for v in values if v.kind == Kind.ROWS and not v.drawn}
+
+
+def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int]) -> str | None:
+    """Returns of which rows the entries are after an equation that moves them; None if it leaves them at their places."""
+    name, start = eqn.primitive.name, 0
+    if name == "rev" and {*parameter(eqn, "dimensions")} & {*along}:
+        return "" if values[0].place else "turned"
+    if name == "concatenate" and parameter(eqn, "dimension") in along:
+        size = eqn.invars[0].aval.shape[parameter(eqn, "dimension")]
+        return values[0].place if values[0].kind == Kind.ROWS or rows.is_multiple(size) else "later"
+    if name == "slice":
+        start = next((s for s in (parameter(eqn, "start_indices")[i] for i in along) if not rows.is_multiple(s)), 0)
+    if name in ("gather", "dynamic_slice"):
+        start = _start(rows, eqn, values)
+    return None if rows.is_multiple(start) else str(start)
+
+
+def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int:
+    """Returns where a window of the rows starts that is picked by a number, as `x[1:]` of a symbolic number of rows."""
+    operand, sizes = eqn.invars[0], parameter(eqn, "slice_sizes")
+    for i in rows.axes(operand):
+        by = values[1] if eqn.primitive.name == "gather" else values[1 + i]
+        if rows.power(sizes[i]) != 0 and sizes[i] != operand.aval.shape[i] and by.degree == 0:
+            return int(by.number or 0)
+    return 0
+
+
+def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
+    """Returns True if an equation joins rows with those of other places, entry by entry, and more than adds them."""
+    name, places = eqn.primitive.name, _places(values)
+    if len(places) < 2 and SEVERAL not in places or name not in primitives.ELEMENTWISE | primitives.LAYERS:
+        return False
+    is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
+    return not linear or is_product or name == "select_n"
 
 
 def diagonal(eqn: Any, value: RowValue, rows: RowCount) -> RowValue | None:

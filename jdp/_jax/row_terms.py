@@ -54,7 +54,7 @@ from .row_numbers import (
     product_with_rows,
     still_linear,
 )
-from .row_pairs import diagonal, of_pairs
+from .row_pairs import diagonal, meets_elsewhere, of_pairs, place_of
 from .row_values import (
     CONST,
     UNKNOWN,
@@ -371,8 +371,9 @@ class Reader:
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
+        place = place_of(self.rows, self.around, values, rows) if rows else ""
         if len(values) == 1 and linear and not (summed or pairs or whole):
-            return values[0]._replace(joined=joined)
+            return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         any_fault = next((v.fault for v in values if v.fault is not None), None)
         lasts = any_fault and lasting(values)
@@ -388,7 +389,7 @@ class Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.pending or v.centred for v in values)
         pending, centred = still_linear(values) if waits else (None, None)
-        fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
+        fault = lasts or (Fault("pairs", self.at(), True) if pairs or meets_elsewhere(eqn, values, linear) else None)
         if fault is None and any_fault is not None:
             fault = meets_one_row(eqn, values, rows)
         if whole:
@@ -397,7 +398,9 @@ class Reader:
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         met = any(v.met or v.kind == Kind.SUMMED for v in values)
-        return made._replace(met=met, scaled=any(v.scaled for v in values), bent=bent(eqn, values, linear, self.at()))
+        return made._replace(
+            place=place, met=met, scaled=any(v.scaled for v in values), bent=bent(eqn, values, linear, self.at())
+        )
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""

@@ -66,6 +66,9 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # whose square root it is
     drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
+    place: str = (
+        ""  # of which row each entry is, if it is not the one at its place: the row where it starts, or "turned"
+    )
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
@@ -246,6 +249,10 @@ class RowCount:
                 return None
             size, power = part, power + 1
         return power
+
+    def is_multiple(self, size: Any) -> bool:
+        """Returns True for 0, the number of rows, or a multiple of it; a half of the rows may be a prime's multiple."""
+        return bool(size % self.size == 0) if self.prime else size == 0 or bool(self.power(size))
 
     def axes(self, v: Any) -> list[int]:
         """Returns the axes of a variable whose size depends on the number of rows."""

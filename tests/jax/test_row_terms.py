@@ -589,7 +589,7 @@ ACCEPTED = {
     "row by row in place": row_by_row_in_place,
     "row by place": row_by_place,
     "gradients row by row": gradients_row_by_row,
-    "dots of rows": lambda x, z: jnp.einsum("bi,bi->b", x, z).mean() + jnp.vdot(x[::-1], z) / x.shape[0],
+    "dots of rows": lambda x, z: jnp.einsum("bi,bi->b", x, z).mean() + jnp.vdot(x, z) / x.shape[0],
     "whole numbers of each row": lambda e: jnp.floor(e).astype(int).mean() + e.astype(int).sum() / e.shape[0],
     "counted in integers": lambda e, m: (e * m).astype(bool).astype(float).sum().astype(int) / e.shape[0],
     "quantization": quantized,
@@ -777,7 +777,6 @@ REFUSED = {
         lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w).max())(x).sum(),
         lambda e: (e / (e.shape[0] - 1)).sum(),
         lambda e: e[1:].sum() / e.shape[0],
-        lambda e: jnp.abs(jnp.diff(e)).sum() / e.shape[0],
         lambda x: jnp.vdot(x[1:] - x[:-1], x[1:] - x[:-1]) / x.shape[0],
         lambda x: jnp.einsum("bi,bi->", x[1:], x[:-1]) / x.shape[0],
         lambda e: jnp.pad(e, (0, 1), constant_values=100.0).sum() / e.shape[0],
@@ -935,6 +934,12 @@ REFUSED = {
         lambda e: nn.max_pool(e[None, :, None], (2,), padding="SAME").mean(),
         lambda e: lax.conv(e[None, None], jnp.ones((1, 1, 3)), (1,), "SAME").mean(),
         lambda x, z: jax.nn.logsumexp(lax.map(lambda i: x[i], jnp.arange(x.shape[0])) @ z.T, 1).mean(),
+        lambda e: jnp.abs(jnp.diff(e)).sum() / e.shape[0],
+        lambda x, z: nn.relu(((x - z) ** 2).sum(1) - ((x - jnp.roll(z, 1, 0)) ** 2).sum(1) + 0.2).mean(),
+        lambda x, z: (x * jnp.roll(z, 2, 0)).sum(1).mean(),
+        lambda x, z: jnp.vdot(x[::-1], z) / x.shape[0],
+        lambda x, s: ((s * x + (1 - s) * x[::-1]) ** 2).mean(),
+        lambda x, m: jnp.where(m[:, None], x, x[::-1]).mean(),
         simclr,
         advantages,
         over_the_rows,
@@ -975,6 +980,11 @@ def running_scale(t):
 
 def triangle(x):
     return ((x[:, None] - x[None]) ** 2).sum(-1)
+
+
+def near_each_other(both, rows):
+    both = both / jnp.linalg.norm(both, axis=1, keepdims=True)
+    return (both[:rows] * both[rows:]).sum(1).mean()
 
 
 def discounted(e):
@@ -1033,7 +1043,10 @@ COUNTS = {
     "mixup by a drawn order": (lambda x, key: (x - x[jax.random.permutation(key, len(x))]).mean(), None),
     "expert choice": (expert_choice, None),
     "first": (lambda e: e[0] * (len(e) / len(e)), "nonlinear"),
-    "differences": (lambda e: (jnp.diff(e) ** 2).sum() / len(e), "sum"),
+    "differences": (lambda e: (jnp.diff(e) ** 2).sum() / len(e), "pairs"),
+    "halves": (lambda x, w: -jax.nn.log_sigmoid((x[: len(x) // 2] - x[len(x) // 2 :]) @ w[:, 0]).mean(), "pairs"),
+    "halves of two views": (lambda x, z: near_each_other(jnp.concatenate([x, z]), len(x)), None),
+    "parts of both halves": (lambda e: (e[: len(e) // 2] + e[len(e) // 2 :]).mean() * 2, None),
     "all but the first": (lambda e: e[1:].sum() / (len(e) - 1), "sum"),
     "one by one": (lambda e: e[0] / len(e) + sum(e[i] for i in range(1, len(e))) / len(e), None),
     "percent": (lambda e: 100.0 / len(e) * e.sum(), None),
