@@ -18,8 +18,9 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import REDUCERS, Env, axes, bind, env_of, equations, evaluate_eqn, first, ordered, read, source_line
+from .._jax.jaxprs import REDUCERS, Env, axes, bind, env_of, equations, evaluate_eqn, first, ordered, read
 from .._jax.rewrites import inlined
 from .._jax.row_places import keeps_places
 from .._jax.segments import Segmented, segmented

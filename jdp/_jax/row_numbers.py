@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .jaxprs import is_made_in, parameter
+from .callers import is_made_in
+from .jaxprs import parameter
 from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue
 
 
@@ -121,7 +122,7 @@ def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None
     return pending, next((v.centred for v in values if v.centred is not None), None)
 
 
-def behind_a_layer(value: RowValue) -> RowValue:
+def _behind_a_layer(value: RowValue) -> RowValue:
     """Returns what is known of rows when a layer has mixed their features: what is not linear after it is the model."""
     faults = {name: getattr(value, name) for name in ("pending", "centred")}
     return value._replace(**{name: fault and fault._replace(lasts=False) for name, fault in faults.items()})
@@ -130,20 +131,19 @@ def behind_a_layer(value: RowValue) -> RowValue:
 def bent(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
     """Returns the fault of rows that met one number of all rows, and then went through a function that is not linear.
 
-    Without a layer behind it, that is part of a loss: `softplus(v - u.mean())`, `maximum(v, v.mean())`. A square is
-    taken for that of a variance. Rows that were normed before have a fault as soon as other rows multiply them.
+    Without a layer behind it, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`. A square
+    of rows that are only centred is taken for that of a variance.
     """
     name = eqn.primitive.name
     if name in primitives.LAYERS:
         return None
     kept = next((v.bent for v in values if v.bent is not None), None)
-    if linear or name not in primitives.ELEMENTWISE or name in primitives.POWERS | primitives.BOUNDED:
-        is_joined = name in primitives.ADDS and all(v.kind > Kind.SHARED for v in values)
-        return None if kept is not None and is_joined and not kept.lasts else kept
+    if kept is not None or linear or name not in primitives.ELEMENTWISE or name in primitives.BOUNDED:
+        return kept
     if {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED} and any(v.is_number and is_average(v) for v in values):
-        return kept or Fault("nonlinear", at, True)
-    centred = next((v for v in values if v.centred is not None and v.centred.lasts), None)
-    return kept if centred is None or centred.centred is None else centred.centred._replace(lasts=not centred.scaled)
+        return Fault("nonlinear", at)
+    faults = [v.centred if v.scaled or name not in primitives.POWERS else None for v in values]
+    return next((fault._replace(lasts=False) for fault in faults if fault is not None and fault.lasts), None)
 
 
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
@@ -163,6 +163,22 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     if name == "dot_general" and rows.met:
         return None  # rows are centred before they are whitened
     return None if number.inverse or rows.scaled else rows.pending or fault
+
+
+def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tuple[RowValue, RowValue]:
+    """Returns both sides of a product or a quotient, with the faults that wait in them from then on."""
+    if name in primitives.LAYERS:
+        a, b = _behind_a_layer(a), _behind_a_layer(b)
+    pending, kinds = product_with_rows(name, a, b, at), (a.kind, b.kind)
+    if pending is not None and pending.lasts and kinds == (Kind.ROWS, Kind.ROWS):
+        a = a._replace(fault=a.lasting or b.lasting or pending)
+    if Kind.CONST in kinds and not (name == "div" and b.kind == Kind.ROWS):
+        return a, b
+    if pending is None or not pending.lasts or Kind.SUMMED not in kinds:
+        return a._replace(pending=pending, centred=None), b._replace(pending=pending, centred=None)
+    by_root = None if is_largest(a) or is_largest(b) else pending  # by the largest, rows are scaled to be rounded
+    one, other = a.centred or by_root, b.centred or by_root
+    return a._replace(pending=pending, centred=one), b._replace(pending=pending, centred=other)
 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:

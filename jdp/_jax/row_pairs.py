@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .jaxprs import is_made_in, is_made_in_module, parameter
+from .callers import is_made_in, is_made_in_module
+from .jaxprs import parameter
 from .row_values import UNKNOWN, Entries, Kind, RowCount, RowValue
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
@@ -85,7 +86,7 @@ def _places(values: Sequence[RowValue]) -> set[str]:
 
 
 def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int]) -> str | None:
-    """Returns of which rows the entries are after an equation that moves them; None if it leaves them at their places."""
+    """Returns of which rows the entries are after an equation that moves them; None if they stay at their places."""
     name, start = eqn.primitive.name, 0
     if name == "rev" and {*parameter(eqn, "dimensions")} & {*along}:
         return "" if values[0].place else "turned"

@@ -36,24 +36,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from . import row_numbers
 from . import row_primitives as primitives
-from .jaxprs import CALLS, axes, inside, is_made_in, is_made_in_module, opened, parameter
+from .callers import is_made_in, is_made_in_module
+from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
-from .row_numbers import (
-    added_to_rows,
-    behind_a_layer,
-    bent,
-    in_place_of_rows,
-    is_average,
-    is_threshold,
-    meets_one_row,
-    normalized,
-    of_picked,
-    picked_row,
-    product_with_rows,
-    still_linear,
-)
 from .row_pairs import diagonal, meets_elsewhere, of_pairs, place_of
 from .row_values import (
     CONST,
@@ -100,6 +88,7 @@ class Reader:
         self.loops = 0  # over the rows: as many as it is in
         self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, which is None if lost
         self.mixed: list[tuple[Any, ...]] = []  # those that are made of several rows, as `at` names them
+        self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices, which take one of so many rows: `v[::2]`
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -121,10 +110,13 @@ class Reader:
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
             operands = [value(v) for v in eqn.invars]
+            meets = any(v.is_number for v in operands) and any(v.kind == Kind.ROWS for v in operands)
+            if meets and is_made_in_module(self.around):  # which is no loss
+                operands = [v._replace(is_number=False) for v in operands]
             made = self.equation(eqn, operands)
             for v, x in zip(eqn.outvars, made, strict=True):
                 is_number = x.kind == Kind.SUMMED and all(size == 1 for size in getattr(v.aval, "shape", ()))
-                known[v] = x._replace(is_number=not is_made_in_module(self.around)) if is_number else x
+                known[v] = x._replace(is_number=True) if is_number else x
             self.around.pop()
         return [value(v) for v in jaxpr.outvars]
 
@@ -179,8 +171,11 @@ class Reader:
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
                 values = self.cumulated(values, out)
-        if name == "slice" and self.rows.takes_some(eqn) and is_made_in(eqn, "associative_scan"):
-            values = self.cumulated(values, out)
+        if name == "slice" and self.rows.takes_some(eqn):
+            if is_made_in(eqn, "associative_scan"):
+                values = self.cumulated(values, out)
+            else:
+                self.steps.append((self.rows.step(eqn), self.at()))
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
         if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].kind > Kind.SHARED:
@@ -210,9 +205,9 @@ class Reader:
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
         meets = name in primitives.ADDS and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets:
-            values = [added_to_rows(v) for v in values]
+            values = [row_numbers.added_to_rows(v) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        averages = [v for v in values if is_average(v)] if meets else []
+        averages = [v for v in values if row_numbers.is_average(v)] if meets else []
         if averages:
             made = made._replace(centred=Fault("nonlinear", self.at(), averages[0].is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
@@ -240,7 +235,7 @@ class Reader:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
         meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
-        if meets and made.degree == 0 and any(map(is_threshold, values)):
+        if meets and made.degree == 0 and any(map(row_numbers.is_threshold, values)):
             made = made._replace(pending=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
@@ -317,7 +312,7 @@ class Reader:
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         if {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
             values = [RowValue(Kind.SUMMED) if v.picked is not None else v for v in values]
-        a, b = map(behind_a_layer, values) if name in primitives.LAYERS else values
+        a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
             return RowValue(Kind.CONST, number=0.0)  # 0 * x, as a loss has it for parameters that it does not use
         linear = (a.kind, b.kind) != (Kind.SUMMED, Kind.SUMMED)
@@ -327,12 +322,7 @@ class Reader:
             a, b = self.quotient(a, b, degree)
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
         waits = meets or any(v.pending or v.centred or v.bent or v.inverse for v in values)
-        pending = product_with_rows(name, a, b, self.at()) if waits else None
-        if pending is not None and pending.lasts and (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
-            a = a._replace(fault=lasting([a, b]) or pending)
-        if Kind.CONST not in (a.kind, b.kind) or name == "div" and b.kind == Kind.ROWS:
-            is_normed = pending is not None and pending.lasts and Kind.SUMMED in (a.kind, b.kind)
-            a, b = (v._replace(pending=pending, centred=v.centred if is_normed else None) for v in (a, b))
+        a, b = row_numbers.in_product(name, a, b, self.at()) if waits else (a, b)
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
@@ -341,7 +331,7 @@ class Reader:
         counts = [v.kind for v in values if v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED)]
         made = self.made(eqn, [a, b], degree, out, linear, summed)
         made = made._replace(meant=min(counts) if name == "mul" and counts else None)
-        return normalized(name, values[0], values[1], made) if waits else made
+        return row_numbers.normalized(name, values[0], values[1], made) if waits else made
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
         """Returns both sides of a division: with a fault, if it is by a sum over the rows.
@@ -366,12 +356,13 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return of_picked(eqn, values, linear, self.rows.axes, self.at())
+            return row_numbers.of_picked(eqn, values, linear, self.rows.axes, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
-        place = place_of(self.rows, self.around, values, rows) if rows else ""
+        moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
+        place = place_of(self.rows, self.around, values, rows) if rows and moves else ""
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
@@ -388,19 +379,20 @@ class Reader:
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.pending or v.centred for v in values)
-        pending, centred = still_linear(values) if waits else (None, None)
-        fault = lasts or (Fault("pairs", self.at(), True) if pairs or meets_elsewhere(eqn, values, linear) else None)
+        pending, centred = row_numbers.still_linear(values) if waits else (None, None)
+        pairs = pairs or moves and meets_elsewhere(eqn, values, linear)
+        fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if fault is None and any_fault is not None:
-            fault = meets_one_row(eqn, values, rows)
+            fault = row_numbers.meets_one_row(eqn, values, rows)
         if whole:
-            fault = fault or pending or next((v.bent for v in values if v.bent is not None and v.bent.lasts), None)
+            fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
             return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
-        met = any(v.met or v.kind == Kind.SUMMED for v in values)
-        return made._replace(
-            place=place, met=met, scaled=any(v.scaled for v in values), bent=bent(eqn, values, linear, self.at())
-        )
+        made = made._replace(place=place, scaled=any(v.scaled for v in values))
+        if any(v.centred or v.bent or v.is_number for v in values):
+            made = made._replace(bent=row_numbers.bent(eqn, values, linear, self.at()))
+        return made._replace(met=any(v.met or v.kind == Kind.SUMMED for v in values))
 
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
@@ -409,7 +401,9 @@ class Reader:
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
-            return UNKNOWN._replace(picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, self.rows))
+            return UNKNOWN._replace(
+                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows)
+            )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
@@ -430,7 +424,7 @@ class Reader:
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)
         if which.kind == Kind.ROWS and any(v.kind == Kind.SUMMED for v in cases):
-            made = in_place_of_rows(cases, made, self.at())
+            made = row_numbers.in_place_of_rows(cases, made, self.at())
         return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:

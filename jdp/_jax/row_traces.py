@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
-from .jaxprs import equations, is_made_in, opened, parameter, reached
+from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
 from .row_values import PAIRS, UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
@@ -122,7 +122,7 @@ class Traced:
         for i, value in enumerate(values):
             fault = value.fault
             if kind in ("rows", "vector"):
-                fault = value.lasting or value.pending or value.bent and (value.bent if value.bent.lasts else None)
+                fault = value.lasting or value.pending or value.bent
                 if fault is None and value.kind == Kind.SUMMED and kind == "rows":
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:
@@ -146,17 +146,11 @@ class Traced:
         mixed = self._read[1].mixed
         return Fault("pairs", mixed[0]) if mixed else None
 
-    @functools.cached_property
-    def steps(self) -> tuple[int, Fault | None]:
-        """The number of rows of which each slice takes one (`v[::2]`), 1 for none such, and the slice to blame."""
-        found, fault = 1, None
-        for eqn in equations(self.jaxpr):
-            strides = eqn.primitive.name == "slice" and parameter(eqn, "strides")
-            axes = self.rows.axes(eqn.invars[0]) if strides else []
-            step = math.lcm(*(strides[i] for i in axes if self.rows.power(eqn.invars[0].aval.shape[i]) == 1))
-            if step > 1 and not is_made_in(eqn, "associative_scan"):
-                found, fault = math.lcm(found, step), fault or Fault("step", (eqn,))
-        return found, fault
+    @property
+    def step(self) -> tuple[int, Fault | None]:
+        """The number of rows of which slices take one (`v[::2]`), 1 if there are none, and the first to blame."""
+        found = [(step, Fault("step", at)) for step, at in self._read[1].steps if step > 1]
+        return math.lcm(*(step for step, _ in found)), next((fault for _, fault in found), None)
 
     @property
     def _values(self) -> list[RowValue]:

@@ -18,7 +18,8 @@ import jax.export
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
-from .jaxprs import equations, first, inside, is_literal, opened, parameter, source_line
+from .callers import source_line
+from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
 Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row", "step"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
@@ -72,9 +73,7 @@ class RowValue(NamedTuple):
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
-    bent: Fault | None = (
-        None  # as centred, after a function that is not linear; if it lasts, no sum over the rows has it
-    )
+    bent: Fault | None = None  # of one number of all rows that rows met, after a function that is not linear
     met: bool = False  # rows that met something made of all rows
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
@@ -311,6 +310,12 @@ class RowCount:
         """Returns True if a slice takes some of the rows."""
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
+
+    def step(self, eqn: Any) -> int:
+        """Returns the number of rows of which a slice takes one."""
+        strides, shape = parameter(eqn, "strides") or (), eqn.invars[0].aval.shape
+        along = [i for i in self.axes(eqn.invars[0]) if self.power(shape[i]) == 1]
+        return math.lcm(*(strides[i] for i in along)) if strides else 1
 
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""

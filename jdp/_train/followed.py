@@ -174,9 +174,9 @@ class Followed:
         """
 
         def say(traced: row_traces.Traced) -> list[Fault | None]:
-            every, fault = traced.steps
-            steps = fault if (self.rows or 0) % every else None
-            return [traced.backward, *(found or steps for found in traced.faults(kind, at))]
+            step, fault = traced.step
+            cut = fault if (self.rows or 0) % step else None
+            return [traced.backward, *(found or cut for found in traced.faults(kind, at))]
 
         found = self._agreed(at, say)
         if found and self._way is IN_TRAINING:

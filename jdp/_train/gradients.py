@@ -18,8 +18,9 @@ from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf
 from .._core.programs import Recent
 from .._core.scattered import Signature
+from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, source_line, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, varying
 from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, with_weight

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp._jax import convolutions, jaxprs, private, rewrites
+from jdp._jax import callers, convolutions, jaxprs, private, rewrites
 from jdp._processes import coordination, initialize, launchers
 from jdp._tools.topology import topology
 
@@ -660,7 +660,7 @@ def test_canary_ordered_effects():
     for fn, name in ((printed, "debug_print"), (called, "io_callback")):
         eqn = jaxprs.ordered(jax.make_jaxpr(jax.jit(fn))(W, X))
         assert eqn is not None and name in eqn.primitive.name, feature
-        assert jaxprs.source_line(eqn).startswith("test_private.py:"), lost("source_info", "errors name no line")
+        assert callers.source_line(eqn).startswith("test_private.py:"), lost("source_info", "errors name no line")
     free = jax.make_jaxpr(lambda x: jax.debug.print("{}", x))(1)
     assert free.effects and jaxprs.ordered(free) is None, feature
 
@@ -676,14 +676,14 @@ def test_without_ordered_effects(monkeypatch):
 def test_canary_names_of_functions():
     eqn = jaxprs.first(jax.make_jaxpr(jax.jit(lambda x: jax.lax.associative_scan(jnp.add, x)))(X), "slice")
     feature = lost("the frames of source_info", "a loss that jax.lax.associative_scan makes along the rows is accepted")
-    assert jaxprs.is_made_in(eqn, "associative_scan"), feature
-    assert not jaxprs.is_made_in(jax.make_jaxpr(lambda x: x[:2])(X).eqns[0], "associative_scan")
+    assert callers.is_made_in(eqn, "associative_scan"), feature
+    assert not callers.is_made_in(jax.make_jaxpr(lambda x: x[:2])(X).eqns[0], "associative_scan")
 
 
 def test_without_source_lines():
     eqn = types.SimpleNamespace(source_info=None)
-    assert not jaxprs.is_made_in(eqn, "associative_scan")
-    assert jaxprs.source_line(eqn) == jaxprs.source_line(types.SimpleNamespace()) == ""
+    assert not callers.is_made_in(eqn, "associative_scan")
+    assert callers.source_line(eqn) == callers.source_line(types.SimpleNamespace()) == ""
 
 
 def test_canary_varying_of_other_variables():

@@ -1,0 +1,55 @@
+"""Tells whose code made an equation: the user's line, a function of JAX, a module. JAX keeps the traceback of each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def _frames(eqn: Any) -> list[Any]:
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    return list(getattr(traceback, "frames", ()))
+
+
+def is_made_in(eqn: Any, function: str) -> bool:
+    """Returns True if a function of this name made an equation; False where JAX has not kept that."""
+    return any(x.function_name.split(".")[0] == function for x in _frames(eqn))
+
+
+def is_made_in_module(around: Sequence[Any]) -> bool:
+    """Returns True if a module made an equation, in its `__call__` or as one of Linen; False where that is not kept.
+
+    `around` has the equations that it is in, the outermost first, and then itself. In a `jit` JAX may have kept a trace
+    that another caller made.
+    """
+    jax_folder, linen, own = (_folders(name) for name in ("jax", "flax.linen", __name__.partition(".")[0]))
+    for eqn in around:
+        made_by = [(os.path.abspath(x.file_name), x.function_name.split(".")[-1]) for x in _frames(eqn)]
+        made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))
+        if any(
+            name == "__call__" and not path.startswith(jax_folder) or path.startswith(linen) for path, name in made_by
+        ):
+            return True
+        if eqn.primitive.name in ("jit", "pjit"):
+            break
+    return False
+
+
+def _folders(*packages: str) -> tuple[str, ...]:
+    """Returns where packages lie, if they are loaded, each with a separator behind."""
+    loaded = [sys.modules[name] for name in packages if name in sys.modules]
+    return tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)
+
+
+def source_line(eqn: Any) -> str:
+    """Returns the user's own line that made an equation: "file.py:12", or "" where JAX has not kept it."""
+    libraries = _folders("jax", "flax", __name__.partition(".")[0])
+    frames = [(os.path.abspath(x.file_name), x.line_num) for x in _frames(eqn)]
+    frames = [x for x in frames if not x[0].startswith(libraries) and "importlib" not in x[0]]
+    # What is installed, as optax is, is called by a line of the user's, most often.
+    for path, line in [x for x in frames if "site-packages" not in x[0]] or frames:
+        return f"{os.path.basename(path)}:{line}"
+    return ""
