@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
-from .row_values import UNKNOWN, Fault, Kind, RowValue, either, repeated
+from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either, repeated
 
 Parts = dict[int | str, float | None]
 """What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
@@ -33,14 +33,17 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     """Returns the outputs of a scan, which may run over the rows."""
     by_rows, body = reader.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
     consts, carry, xs = parts_of_scan(eqn, values)
+    if by_rows:
+        xs = [x._replace(place=ROUND) if x.kind == Kind.ROWS else x for x in xs]
     reader.loops += by_rows
     after, ys = _rounds(reader, body, consts, carry, xs, by_rows)
     reader.loops -= by_rows
     if by_rows:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
+        of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
         ys = [
-            y._replace(pending=None) if y.kind != Kind.SUMMED else pairs if _meets_others(y, consts, xs) else UNKNOWN
-            for y in ys
+            other if y.kind == Kind.SUMMED else y._replace(pending=None, place="")
+            for y, other in zip(ys, of_others, strict=True)
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
@@ -55,7 +58,7 @@ def _meets_others(made: RowValue, consts: Sequence[RowValue], xs: Sequence[RowVa
     only adds up rows may do so by a mask: both are accepted.
     """
     gets_its_row = any(x.kind == Kind.ROWS for x in xs) and not any(x.kind == Kind.SUMMED for x in consts)
-    return gets_its_row and (made.fault is not None or made.degree == 0)
+    return made.lasting is not None or gets_its_row and (made.fault is not None or made.degree == 0)
 
 
 def _rounds(
@@ -93,7 +96,7 @@ def _at_end(
             kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
             value = RowValue(kind, part.degree + 1, fault=part.lasting, at=reader.at())
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
-            value = RowValue(Kind.SUMMED, fault=Fault("pairs", reader.at(), True))
+            value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:
             value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", reader.at()))
         after.append(value)

@@ -1,7 +1,8 @@
 """Tells which rows meet rows of other places, as in `v - jnp.roll(v, 1)`, and what is left of pairs of all rows.
 
-A value knows of which row each entry is: of that at its place, of one so many places further on, or of that at the same
-place from the end. Where two such values meet that differ in this, rows meet other rows.
+A value knows of which rows its entries are: of those at their places, of those that start at another row, of those at
+the same places from the end ("turned"), or of the row of a loop's round. Where two such values meet that differ in
+this, rows meet other rows.
 
 Which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
 

@@ -45,6 +45,7 @@ from .row_loops import LOOPS
 from .row_pairs import diagonal, meets_elsewhere, of_pairs, place_of
 from .row_values import (
     CONST,
+    ROUND,
     UNKNOWN,
     Fault,
     Kind,
@@ -362,7 +363,7 @@ class Reader:
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
-        place = place_of(self.rows, self.around, values, rows) if rows and moves else ""
+        place = place_of(self.rows, self.around, values, rows) if moves and (rows or self.loops) else ""
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
@@ -397,7 +398,7 @@ class Reader:
     def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
-            return RowValue(Kind.ROWS, fault=lasting([value]))  # the row of this round
+            return RowValue(Kind.ROWS, fault=lasting([value]), place=ROUND)
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:

@@ -67,9 +67,7 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # whose square root it is
     drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
-    place: str = (
-        ""  # of which row each entry is, if it is not the one at its place: the row where it starts, or "turned"
-    )
+    place: str = ""  # of which rows the entries are, if not of those at their places; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
@@ -88,6 +86,8 @@ class RowValue(NamedTuple):
         return self.fault if self.fault is not None and self.fault.lasts else None
 
 
+ROUND = "round"
+"""The place of the row that a round of a loop over the rows takes."""
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
 
 

@@ -920,6 +920,8 @@ REFUSED = {
         lambda x, z: (lax.map(lambda q: jax.nn.logsumexp(x @ q), x) - (x * z).sum(1)).mean(),
         lambda x: lax.map(lambda q: jnp.exp(-((x - q) ** 2).sum(1)).mean(), x).mean(),
         lambda x: lax.scan(lambda c, q: (c + jax.nn.logsumexp(x @ q), None), 0.0, x)[0] / x.shape[0],
+        lambda e: lax.map(lambda q: jnp.exp(q - e).sum(), e).mean(),
+        lambda x: lax.fori_loop(0, x.shape[0], lambda i, c: c + jax.nn.logsumexp(x @ x[i]), 0.0) / x.shape[0],
         lambda x: jnp.sort(x, 0)[-1].mean(),
         lambda x, z: ((jnp.sort(x, 0) - jnp.sort(z, 0)) ** 2).mean(),
         lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(),
