@@ -61,13 +61,22 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
 
 
-def picked_row(eqn: Any, rows: RowCount) -> frozenset[int]:
-    """Returns the row that an equation picks by its number, as a loop of Python does; none where it picks otherwise."""
+STACKED = -1
+"""Among the rows that a value is made of: it has an axis of them, where each is alone."""
+
+
+def picked_row(eqn: Any, rows: RowCount, is_joined: bool) -> frozenset[int]:
+    """Returns the row that an equation picks by its number, as a loop of Python does; none where it picks otherwise.
+
+    Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
+    """
     (axis, *others) = rows.axes(eqn.invars[0]) or [None]
     if eqn.primitive.name != "slice" or axis is None or others or is_made_in(eqn, "associative_scan"):
         return frozenset()
     start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
-    return frozenset([start] if end == start + 1 else [])
+    each = eqn.invars[0].aval.shape[axis] // rows.size
+    row = start % rows.size if is_joined else start // max(each, 1)
+    return frozenset([row] if end == start + 1 else [])
 
 
 def of_picked(
@@ -81,12 +90,13 @@ def of_picked(
     if None in picked:
         return UNKNOWN
     rows_before, rows = axes(eqn.invars[0]), axes(eqn.outvars[0])
-    places = name in primitives.PLACES or name in ("concatenate", "select_n")
+    places = name in primitives.PLACES or name in ("concatenate", "stack", "select_n")
     if rows_before if name in primitives.PICKS else places and not rows:
         return UNKNOWN._replace(picked=frozenset())
-    if all(picked) and name in primitives.ELEMENTWISE | primitives.LAYERS and any(v.kind == Kind.ROWS for v in values):
+    is_alone = all(one and STACKED not in one for one in picked)
+    if is_alone and name in primitives.ELEMENTWISE | primitives.LAYERS and any(v.kind == Kind.ROWS for v in values):
         return RowValue(Kind.ROWS, fault=Fault("row", at, True))
-    together = frozenset[int]().union(*filter(None, picked))
+    together = frozenset({STACKED} if places else ()).union(*filter(None, picked))
     is_product = name in primitives.PRODUCTS and len(picked) > 1
     if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
         return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))

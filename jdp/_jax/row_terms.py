@@ -387,7 +387,9 @@ class Reader:
             fault = row_numbers.meets_one_row(eqn, values, rows)
         if whole:
             fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
-            return self.of_all_rows(eqn, RowValue(Kind.SUMMED, degree, None, fault, at), summed)
+            return self.of_all_rows(
+                eqn, RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined), summed
+            )
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
@@ -403,7 +405,7 @@ class Reader:
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows)
+                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows, value.joined)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 

@@ -51,7 +51,11 @@ class Fault(NamedTuple):
     @property
     def operation(self) -> str:
         """The name of the operation to blame, or ""."""
-        name: str = self.at[0].primitive.name if self.at else ""
+        if not self.at:
+            return ""
+        name = self.at[0].primitive.name
+        if name in ("jit", "pjit"):  # of a function of JAX's own, as `_std`
+            name = str(self.at[0].params.get("name", name)).lstrip("_")
         return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
 
 

@@ -992,6 +992,17 @@ def near_each_other(both, rows):
     return (both[:rows] * both[rows:]).sum(1).mean()
 
 
+def filled(entries):
+    found = jnp.zeros(len(entries))
+    for i, entry in enumerate(entries):
+        found = found.at[i].set(entry)
+    return found
+
+
+def one_by_one(both, rows):
+    return sum(both[i] @ both[rows + i] for i in range(rows))
+
+
 def discounted(e):
     rates = jnp.full_like(e, 0.9)
     return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (rates, e), reverse=True)[1]
@@ -1013,6 +1024,14 @@ COUNTS = {
     "one by one, with all": (lambda x: sum(jax.nn.logsumexp(x @ x[i]) for i in range(len(x))) / len(x), "row"),
     "two of them": (lambda x: sum(jnp.exp(x[i] @ x[i - 1]) for i in range(len(x))) / len(x), "pairs"),
     "differences, one by one": (lambda e: sum((e[i] - e[i - 1]) ** 2 for i in range(len(e))) / len(e), "pairs"),
+    "a stack, and targets": (lambda x, e: ((jnp.stack([v.sum() for v in x]) - e) ** 2).mean(), None),
+    "filled one by one": (lambda x, e: (filled([v.sum() for v in x]) * jnp.exp(e)).mean(), None),
+    "a stack, and a layer": (lambda x, w, o: nn.relu(jnp.stack([v * 2 for v in x]) @ w - o).mean(), None),
+    "two views, one by one": (lambda x, z: one_by_one(jnp.concatenate([x, z]), len(x)) / len(x), None),
+    "samples, one by one": (
+        lambda x: sum(v[2 * i] @ v[2 * i + 1] for v in [jnp.repeat(x, 2, 0)] for i in range(len(x))) / len(x),
+        None,
+    ),
     "a stack, then a root": (lambda e: jnp.sqrt(jnp.stack([v for v in e]).mean()), "pairs"),
     "the larger of a stack": (lambda e, x: jnp.maximum((x**2).mean(), jnp.stack([v for v in e]).mean()), "pairs"),
     "one by one, twice": (lambda e: sum(jnp.exp(v) for v in jnp.stack([u * 2 for u in e])) / len(e), None),
