@@ -282,6 +282,8 @@ def test_hugging_face_datasets():
         for rows, batch in zip(reference(11, 4, 7), DP.batches(data.with_format(kind), 4, seed=7), strict=True):
             np.testing.assert_array_equal(jdp.gather(batch["ids"]), np.stack([rows, 2 * rows], 1))
             np.testing.assert_array_equal(jdp.gather(batch["label"]), rows)
+    with pytest.raises(TypeError, match=r"a DatasetDict of the splits 'train', 'test'; .* data\['train'\]\."):
+        DP.batches(datasets.DatasetDict(train=data, test=data), 4)
 
 
 # ---- bad input
