@@ -41,19 +41,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType, MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
 
 from .._jax.private import callbacks
 from .coordination import ended, own_process, process_count, put, say, under
+from .places import DEAD, NOWHERE, Place, machine, named, state_of
 
 
 class Limits:
@@ -70,27 +69,12 @@ _FOLDER = "jdp/at/"
 _BEAT = 2.0  # seconds between two notes of where this process is
 _SILENCE = 3 * _BEAT  # a process that is well and within reach is never silent for so long
 _FEW = 64  # up to so many processes, each may ask for all others
-_DEAD = ("", "Z", "X")  # states of Linux: no such process, or only its exit code is left
 HINT = (
     "Call it in all processes, also what stands under `if jax.process_index() == 0`; for work that takes one process "
     "longer, jdp.distributed.initialize(timeout=...)."
 )
 _SAME = f"; all processes make the same calls in the same order. {HINT}"
 _SMALL = 4096  # bytes of an output that may be kept alive until it is computed
-
-
-class Place(NamedTuple):
-    """Where a process is, as it writes it for the others."""
-
-    beat: int  # how often it has written
-    machine: str
-    pid: int
-    doing: str  # the last call or program that it came to
-    idle: float  # seconds since
-    compiles: bool
-    positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
-    called_back: float = 0.0  # seconds since the running program called back into Python
-    calls: Mapping[str, str] = MappingProxyType({})  # the last call or program in each group
 
 
 class Pending(NamedTuple):
@@ -221,7 +205,7 @@ class Watch:
         seconds = time.monotonic() - max(self._places[p][1] for p in silent)
         sign = f"{'have' if len(silent) > 1 else 'has'} given no sign of life for {seconds:.0f} s"
         places = [self._places[p][0] for p in silent]
-        if any(place.machine != _machine() for place in places):
+        if any(place.machine != machine() for place in places):
             return f"{sign} (the network to another machine is cut, or what ran there is stopped)"
         return f"{sign} ({'stopped' if self._stopped(silent) else 'its Python does not run'}; on this machine)"
 
@@ -232,7 +216,7 @@ class Watch:
     def _stopped(self, silent: Sequence[int]) -> bool:
         """Returns True if the operating system says of each of them that it is stopped."""
         places = [self._places[p][0] for p in silent]
-        return bool(places) and all(p.machine == _machine() and _state(p.pid) in ("T", "t") for p in places)
+        return bool(places) and all(p.machine == machine() and state_of(p.pid) in ("T", "t") for p in places)
 
     def look(self) -> str | None:
         """Writes where this process is, and looks for the others; returns in words why it should stop waiting."""
@@ -382,9 +366,9 @@ class Watch:
 
     def _dead(self) -> list[int]:
         """Returns the processes of this machine that were gone in two looks and have not written why."""
-        machine = _machine()
-        here = [p for p, (place, _) in self._places.items() if place.machine == machine]
-        before, self._gone = self._gone, [p for p in here if _state(self._places[p][0].pid) in _DEAD]
+        own = machine()
+        here = [p for p, (place, _) in self._places.items() if place.machine == own]
+        before, self._gone = self._gone, [p for p in here if state_of(self._places[p][0].pid) in DEAD]
         dead = [p for p in self._gone if p in before]
         return [p for p in dead if p not in ended()] if dead else []
 
@@ -395,7 +379,7 @@ class Watch:
             idle, positions, calls = round(now - self._since, 1), dict(self._positions), dict(self._calls)
             called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
             at = self._doing, idle, self._compiles(now), positions, called_back, calls
-            place = Place(self._beat, _machine(), os.getpid(), *at)
+            place = Place(self._beat, machine(), os.getpid(), *at)
             put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
     def _learn(self) -> None:
@@ -416,7 +400,7 @@ class Watch:
         return {int(key.removeprefix(_FOLDER)) for key, _ in under(_FOLDER)}
 
     def _position(self, process: int, pending: Pending) -> int:
-        place, _ = self._places.get(process, (_NOWHERE, 0.0))
+        place, _ = self._places.get(process, (NOWHERE, 0.0))
         return place.positions.get(pending.group, 0)
 
     def _called_back(self, pending: Pending) -> list[int]:
@@ -428,7 +412,7 @@ class Watch:
 
     def _still(self, pending: Pending) -> dict[int, Place]:
         """Returns where the others are that have not moved for `limits.step`, and do not compile."""
-        places = {p: self._places.get(p, (_NOWHERE, 0.0)) for p in pending.processes if p != own_process()}
+        places = {p: self._places.get(p, (NOWHERE, 0.0)) for p in pending.processes if p != own_process()}
         long = {p: place for p, (place, since) in places.items() if place.idle + self._learnt - since > limits.step}
         return {p: place for p, place in long.items() if not place.compiles}
 
@@ -451,31 +435,4 @@ class Watch:
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
 
 
-_NOWHERE = Place(0, "", 0, "", 0.0, False, {})
 watch = Watch()
-
-
-def named(processes: Sequence[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
-
-
-def _machine() -> str:
-    """Returns what tells machines apart: their names, the boots of Linux, the namespaces of networks and processes.
-
-    Machines that were cloned may have one name, and the namespaces of one image the same numbers.
-    """
-    found = []
-    with contextlib.suppress(OSError):  # not Linux
-        found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-        found += [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
-    return " ".join([platform.node(), *found])
-
-
-def _state(pid: int) -> str:
-    """Returns Linux's letter for the state of a process of this machine; "" if it is gone, "?" if it is unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "" if Path("/proc/self/stat").exists() else "?"
-    except OSError:
-        return "?"

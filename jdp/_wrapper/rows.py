@@ -28,8 +28,8 @@ def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
     if isinstance(data, dict) and data and all(hasattr(x, "column_names") for x in data.values()):
         splits = ", ".join(map(repr, data))
         raise TypeError(
-            f"jdp.{VERB}: data is a {type(data).__name__} of the splits {splits}; each has rows of its own. Pass one of "
-            f"them, as data[{next(iter(data))!r}]."
+            f"jdp.{VERB}: data is a {type(data).__name__} of the splits {splits}; each has rows of its own. Pass one "
+            f"of them, as data[{next(iter(data))!r}]."
         )
     is_tree = isinstance(data, dict | tuple) or not isinstance(data, list) and not jax.tree_util.all_leaves([data])
     if is_tree or isinstance(data, ARRAYS) or is_tensor(data):

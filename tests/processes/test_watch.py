@@ -40,7 +40,7 @@ class Job:
         self.stopped, self.deaf, self.dead, self.left = set(), set(), set(), set()
         self.called_back = {}  # the frames of the callbacks that run in a process
         monkeypatch.setattr(module, "limits", limits)
-        monkeypatch.setattr(module, "_machine", lambda: self.machines.get(self.here, "a"))
+        monkeypatch.setattr(module, "machine", lambda: self.machines.get(self.here, "a"))
         monkeypatch.setattr(module.os, "getpid", lambda: 100 + self.here)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         for name, value in {
@@ -49,7 +49,7 @@ class Job:
             "put": self.keys.__setitem__,
             "ended": lambda: self.left,
             "callbacks": lambda: self.called_back.get(self.here, []),
-            "_state": lambda pid: "Z" if pid in self.dead else self.state,
+            "state_of": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
         }.items():
             monkeypatch.setattr(module, name, value)
@@ -486,12 +486,12 @@ def test_process_0_is_stopped_before_this_one_has_looked_at_the_newest_program(j
 
 def test_the_state_of_a_process():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert module._state(process.pid) in ("R", "S", "D")
+        assert module.state_of(process.pid) in ("R", "S", "D")
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert module._state(process.pid) == "Z"
+        assert module.state_of(process.pid) == "Z"
         process.wait()
-        assert module._state(process.pid) == ""
+        assert module.state_of(process.pid) == ""
 
 
 @pytest.mark.parametrize("gap", [8, 30, 300])

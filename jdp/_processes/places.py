@@ -1,0 +1,56 @@
+"""Where a process is, as it writes it for the others, and what this machine says of a process that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+DEAD = ("", "Z", "X")  # states of Linux: no such process, or only its exit code is left
+
+
+class Place(NamedTuple):
+    """Where a process is, as it writes it for the others."""
+
+    beat: int  # how often it has written
+    machine: str
+    pid: int
+    doing: str  # the last call or program that it came to
+    idle: float  # seconds since
+    compiles: bool
+    positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
+    called_back: float = 0.0  # seconds since the running program called back into Python
+    calls: Mapping[str, str] = MappingProxyType({})  # the last call or program in each group
+
+
+NOWHERE = Place(0, "", 0, "", 0.0, False, {})
+
+
+def named(processes: Sequence[int]) -> str:
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
+
+
+def machine() -> str:
+    """Returns what tells machines apart: their names, the boots of Linux, the namespaces of networks and processes.
+
+    Machines that were cloned may have one name, and the namespaces of one image the same numbers.
+    """
+    found = []
+    with contextlib.suppress(OSError):  # not Linux
+        found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        found += [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
+    return " ".join([platform.node(), *found])
+
+
+def state_of(pid: int) -> str:
+    """Returns Linux's letter for the state of a process of this machine; "" if it is gone, "?" if it is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else "?"
+    except OSError:
+        return "?"
