@@ -42,7 +42,7 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
         of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
         ys = [
-            other if y.kind == Kind.SUMMED else y._replace(pending=None, place="")
+            other if y.kind == Kind.SUMMED else y._replace(pending=None, place=0)
             for y, other in zip(ys, of_others, strict=True)
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)

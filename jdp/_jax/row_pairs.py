@@ -1,8 +1,8 @@
 """Tells which rows meet rows of other places, as in `v - jnp.roll(v, 1)`, and what is left of pairs of all rows.
 
-A value knows of which rows its entries are: of those at their places, of those that start at another row, of those at
-the same places from the end ("turned"), or of the row of a loop's round. Where two such values meet that differ in
-this, rows meet other rows.
+A value knows of which rows its entries are: of those at their places (0), of those so many places further on, of those
+at the same places from the end (TURNED), or of the row of a loop's round (ROUND); None if that is lost. Where two
+values meet that differ in this, rows meet other rows.
 
 Which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
 
@@ -67,47 +67,50 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
-SEVERAL = "several"
+SEVERAL, TURNED = "several", "turned"
 
 
-def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int]) -> str:
+def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int]) -> Any:
     """Returns of which rows the entries of a result are, as `RowValue.place` has it; `along` are its axes of the rows.
 
     `around` has the equations that it is in, the outermost first, and then itself. What a module moves is its own.
     """
     eqn, places = around[-1], _places(values)
-    moved = _moved(rows, eqn, values, along)
-    if moved is None or moved and (is_made_in(eqn, "associative_scan") or is_made_in_module(around)):
-        return SEVERAL if len(places) > 1 else "".join(places)
-    return moved
+    before = SEVERAL if len(places) > 1 else next(iter(places), 0)
+    after = _moved(rows, eqn, values, along, before)
+    return before if after != before and (is_made_in(eqn, "associative_scan") or is_made_in_module(around)) else after
 
 
-def _places(values: Sequence[RowValue]) -> set[str]:
-    return {v.place for v in values if v.kind == Kind.ROWS and not v.drawn}
+def _places(values: Sequence[RowValue]) -> set[Any]:
+    return {v.place for v in values if v.kind == Kind.ROWS and not v.drawn and v.place is not None}
 
 
-def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int]) -> str | None:
-    """Returns of which rows the entries are after an equation that moves them; None if they stay at their places."""
-    name, start = eqn.primitive.name, 0
+def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int], place: Any) -> Any:
+    """Returns of which rows the entries are after an equation, and `place` is where they were before."""
+    name, by = eqn.primitive.name, 0
     if name == "rev" and {*parameter(eqn, "dimensions")} & {*along}:
-        return "" if values[0].place else "turned"
+        return 0 if place == TURNED else TURNED
     if name == "concatenate" and parameter(eqn, "dimension") in along:
-        size = eqn.invars[0].aval.shape[parameter(eqn, "dimension")]
-        return values[0].place if values[0].kind == Kind.ROWS or rows.is_multiple(size) else "later"
-    if name == "slice":
-        start = next((s for s in (parameter(eqn, "start_indices")[i] for i in along) if not rows.is_multiple(s)), 0)
-    if name in ("gather", "dynamic_slice"):
-        start = _start(rows, eqn, values)
-    return None if rows.is_multiple(start) else str(start)
+        if values[0].kind == Kind.ROWS:
+            return values[0].place
+        by = -eqn.invars[0].aval.shape[parameter(eqn, "dimension")]
+    elif name == "pad":
+        by = -sum(parameter(eqn, "padding_config")[i][0] for i in along)
+    elif name == "slice":
+        strides = parameter(eqn, "strides") or [1] * eqn.invars[0].aval.ndim
+        by = sum(parameter(eqn, "start_indices")[i] // strides[i] for i in along)
+    elif name in ("gather", "dynamic_slice"):
+        by = _start(rows, eqn, values)
+    return place if isinstance(place, str) else by if by is None else rows.remainder(place + by)
 
 
-def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int:
+def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
     """Returns where a window of the rows starts that is picked by a number, as `x[1:]` of a symbolic number of rows."""
     operand, sizes = eqn.invars[0], parameter(eqn, "slice_sizes")
     for i in rows.axes(operand):
         by = values[1] if eqn.primitive.name == "gather" else values[1 + i]
         if rows.power(sizes[i]) != 0 and sizes[i] != operand.aval.shape[i] and by.degree == 0:
-            return int(by.number or 0)
+            return by.number if by.number is None else int(by.number)
     return 0
 
 

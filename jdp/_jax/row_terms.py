@@ -363,7 +363,7 @@ class Reader:
         pairs = kind == Kind.ROWS and len(rows) > 1
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
-        place = place_of(self.rows, self.around, values, rows) if moves and (rows or self.loops) else ""
+        place = place_of(self.rows, self.around, values, rows) if moves and (rows or self.loops) else 0
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())

@@ -71,7 +71,7 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # whose square root it is
     drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
-    place: str = ""  # of which rows the entries are, if not of those at their places; see `row_pairs.py`
+    place: Any = 0  # of which rows the entries are, if not of those at their places; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
     pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
     centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
@@ -253,9 +253,14 @@ class RowCount:
             size, power = part, power + 1
         return power
 
-    def is_multiple(self, size: Any) -> bool:
-        """Returns True for 0, the number of rows, or a multiple of it; a half of the rows may be a prime's multiple."""
-        return bool(size % self.size == 0) if self.prime else size == 0 or bool(self.power(size))
+    def remainder(self, size: Any) -> Any:
+        """Returns what is left of a size without the multiples of the number of rows in it: -1 of `b - 1`."""
+        if self.prime:
+            return size % self.size
+        if isinstance(size, int) or self.power(size):
+            return size if isinstance(size, int) else 0
+        less = [size - self.size, size - 2 * self.size]
+        return next((x for x in less if isinstance(x, int)), size)
 
     def axes(self, v: Any) -> list[int]:
         """Returns the axes of a variable whose size depends on the number of rows."""

@@ -571,6 +571,7 @@ ACCEPTED = {
     "standardized, and a layer": lambda x, w, m: nn.relu(jax.nn.standardize(x, axis=None) @ w * m[:, None]).mean(),
     "a softmax by hand": lambda o, y: -jnp.log(softmax_by_hand(o)[jnp.arange(o.shape[0]), y]).mean(),
     "a softmax by hand, masked": lambda o, m: jnp.log1p(softmax_by_hand(o, m[:, None] + 0.1)).mean(),
+    "a token in front": lambda x, w, e: (jnp.concatenate([w.sum(1)[None], x])[1:, 0] * e).mean(),
     "a layer with a branch": lambda x: (jax.nn.softplus(x / x.mean()) + jax.nn.leaky_relu(x - x.mean())).mean(),
     "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
     "scaled, and a softmax": lambda x, w, y: ce((x / x.max()) @ w, y).mean(),
@@ -992,6 +993,10 @@ def near_each_other(both, rows):
     return (both[:rows] * both[rows:]).sum(1).mean()
 
 
+def near_in_turns(both, rows):
+    return nn.softplus(both[::2] - both[1::2]).mean() * (rows / rows)
+
+
 def filled(entries):
     found = jnp.zeros(len(entries))
     for i, entry in enumerate(entries):
@@ -1069,6 +1074,13 @@ COUNTS = {
     "first": (lambda e: e[0] * (len(e) / len(e)), "nonlinear"),
     "differences": (lambda e: (jnp.diff(e) ** 2).sum() / len(e), "pairs"),
     "halves": (lambda x, w: -jax.nn.log_sigmoid((x[: len(x) // 2] - x[len(x) // 2 :]) @ w[:, 0]).mean(), "pairs"),
+    "interleaved views": (lambda x, z: near_in_turns(jnp.stack([x, z], 1).reshape(-1, 5), len(x)), None),
+    "constants in front": (lambda x, e: (jnp.pad(x, ((2, 0), (0, 0)))[2:, 0] * e).mean() * len(x) / len(x), None),
+    "a token in front": (
+        lambda x, w, e: (jnp.concatenate([w.sum(1)[None], x])[1:, 0] * e).mean() * (len(x) / len(x)),
+        None,
+    ),
+    "there and back": (lambda x, z: (jnp.roll(jnp.roll(x, 1, 0) * 2, -1, 0) * z).mean() * (len(x) / len(x)), None),
     "halves of two views": (lambda x, z: near_each_other(jnp.concatenate([x, z]), len(x)), None),
     "parts of both halves": (lambda e: (e[: len(e) // 2] + e[len(e) // 2 :]).mean() * 2, None),
     "all but the first": (lambda e: e[1:].sum() / (len(e) - 1), "sum"),
