@@ -10,7 +10,7 @@ the advantages of a policy gradient. That fault lasts, because PPO takes a minim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
@@ -61,11 +61,11 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
 
 
-STACKED = -1
-"""Among the rows that a value is made of: it has an axis of them, where each is alone."""
+STACKED, NUMBER = -1, -2
+"""Among the rows that a value is made of: it has an axis of them, where each is alone; and a number of all rows."""
 
 
-def picked_row(eqn: Any, rows: RowCount, is_joined: bool) -> frozenset[int]:
+def picked_row(eqn: Any, rows: RowCount, before: RowValue) -> frozenset[int]:
     """Returns the row that an equation picks by its number, as a loop of Python does; none where it picks otherwise.
 
     Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
@@ -75,28 +75,36 @@ def picked_row(eqn: Any, rows: RowCount, is_joined: bool) -> frozenset[int]:
         return frozenset()
     start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
     each = eqn.invars[0].aval.shape[axis] // rows.size
-    row = start % rows.size if is_joined else start // max(each, 1)
-    return frozenset([row] if end == start + 1 else [])
+    row = start if before.joined else start // max(each, 1)
+    is_known = end == start + 1 and isinstance(before.place, int)
+    return frozenset([(row + before.place) % rows.size] if is_known else [])
 
 
-def of_picked(
-    eqn: Any, values: Sequence[RowValue], linear: bool, axes: Callable[[Any], list[int]], at: tuple[Any, ...]
-) -> RowValue:
-    """Returns what is known of a value that is made of rows picked one by one; `axes` tells a variable's axes of rows.
+def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
+    """Returns what is known of a value that is made of rows picked one by one.
 
-    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows.
+    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows. All of
+    them, stacked in their order, are rows again.
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     if None in picked:
         return UNKNOWN
-    rows_before, rows = axes(eqn.invars[0]), axes(eqn.outvars[0])
-    places = name in primitives.PLACES or name in ("concatenate", "stack", "select_n")
+    if name == "stack" and picked == [{i} for i in range(count.size)]:
+        return RowValue(Kind.ROWS)
+    rows_before, rows = count.axes(eqn.invars[0]), count.axes(eqn.outvars[0])
+    lost = next((v.lasting for v in values if v.lasting is not None), None)
+    if lost is not None:
+        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
+    if name == "concatenate" and rows and any(v.kind == Kind.ROWS for v in values):  # as jnp.roll writes it
+        return RowValue(Kind.ROWS, place=next(iter(picked[0] or ()), 0) if values[0].kind == Kind.UNKNOWN else 0)
+    places = name in primitives.PLACES or name in ("concatenate", "stack") or name == "select_n" and bool(rows)
     if rows_before if name in primitives.PICKS else places and not rows:
         return UNKNOWN._replace(picked=frozenset())
     is_alone = all(one and STACKED not in one for one in picked)
     if is_alone and name in primitives.ELEMENTWISE | primitives.LAYERS and any(v.kind == Kind.ROWS for v in values):
         return RowValue(Kind.ROWS, fault=Fault("row", at, True))
-    together = frozenset({STACKED} if places else ()).union(*filter(None, picked))
+    together = frozenset[int]().union(*filter(None, picked), [STACKED] * places)
+    together = together.union([NUMBER] * any(v.kind == Kind.SUMMED for v in values))
     is_product = name in primitives.PRODUCTS and len(picked) > 1
     if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
         return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))

@@ -357,7 +357,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return row_numbers.of_picked(eqn, values, linear, self.rows.axes, self.at())
+            return row_numbers.of_picked(eqn, values, linear, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
@@ -387,9 +387,8 @@ class Reader:
             fault = row_numbers.meets_one_row(eqn, values, rows)
         if whole:
             fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
-            return self.of_all_rows(
-                eqn, RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined), summed
-            )
+            value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
+            return self.of_all_rows(eqn, value, summed)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
@@ -405,7 +404,7 @@ class Reader:
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows, value.joined)
+                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows, value)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 

@@ -997,6 +997,10 @@ def near_in_turns(both, rows):
     return nn.softplus(both[::2] - both[1::2]).mean() * (rows / rows)
 
 
+def stacked(x):
+    return jnp.stack([jnp.tanh(x[i]) for i in range(len(x))])
+
+
 def filled(entries):
     found = jnp.zeros(len(entries))
     for i, entry in enumerate(entries):
@@ -1037,8 +1041,11 @@ COUNTS = {
         lambda x: sum(v[2 * i] @ v[2 * i + 1] for v in [jnp.repeat(x, 2, 0)] for i in range(len(x))) / len(x),
         None,
     ),
-    "a stack, then a root": (lambda e: jnp.sqrt(jnp.stack([v for v in e]).mean()), "pairs"),
-    "the larger of a stack": (lambda e, x: jnp.maximum((x**2).mean(), jnp.stack([v for v in e]).mean()), "pairs"),
+    "near a mean, one by one": (lambda e: sum(nn.softplus(v - e.mean()) for v in e) / len(e), "pairs"),
+    "a stack, and all pairs": (lambda x: jax.nn.logsumexp(stacked(x) @ stacked(x).T, 1).mean(), "pairs"),
+    "a stack of others": (lambda x, e: (jnp.stack([x[i - 1].sum() for i in range(len(x))]) * e).mean(), None),
+    "a stack, then a root": (lambda e: jnp.sqrt(jnp.stack([v for v in e]).mean()), "nonlinear"),
+    "the larger of a stack": (lambda e, x: jnp.maximum((x**2).mean(), jnp.stack([v for v in e]).mean()), "nonlinear"),
     "one by one, twice": (lambda e: sum(jnp.exp(v) for v in jnp.stack([u * 2 for u in e])) / len(e), None),
     "a root of one by one": (lambda e: jnp.sqrt(sum(e[i] for i in range(len(e)))), "pairs"),
     "squares, one by one": (lambda x: sum(x[i] @ x[i] for i in range(len(x))) / len(x), None),
