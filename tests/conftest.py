@@ -53,7 +53,14 @@ from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
-LONGEST = ("test_loss_law.py", "test_walk.py", "test_deterministic_processes.py")
+# The files that take longest, all tiers together: one that came last would be waited for.
+LONGEST = tuple(
+    f"test_{name}.py"
+    for name in (
+        *("deterministic", "loss_law", "training_examples", "shard_params", "walk", "deterministic_processes"),
+        *("examples", "processes", "replay", "checkpoint_exit", "replicas"),
+    )
+)
 # laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
 # CI: that may take longer than a case may, because each try compiles.
 IN_CI = os.environ.get("JDP_TESTS_RUN") == "ci"

@@ -80,8 +80,8 @@ def test_without_matplotlib_a_run_goes_on(script, tmp_path):
 
 
 LONG = {  # runs that do not come to their end while a test waits
-    "mnist": ("--epochs", "500"),
-    "char_gpt": ("--steps", "2000", "--devices", "1", "--width", "32", "--layers", "1", "--context", "32"),
+    "mnist": ("--epochs", "500", "--train-rows", "512"),
+    "char_gpt": ("--steps", "1000", "--devices", "1", "--width", "32", "--layers", "1", "--context", "32"),
     "resnet": ("--epochs", "500", "--devices", "1", "--width", "4", "--blocks", "1", "--train-rows", "512"),
 }
 
@@ -102,7 +102,7 @@ def interrupted(process):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("script", "after"), [("mnist", "digits"), ("mnist", "epoch 1"), ("char_gpt", "step 250"), ("resnet", "epoch 1")]
+    ("script", "after"), [("mnist", "digits"), ("mnist", "epoch 1"), ("char_gpt", "step 125"), ("resnet", "epoch 1")]
 )
 def test_an_interrupt_keeps_the_picture_of_what_there_is(script, after, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
