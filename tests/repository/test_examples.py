@@ -40,7 +40,7 @@ def test_the_picture_of_a_run_says_what_its_lines_are(monkeypatch):
 
 
 def run(script, *args, computes=False):
-    """What a program prints. One that computes takes a third of the time if LLVM has optimized it, a short one longer."""
+    """What a program prints. One that computes takes a third of the time if LLVM optimizes it, and others longer."""
     left_out = ["NPROC", "PJRT_NPROC"]  # conftest's, for 8 devices
     left_out += ["XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"] if computes else []
     env = {k: v for k, v in os.environ.items() if k not in left_out}
