@@ -48,11 +48,19 @@ import sys
 import jax
 import numpy as np
 import pytest
+from cases import some_of
 from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
-LONGEST = ("test_loss_law.py", "test_walk.py", "test_deterministic_processes.py")
+# The files that take longest, all tiers together: one that came last would be waited for.
+LONGEST = tuple(
+    f"test_{name}.py"
+    for name in (
+        *("deterministic", "loss_law", "training_examples", "shard_params", "walk", "deterministic_processes"),
+        *("examples", "processes", "replay", "checkpoint_exit", "replicas"),
+    )
+)
 # laws.examples takes its part of the examples of a test from the profile. A falsifying example is not made smaller in
 # CI: that may take longer than a case may, because each try compiles.
 IN_CI = os.environ.get("JDP_TESTS_RUN") == "ci"
@@ -91,29 +99,9 @@ def pytest_configure(config):
         config.pluginmanager.register(FailuresAtOnce(reporter))
 
 
-def each_value(cases):
-    """Some of the cases, among which each entry of each `parametrize` is, and each value of a fixture."""
-    entries = {case: set(_entries(case)) for case in cases}
-    left = set().union(*entries.values())
-    while left:
-        best = max(cases, key=lambda case: len(left & entries[case]))
-        left -= entries[best]
-        yield best
-
-
-def _entries(case):
-    """What a case has of each `parametrize`: the names, and the values that stand together in its list."""
-    values = dict(case.callspec.params)
-    for mark in case.iter_markers("parametrize"):
-        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
-        yield tuple(names), tuple(id(values.pop(name)) for name in names)
-    for name, value in values.items():  # of fixtures
-        yield name, id(value)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What `one_case` leaves out is marked `full`, and what `each_value` leaves out is not run."""
+    """What `one_case` leaves out is marked `full`; what `each_value` and `each_pair` leave out is not run."""
     families, left_out = collections.defaultdict(list), set()
     for item in items:
         families[item.path, getattr(item, "originalname", item.name)].append(item)
@@ -123,8 +111,9 @@ def pytest_collection_modifyitems(config, items):
             fast = {item for item in cases if item.callspec.id in mark.args} or {cases[-1]}
             for item in set(cases) - fast:
                 item.add_marker("full")
-        if cases[0].get_closest_marker("each_value"):
-            left_out.update(set(cases) - fast - set(each_value(cases)))
+        for size, name in enumerate(("each_value", "each_pair"), 1):
+            if cases[0].get_closest_marker(name):
+                left_out.update(set(cases) - fast - set(some_of(cases, size, fast)))
     # Workers take files in this order: those that take longest, then those with many cases.
     count = collections.Counter(item.path for item in items)
     rank = {name: i for i, name in enumerate(LONGEST)}

@@ -105,6 +105,7 @@ def expected(batch):
     return np.mean(outputs(PARAMS["params"]["w"], batch))
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", DOORS)
 @pytest.mark.parametrize("devices", [1, 4])

@@ -1,5 +1,6 @@
 """Replicas of several devices: steps, gradients and evaluation on a mesh are those of one device."""
 
+import functools
 import re
 
 import jax
@@ -39,12 +40,16 @@ WHOLE = {
 }
 
 
-def trained(loss, sizes, tx):
+TX = optax.adam(0.05)
+
+
+@functools.cache
+def trained(loss, sizes):
     """Parameters, moments and last loss of plain JAX on one device."""
-    params, opt_state, value = WEIGHTS, tx.init(WEIGHTS), None
+    params, opt_state, value = WEIGHTS, TX.init(WEIGHTS), None
     for seed, n in enumerate(sizes):
         value, grads = jax.value_and_grad(WHOLE[loss])(params, rows(n, seed))
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = TX.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params, opt_state, value
 
@@ -55,13 +60,13 @@ def step_on(mesh, loss, tx, options):
 
 
 def check_step(name, loss, option, sizes, tolerance=2e-4):
-    mesh, tx = mesh_of(name), optax.adam(0.05)
-    step = step_on(mesh, loss, tx, OPTIONS[option])
+    mesh = mesh_of(name)
+    step = step_on(mesh, loss, TX, OPTIONS[option])
     state = step.init({"params": placed(mesh)})
     lies_as(state.opt_state[0].mu)
     for seed, n in enumerate(sizes):
         state, metrics = step(state, rows(n, seed))
-    params, opt_state, value = trained(loss, sizes, tx)
+    params, opt_state, value = trained(loss, tuple(sizes))
     if option != "bfloat16":
         close(state.params, params, tolerance, tolerance)
         close(state.opt_state[0].nu, opt_state[0].nu, 1e-3, 1e-3)
@@ -71,6 +76,7 @@ def check_step(name, loss, option, sizes, tolerance=2e-4):
     return step, state
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("loss", [*LOSSES])
 @pytest.mark.parametrize("option", [*OPTIONS][::-1])

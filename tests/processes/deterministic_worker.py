@@ -1,4 +1,7 @@
-"""One process of a job that trains with `deterministic=True`; writes what came out, as SHA-256."""
+"""One process of a job that trains with `deterministic=True`; writes what came out, as SHA-256.
+
+Usage: deterministic_worker.py FOLDER [NAME ...], without a name all of OPTIONS.
+"""
 
 import functools
 import json
@@ -36,7 +39,8 @@ OPTIONS = {
     "transformer": {},
     "criterion": {"criterion": of_all_rows},
 }
-for name, options in OPTIONS.items():
+for name in sys.argv[2:] or OPTIONS:
+    options = OPTIONS[name]
     model = {**law.LINEN, "synced": law.Synced, "criterion": law.MLP}[name]()
     dp = jdp.DataParallel(model, replicas=4)
     loss = forward if name == "criterion" else law.linen_loss

@@ -1,12 +1,16 @@
 """The fast tier has one case of a family, and none that takes longer than its budget."""
 
+import itertools
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+from cases import some_of
 
 TESTS = """
 import time
@@ -86,3 +90,23 @@ def test_a_run_ends_though_workers_crash(tmp_path, n):
     environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=200)
     assert "3 failed, 17 passed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("lists", [(range(7), range(3), range(3)), (range(2),) * 4, (range(5),), (range(8), range(4))])
+def test_every_entry_and_every_pair_of_entries_is_in_some_case(lists):
+    def case(values):
+        params = dict(zip("abcd", values, strict=False))
+        marks = [pytest.mark.parametrize(name, values).mark for name, values in zip("abcd", lists, strict=False)]
+        return mock.Mock(callspec=mock.Mock(params=params), iter_markers=lambda name: marks)
+
+    cases = {case(values): values for values in itertools.product(*lists)}
+    for size in (1, 2):
+        chosen = [cases[each] for each in some_of([*cases], size)]
+        for columns in itertools.combinations(range(len(lists)), min(size, len(lists))):
+            found = {tuple(values[column] for column in columns) for values in chosen}
+            assert found == set(itertools.product(*(lists[column] for column in columns)))
+        two = sorted(map(len, lists))[-size:]
+        assert len(chosen) <= 1.5 * math.prod(two)
+        first = [*cases][0]
+        rest = [cases[each] for each in some_of([*cases], size, {first})]
+        assert len(rest) < len(chosen) or cases[first] not in rest

@@ -40,6 +40,9 @@ LEFT_OUT = re.compile(
     r"XLA_|JAX_|JDP_(?!TESTS_RUN)|NPROC|PJRT_|PYTEST|PYTHON|PIP_QUIET|VIRTUAL_ENV|VENV|ARGS|MAKE|COLUMNS|LINES"
 )
 
+# as tests/conftest.py compiles: without LLVM's optimization, and with XLA's older emitters
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+
 
 class Step(NamedTuple):
     """What was run: the whole time, the longest time without a word, and after which words that was."""
@@ -72,10 +75,11 @@ def commands(clone: Path, all_pages: bool) -> list[str]:
     return found
 
 
-def run(command: str, folder: Path) -> Step:
+def run(command: str, folder: Path, quick: bool = False) -> Step:
     """Runs it in a terminal of its own, and shows what it says."""
     print(f"\n$ {command}", flush=True)
     environ = {name: value for name, value in os.environ.items() if not LEFT_OUT.match(name)} | {"TERM": "xterm"}
+    environ |= QUICK if quick else {}
     ours, theirs = pty.openpty()
     begin = last = time.monotonic()
     with subprocess.Popen(
@@ -110,15 +114,16 @@ def _read(terminal: int) -> bytes:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="run the programs of docs/, too")
+    parser.add_argument("--quick", action="store_true", help="compile quickly, as the tests do, and not as a newcomer")
     parser.add_argument("--limit", type=float, default=10, help="the longest silence in seconds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="walk-") as scratch:
         clone = Path(scratch) / "jdp"
         steps = [run(f"git clone --quiet {ROOT} {clone}", Path(scratch))]
         if not steps[0].code:
-            steps += [run(command, clone) for command in MAKES]
+            steps += [run(command, clone, args.quick) for command in MAKES]
         if not any(step.code for step in steps):
-            steps += [run(command, clone) for command in commands(clone, args.all)]
+            steps += [run(command, clone, args.quick) for command in commands(clone, args.all)]
     print(f"\n{'in all':>8} {'silence':>8}  command")
     for step in sorted(steps, key=lambda step: -step.silence):
         wrong = f"  FAILED: {step.code}" if step.code else ""

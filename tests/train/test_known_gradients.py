@@ -85,6 +85,7 @@ WAYS = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [16, 13])

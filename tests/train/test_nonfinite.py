@@ -97,6 +97,7 @@ def log_of(variables, batch):
     return jnp.mean(jnp.log(batch @ variables["params"]))
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("calls", [0, 1, 4])

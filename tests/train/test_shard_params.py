@@ -202,30 +202,29 @@ def test_what_a_loss_prints_or_calls_does_not_keep_it_from_being_cut():
 # --- models ---
 
 
-def both(
-    loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), limit=1e-5, once=False, stays=True, **options
-):
-    """The step with its parameters cut beside the replicated one: loss, metrics and the whole state.
+def ran(shard, loss_fn, params, tx=TRANSFORMATIONS["momentum"], n=8, sizes=(16, 3), once=False, stays=True, **options):
+    """Loss, metrics and the whole state after steps, with the parameters cut or replicated.
 
     `stays`: whether all that can be cut is, still after a step.
     """
-    found = []
-    batches = [batch(size, start=i) for i, size in enumerate(sizes)]
-    for shard in (True, False):
-        step = wrapper(n).train_step(loss_fn, tx, shard_params=shard, gather_once=shard and once, **options)
-        state = step.init({"params": params})
-        assert_cut(state.params, n, cut=shard)
-        said = []
-        for data in batches:
-            state, metrics = step(state, data)
-            said.append(metrics)
-        if stays:
-            assert_cut((state.params, state.opt_state), n, cut=shard)
-        found.append((state.params, state.opt_state, said))
-    close(*found, limit, limit)
-    moved = jax.tree.map(lambda after, before: np.abs(np.asarray(after) - before).max(), found[0][0], params)
+    step = wrapper(n).train_step(loss_fn, tx, shard_params=shard, gather_once=shard and once, **options)
+    state = step.init({"params": params})
+    assert_cut(state.params, n, cut=shard)
+    said = []
+    for i, size in enumerate(sizes):
+        state, metrics = step(state, batch(size, start=i))
+        said.append(metrics)
+    if stays:
+        assert_cut((state.params, state.opt_state), n, cut=shard)
+    return state.params, state.opt_state, said
+
+
+def both(loss_fn, params, want=None, limit=1e-5, **options):
+    """The step with its parameters cut beside the replicated one, which may have run already."""
+    cut = ran(True, loss_fn, params, **options)
+    close(cut, want or ran(False, loss_fn, params, **options), limit, limit)
+    moved = jax.tree.map(lambda after, before: np.abs(np.asarray(after) - before).max(), cut[0], params)
     assert max(jax.tree.leaves(moved)) > 1e-4
-    return found[0]
 
 
 def squares(out, batch):
@@ -476,9 +475,19 @@ def in_pieces_of(monkeypatch, most):
     monkeypatch.setattr("jdp._core.shards.MOST_AT_ONCE", most)
 
 
-@pytest.mark.one_case("1-False-0-scanned and used")
+@functools.cache
+def replicated(name, accumulate):
+    """What the replicated step makes of a model: it does not depend on how parameters are gathered."""
+    loss_fn, params = MODELS[name]
+    return ran(False, lambda v, batch: loss_fn(v["params"], batch), params, accumulate_steps=accumulate)
+
+
+@pytest.mark.each_pair
+@pytest.mark.one_case("0-False-1-scanned and used")
 @pytest.mark.parametrize("name", [*MODELS][::-1])
-@pytest.mark.parametrize("accumulate, once, most", [(1, False, 1 << 25), (2, False, 500), (2, True, 0), (1, False, 0)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("most", [1 << 25, 500, 0])
 def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulate, once, most):
     """Whatever a program does with its parameters, in one piece or in many: the same metrics, gradients and state."""
     in_pieces_of(monkeypatch, most)
@@ -486,7 +495,7 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     # What is rounded to bfloat16 may be rounded the other way where a sum is taken in another order.
     limit = 1e-2 if "bfloat16" in name or name == "cast in the scan" else 1e-5
     ways = {"once": once, "stays": name != "the scanned axis alone divides", "accumulate_steps": accumulate}
-    both(lambda v, batch: loss_fn(v["params"], batch), params, limit=limit, **ways)
+    both(lambda v, batch: loss_fn(v["params"], batch), params, replicated(name, accumulate), limit, **ways)
 
 
 def test_what_a_scan_runs_over_is_never_cut_along_that_axis():
@@ -586,8 +595,8 @@ def test_a_metric_with_rows_comes_back_gathered():
 @pytest.mark.parametrize(
     "n, accumulate, sync, size",
     [
-        *((n, accumulate, sync, 16) for n, accumulate in ((2, 2), (8, 1)) for sync in (True, False)),
-        *((8, 1, sync, size) for sync in (True, False) for size in (13, 7)),
+        # Each pair of two values of these, but one.
+        *((2, 2, True, 16), (8, 1, False, 16), (8, 1, True, 13), (8, 1, True, 7), (8, 1, False, 7)),
         (2, 2, False, 13),  # synchronised statistics in a loop of unequal replicas are refused, as ever
     ],
 )
@@ -723,14 +732,23 @@ class Net2(nn.Module):
         return nn.Dense(6)(nn.remat(nn.Dense)(16)(h).mean(1))
 
 
+@functools.cache
+def replicated_loops(accumulate):
+    params = jax.tree.map(np.asarray, jax.jit(Net2().init)(jax.random.key(0), X))["params"]
+    return params, ran(False, loops_loss, params, accumulate_steps=accumulate)
+
+
+def loops_loss(variables, batch):
+    return squares(Net2().apply(variables, batch[0]), batch)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("most", [1 << 25, 0])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_loops_of_flax_are_those_of_the_replicated_step(monkeypatch, most, accumulate):
+    params, want = replicated_loops(accumulate)
     in_pieces_of(monkeypatch, most)
-    params = jax.tree.map(np.asarray, jax.jit(Net2().init)(jax.random.key(0), X))["params"]
-    loss_fn = lambda v, batch: squares(Net2().apply(v, batch[0]), batch)  # noqa: E731
-    both(loss_fn, params, accumulate_steps=accumulate)
+    both(loops_loss, params, want, accumulate_steps=accumulate)
 
 
 # --- calls and gradients of parameters that are cut ---
@@ -1186,7 +1204,7 @@ def test_a_model_of_stacked_layers_takes_a_fraction_of_the_memory(around):
     assert sum(found["shard_params"]) < sum(found["shard_optimizer"])
 
 
-WIDTH, LAYERS = 256, 12
+WIDTH = 256
 
 
 def normed(h):
@@ -1215,14 +1233,15 @@ def transformer(variables, batch):
 @pytest.mark.full
 @pytest.mark.parametrize("scanned", [True, False])
 def test_a_transformer_takes_a_fraction_of_the_memory(scanned):
-    """Twelve blocks of width 256; unrolled, XLA for CPU keeps of the pieces more than it need."""
+    """Twelve blocks of width 256, or six unrolled, of whose pieces XLA for CPU keeps more than it need."""
+    count = 12 if scanned else 6
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "o": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    layers = {name: normal(LAYERS, *shape) for name, shape in shapes.items()}
+    layers = {name: normal(count, *shape) for name, shape in shapes.items()}
     params = {"table": normal(256, WIDTH), "layers": layers}
     if not scanned:
-        params["layers"] = [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(LAYERS)]
+        params["layers"] = [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]
     found = {}
-    for option in ("replicated", "shard_optimizer", "shard_params"):
+    for option in ("replicated", "shard_params", *(["shard_optimizer"] if scanned else [])):
         options = {} if option == "replicated" else {option: True}
         step = wrapper(8).train_step(transformer, optax.adam(1e-3), **options)
         found[option] = memory(step, params, np.zeros((8, 8), np.int32))

@@ -1292,6 +1292,7 @@ WAYS = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 10, 3])
 @pytest.mark.parametrize("steps", [1, 2])

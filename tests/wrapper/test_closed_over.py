@@ -73,6 +73,7 @@ DOORS = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [9, 7])
 @pytest.mark.parametrize("function", FUNCTIONS)
