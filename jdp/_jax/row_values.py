@@ -321,10 +321,10 @@ class RowCount:
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
 
     def step(self, eqn: Any) -> int:
-        """Returns the number of rows of which a slice takes one."""
+        """Returns the number of rows of which a slice takes one; an axis may have several entries for each row."""
         strides, shape = parameter(eqn, "strides") or (), eqn.invars[0].aval.shape
-        along = [i for i in self.axes(eqn.invars[0]) if self.power(shape[i]) == 1]
-        return math.lcm(*(strides[i] for i in along)) if strides else 1
+        along = [i for i in self.axes(eqn.invars[0]) if strides and self.power(shape[i]) == 1]
+        return math.lcm(*(strides[i] // math.gcd(strides[i], int(shape[i] // self.size)) for i in along))
 
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""

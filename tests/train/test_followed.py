@@ -142,3 +142,26 @@ def test_rows_in_groups_are_followed(size):
     for wrong in (of(by_group, jnp.sum), of(jnp.std, jnp.mean)):
         with pytest.raises(TypeError, match="a scalar is taken for the mean"):
             dp.value_and_grad(wrong)(w, x)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("rows", [8, 12])
+def test_every_second_row_needs_a_multiple_of_two(rows, devices):
+    """Of chunks of 3 rows these are other rows than of the batch; of two entries for each row it is one of each."""
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
+    w, dp = np.ones(4, np.float32), jdp.DataParallel(lambda w, x: x @ w, devices=range(devices))
+
+    def of_two(w, x):
+        twice = jnp.repeat(x @ w, 2)
+        return jax.nn.softplus(twice[::2] - 0.5 * twice[1::2]).sum() / len(x)
+
+    losses = [lambda w, x: jax.nn.softplus((x @ w)[::2] - (x @ w)[1::2]).mean(), of_two]
+    for loss, is_cut in zip(losses, [rows / devices % 2, False], strict=True):
+        if is_cut:
+            with pytest.raises(
+                TypeError, match=r"made of every second row, .* no multiple of that \(slice at test_followed"
+            ):
+                dp.value_and_grad(loss)(w, x)
+            continue
+        for got, want in zip(dp.value_and_grad(loss)(w, x), jax.value_and_grad(loss)(w, x), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
