@@ -1,11 +1,13 @@
 """Tells what comes of rows that meet a number made of all rows: a normalization, or what is no mean.
 
-A BatchNorm subtracts means from rows and divides by roots of variances, and that is no offence. All else that is linear
-after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the rows, so that it is a
-product of two sums. What is not linear after it, as a layer of a model, is accepted.
+A BatchNorm subtracts means from rows and divides by roots of variances, for each feature, and that is no offence. All
+else that is linear after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the
+rows, so that it is a product of two sums.
 
-A BatchNorm has numbers for each feature. Rows that one number has normed, and that other rows multiply, are taken for
-the advantages of a policy gradient. That fault lasts, because PPO takes a minimum of the products.
+What is not linear after it depends on the number. With numbers for each feature it is a layer of a model, and is
+accepted. With one number of all rows it is a loss: of a relativistic GAN, `softplus(v - u.mean())`, or of a policy
+gradient, whose advantages one number has normed, and other rows multiply. It is a model again if a layer is behind it
+(a product with parameters), or if a module does it in its own call, which `Reader.read` asks for.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .callers import is_made_in
 from .jaxprs import parameter
-from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue
+from .row_values import Fault, Kind, RowValue
 
 
 def added_to_rows(value: RowValue) -> RowValue:
@@ -59,56 +60,6 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
         return None
     met = values[-1:] if name == "select_n" else values  # what chooses comes last, and what is chosen does not meet
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
-
-
-STACKED, NUMBER = -1, -2
-"""Among the rows that a value is made of: it has an axis of them, where each is alone; and a number of all rows."""
-
-
-def picked_row(eqn: Any, rows: RowCount, before: RowValue) -> frozenset[int]:
-    """Returns the row that an equation picks by its number, as a loop of Python does; none where it picks otherwise.
-
-    Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
-    """
-    (axis, *others) = rows.axes(eqn.invars[0]) or [None]
-    if eqn.primitive.name != "slice" or axis is None or others or is_made_in(eqn, "associative_scan"):
-        return frozenset()
-    start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
-    each = eqn.invars[0].aval.shape[axis] // rows.size
-    row = start if before.joined else start // max(each, 1)
-    is_known = end == start + 1 and isinstance(before.place, int)
-    return frozenset([(row + before.place) % rows.size] if is_known else [])
-
-
-def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
-    """Returns what is known of a value that is made of rows picked one by one.
-
-    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows. All of
-    them, stacked in their order, are rows again.
-    """
-    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
-    if None in picked:
-        return UNKNOWN
-    if name == "stack" and picked == [{i} for i in range(count.size)]:
-        return RowValue(Kind.ROWS)
-    rows_before, rows = count.axes(eqn.invars[0]), count.axes(eqn.outvars[0])
-    lost = next((v.lasting for v in values if v.lasting is not None), None)
-    if lost is not None:
-        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
-    if name == "concatenate" and rows and any(v.kind == Kind.ROWS for v in values):  # as jnp.roll writes it
-        return RowValue(Kind.ROWS, place=next(iter(picked[0] or ()), 0) if values[0].kind == Kind.UNKNOWN else 0)
-    places = name in primitives.PLACES or name in ("concatenate", "stack") or name == "select_n" and bool(rows)
-    if rows_before if name in primitives.PICKS else places and not rows:
-        return UNKNOWN._replace(picked=frozenset())
-    is_alone = all(one and STACKED not in one for one in picked)
-    if is_alone and name in primitives.ELEMENTWISE | primitives.LAYERS and any(v.kind == Kind.ROWS for v in values):
-        return RowValue(Kind.ROWS, fault=Fault("row", at, True))
-    together = frozenset[int]().union(*filter(None, picked), [STACKED] * places)
-    together = together.union([NUMBER] * any(v.kind == Kind.SUMMED for v in values))
-    is_product = name in primitives.PRODUCTS and len(picked) > 1
-    if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
-        return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
-    return UNKNOWN._replace(picked=together if all(picked) else frozenset())
 
 
 def is_picked(value: RowValue) -> bool:

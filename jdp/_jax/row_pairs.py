@@ -4,6 +4,9 @@ A value knows of which rows its entries are: of those at their places (0), of th
 at the same places from the end (TURNED), or of the row of a loop's round (ROUND); None if that is lost. Where two
 values meet that differ in this, rows meet other rows.
 
+A loop of Python picks row after row, by their numbers: `Picked` has those that a value is made of. One may meet itself,
+and all of them may be added up, or stacked.
+
 Which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
 
 A matrix has an entry for each pair of rows. If each of its entries is made of these two rows and of nothing else, the
@@ -20,7 +23,7 @@ from typing import Any
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import UNKNOWN, Entries, Kind, RowCount, RowValue
+from .row_values import UNKNOWN, Entries, Fault, Kind, RowCount, RowValue
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # zeros, and what is on the diagonal
@@ -121,6 +124,65 @@ def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
     return not linear or is_product or name == "select_n"
+
+
+Picked = frozenset[int]
+"""The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
+STACKED, NUMBER = -1, -2
+"""Two more of these numbers: the value has an axis of such rows, where each is alone; and a number of all rows."""
+
+
+def picked_row(eqn: Any, rows: RowCount, before: RowValue) -> Picked:
+    """Returns the row that an equation picks by its number; none where it picks otherwise.
+
+    Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
+    """
+    (axis, *others) = rows.axes(eqn.invars[0]) or [None]
+    if eqn.primitive.name != "slice" or axis is None or others or is_made_in(eqn, "associative_scan"):
+        return frozenset()
+    start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
+    each = eqn.invars[0].aval.shape[axis] // rows.size
+    row = start if before.joined else start // max(each, 1)
+    is_known = end == start + 1 and isinstance(before.place, int)
+    return frozenset([(row + before.place) % rows.size] if is_known else [])
+
+
+def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
+    """Returns what is known of a value that is made of rows picked one by one.
+
+    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows. All of
+    them, stacked in their order, are rows again.
+    """
+    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
+    rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
+    lost = next((v.lasting for v in values if v.lasting is not None), None)
+    if None in picked:
+        return UNKNOWN
+    if name == "stack" and picked == [{i} for i in range(count.size)]:
+        return RowValue(Kind.ROWS)
+    if lost is not None:
+        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
+    if name == "concatenate" and rows and of_rows:  # as jnp.roll writes it
+        return RowValue(Kind.ROWS, place=next(iter(picked[0] or ()), 0) if values[0].kind == Kind.UNKNOWN else 0)
+    is_alone = all(one and STACKED not in one for one in picked)
+    if is_alone and of_rows and name in primitives.ELEMENTWISE | primitives.LAYERS:
+        return RowValue(Kind.ROWS, fault=Fault("row", at, True))
+    together = _together(eqn, values, rows, count.axes(eqn.invars[0]))
+    is_product = name in primitives.PRODUCTS and len(picked) > 1
+    if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
+        return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
+    return UNKNOWN._replace(picked=together)
+
+
+def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_before: Sequence[int]) -> Picked:
+    """Returns the rows that an equation's result is made of; `rows` are its axes of rows, and those of an operand."""
+    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
+    places = name in primitives.PLACES or name in ("concatenate", "stack") or name == "select_n" and bool(rows)
+    is_lost = bool(rows_before) if name in primitives.PICKS else places and not rows
+    if is_lost or not all(picked):
+        return frozenset()
+    more = [STACKED] * places + [NUMBER] * any(v.kind == Kind.SUMMED for v in values)
+    return Picked().union(*filter(None, picked), more)
 
 
 def diagonal(eqn: Any, value: RowValue, rows: RowCount) -> RowValue | None:

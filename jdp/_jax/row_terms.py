@@ -42,7 +42,7 @@ from .callers import is_made_in, is_made_in_module
 from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
-from .row_pairs import diagonal, meets_elsewhere, of_pairs, place_of
+from .row_pairs import diagonal, meets_elsewhere, of_pairs, of_picked, picked_row, place_of
 from .row_values import (
     CONST,
     ROUND,
@@ -357,7 +357,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return row_numbers.of_picked(eqn, values, linear, self.rows, self.at())
+            return of_picked(eqn, values, linear, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         pairs = kind == Kind.ROWS and len(rows) > 1
@@ -404,7 +404,7 @@ class Reader:
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else row_numbers.picked_row(eqn, self.rows, value)
+                picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, self.rows, value)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 
