@@ -132,15 +132,21 @@ STACKED, NUMBER = -1, -2
 """Two more of these numbers: the value has an axis of such rows, where each is alone; and a number of all rows."""
 
 
-def picked_row(eqn: Any, rows: RowCount, before: RowValue) -> Picked:
+def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
     """Returns the row that an equation picks by its number; none where it picks otherwise.
 
     Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
     """
     (axis, *others) = rows.axes(eqn.invars[0]) or [None]
-    if eqn.primitive.name != "slice" or axis is None or others or is_made_in(eqn, "associative_scan"):
+    if axis is None or others or is_made_in(eqn, "associative_scan"):
         return frozenset()
-    start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
+    if eqn.primitive.name == "unstack":
+        start = eqn.outvars.index(out)
+        end = start + 1
+    elif eqn.primitive.name == "slice":
+        start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
+    else:
+        return frozenset()
     each = eqn.invars[0].aval.shape[axis] // rows.size
     row = start if before.joined else start // max(each, 1)
     is_known = end == start + 1 and isinstance(before.place, int)

@@ -10,7 +10,7 @@ def _names_in(text: str) -> frozenset[str]:
 # Linear in each operand, and in all of them together.
 LINEAR = _names_in(
     "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
-    "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split cumsum reduce_window_sum "
+    "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split unstack cumsum reduce_window_sum "
     "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
 )
 # Linear, and adds entries of one array.
@@ -50,7 +50,7 @@ INDEXED = {
 # Each entry is made of all entries before it.
 CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # Some of the entries of an array.
-PICKS = _names_in("slice dynamic_slice gather split")
+PICKS = _names_in("slice dynamic_slice gather split unstack")
 # Some of them, or all in another order.
 MOVES = PICKS | _names_in("rev concatenate pad")
 # Puts one array in the place of another, or chooses between them.

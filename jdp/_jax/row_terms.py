@@ -388,7 +388,7 @@ class Reader:
         if whole:
             fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
             value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
-            return self.of_all_rows(eqn, value, summed)
+            return self.of_all_rows(eqn, value, summed, out)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
@@ -396,7 +396,7 @@ class Reader:
             made = made._replace(bent=row_numbers.bent(eqn, values, linear, self.at()))
         return made._replace(met=any(v.met or v.kind == Kind.SUMMED for v in values))
 
-    def of_all_rows(self, eqn: Any, value: RowValue, summed: int) -> RowValue:
+    def of_all_rows(self, eqn: Any, value: RowValue, summed: int, out: Any) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
             return RowValue(Kind.ROWS, fault=lasting([value]), place=ROUND)
@@ -404,7 +404,7 @@ class Reader:
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, self.rows, value)
+                picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, out, self.rows, value)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 

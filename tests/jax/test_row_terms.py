@@ -1106,10 +1106,6 @@ COUNTS = {
 }
 
 
-if jax.__version_info__ >= (0, 11):  # there the product of a sum and a stack is not followed, and is accepted
-    del COUNTS["a sum by one by one"]
-
-
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_function_that_asks_for_its_number_of_rows(name):
     fn, kind = COUNTS[name]
