@@ -33,8 +33,11 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     """Returns the outputs of a scan, which may run over the rows."""
     by_rows, body = reader.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
     consts, carry, xs = parts_of_scan(eqn, values)
+    places = {x.place for x in xs if x.kind == Kind.ROWS}
     if by_rows:
-        xs = [x._replace(place=ROUND) if x.kind == Kind.ROWS else x for x in xs]
+        rounds = {place: f"{ROUND} {place}" if place else ROUND for place in places}
+        xs = [x._replace(place=rounds[x.place]) if x.kind == Kind.ROWS else x for x in xs]
+    place = next(iter(places), 0) if len(places) < 2 else None
     reader.loops += by_rows
     after, ys = _rounds(reader, body, consts, carry, xs, by_rows)
     reader.loops -= by_rows
@@ -42,7 +45,7 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
         of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
         ys = [
-            other if y.kind == Kind.SUMMED else y._replace(pending=None, place=0)
+            other if y.kind == Kind.SUMMED else y._replace(pending=None, place=place)
             for y, other in zip(ys, of_others, strict=True)
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
