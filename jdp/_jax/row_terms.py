@@ -360,9 +360,9 @@ class Reader:
             return of_picked(eqn, values, linear, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
-        pairs = kind == Kind.ROWS and len(rows) > 1
-        whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
+        pairs = kind == Kind.ROWS and (len(rows) > 1 or moves and meets_elsewhere(eqn, values, linear))
+        whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         place = place_of(self.rows, self.around, values, rows) if moves and (rows or self.loops) else 0
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined, place=place)
@@ -381,7 +381,6 @@ class Reader:
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.pending or v.centred for v in values)
         pending, centred = row_numbers.still_linear(values) if waits else (None, None)
-        pairs = pairs or moves and meets_elsewhere(eqn, values, linear)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if fault is None and any_fault is not None:
             fault = row_numbers.meets_one_row(eqn, values, rows)
