@@ -110,7 +110,7 @@ def bent(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]
     if kept is not None or linear or name not in primitives.ELEMENTWISE or name in primitives.BOUNDED:
         return kept
     if {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED} and any(v.is_number and is_average(v) for v in values):
-        return Fault("nonlinear", at)
+        return Fault("number", at)
     faults = [v.centred if v.scaled or name not in primitives.POWERS else None for v in values]
     return next((fault._replace(lasts=False) for fault in faults if fault is not None and fault.lasts), None)
 
@@ -126,7 +126,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
     if number.is_number and (is_div and rows is a or number.inverse):  # one number norms all rows
         # Weights of a masked BatchNorm are divided by their mean, and not centred before.
-        return fault._replace(lasts=not is_average(number) or rows.centred is not None)
+        return Fault("number", at, not is_average(number) or rows.centred is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization
         return None
     if name == "dot_general" and rows.met:

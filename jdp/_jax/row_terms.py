@@ -210,7 +210,8 @@ class Reader:
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         averages = [v for v in values if row_numbers.is_average(v)] if meets else []
         if averages:
-            made = made._replace(centred=Fault("nonlinear", self.at(), averages[0].is_number))
+            is_number = averages[0].is_number
+            made = made._replace(centred=Fault("number" if is_number else "nonlinear", self.at(), is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
