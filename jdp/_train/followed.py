@@ -22,7 +22,7 @@ _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
-    "number": "made of rows and of one number of all rows, and a replica has that of its own rows alone",
+    "number": "made of rows and one number of all rows, and a replica has that of its own rows alone",
     "row": "made with one certain row, which is a different row on each replica",
     "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
     "step": "made of every second row, or every so many, and a replica's rows are no multiple of that",
