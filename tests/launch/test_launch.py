@@ -689,7 +689,7 @@ def test_no_more_are_left_out_than_may_be(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     code, out, err = launch("-n", "3", "--max-restarts", "3", "--min-processes", "3", script=NO_DEVICE)
     assert code == 7 and err.count("all 3 processes start again") == 3 and "left out" not in err
-    assert out.splitlines()[-1][4:7] == "3 3"
+    assert "[1] 3 3 1" in out.splitlines()  # another, which is ended meanwhile, may be the last that is read
 
 
 def failed(rank, after=1.0, code=1):
