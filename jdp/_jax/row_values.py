@@ -189,7 +189,8 @@ class OtherTrace:
         power = self.power(one, two)
         if power is None and self.power(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
             return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
-        if power is None and self.power(one**2, two**2) is None and not self.is_linear(one, two):
+        is_root = any(self.power(one**k, two**k) is not None for k in (2, 3, 4))
+        if power is None and not is_root and not self.is_linear(one, two):
             # Another function of the number of rows; or a number that Python draws, or counts up.
             return RowValue(Kind.UNKNOWN, None, one)
         return RowValue(Kind.CONST, power, one)

@@ -1078,6 +1078,7 @@ COUNTS = {
     "labels": (lambda o, y: -jax.nn.log_softmax(o)[np.arange(len(o)), y].mean(), None),
     "sum": (lambda e: e.sum() * (len(e) / len(e)), "sum"),
     "mean * len": (lambda e: e.mean() * len(e), "sum"),
+    "fourth root of len": (lambda e: e.mean() / (0.5 + e.sum() / len(e) ** 0.25), "ratio"),
     "root of len": (lambda e: e.sum() / len(e) ** 0.5, "sum"),
     "root": (lambda e: jnp.sqrt(e.sum() / len(e)), "nonlinear"),
     "ratio": (lambda e, m: (e * m).sum() / m.sum() * (len(e) / len(e)), "ratio"),
