@@ -22,8 +22,8 @@ def is_made_in(eqn: Any, function: str) -> bool:
 def is_made_in_module(around: Sequence[Any]) -> bool:
     """Returns True if a module made an equation, in its `__call__` or as one of Linen; False where that is not kept.
 
-    `around` has the equations that it is in, the outermost first, and then itself. In a `jit` JAX may have kept a trace
-    that another caller made.
+    `around` has the equations that it is in, the outermost first, and then itself. Those inside a `jit` are not asked,
+    because JAX may have kept them from another caller's trace.
     """
     jax_folder, linen, own = (_folders(name) for name in ("jax", "flax.linen", __name__.partition(".")[0]))
     for eqn in around:

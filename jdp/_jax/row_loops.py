@@ -159,7 +159,7 @@ def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
 
     def own(i: int) -> float | None:
         if [*found[i]] == [ROW]:
-            return math.nan  # that of the last round
+            return math.nan  # it is made of the last round's row alone
         factor = found[i].get(i)
         return factor if factor in (None, 1.0) else None if factor == 0 else math.nan
 

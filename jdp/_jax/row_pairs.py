@@ -181,7 +181,7 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
 
 
 def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_before: Sequence[int]) -> Picked:
-    """Returns the rows that an equation's result is made of; `rows` are its axes of rows, and those of an operand."""
+    """Returns the rows that a result is made of; `rows` are its axes of rows, `rows_before` the first operand's."""
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     places = name in primitives.PLACES or name in ("concatenate", "stack") or name == "select_n" and bool(rows)
     is_lost = bool(rows_before) if name in primitives.PICKS else places and not rows

@@ -89,7 +89,7 @@ class Reader:
         self.loops = 0  # over the rows: as many as it is in
         self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, which is None if lost
         self.mixed: list[tuple[Any, ...]] = []  # those that are made of several rows, as `at` names them
-        self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices, which take one of so many rows: `v[::2]`
+        self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices that take one of so many rows: `v[::2]`
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -112,7 +112,7 @@ class Reader:
             self.around.append(eqn)
             operands = [value(v) for v in eqn.invars]
             meets = any(v.is_number for v in operands) and any(v.kind == Kind.ROWS for v in operands)
-            if meets and is_made_in_module(self.around):  # which is no loss
+            if meets and is_made_in_module(self.around):  # it is the model's, not the loss's
                 operands = [v._replace(is_number=False) for v in operands]
             made = self.equation(eqn, operands)
             for v, x in zip(eqn.outvars, made, strict=True):
@@ -175,7 +175,7 @@ class Reader:
         if name == "slice" and self.rows.takes_some(eqn):
             if is_made_in(eqn, "associative_scan"):
                 values = self.cumulated(values, out)
-            else:
+            elif not is_made_in_module(self.around):
                 self.steps.append((self.rows.step(eqn), self.at()))
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]

@@ -258,10 +258,9 @@ class RowCount:
         """Returns what is left of a size without the multiples of the number of rows in it: -1 of `b - 1`."""
         if self.prime:
             return size % self.size
-        if isinstance(size, int) or self.power(size):
-            return size if isinstance(size, int) else 0
-        less = [size - self.size, size - 2 * self.size]
-        return next((x for x in less if isinstance(x, int)), size)
+        if not isinstance(size, int) and self.power(size):
+            return 0
+        return next((x for x in (size, size - self.size, size - 2 * self.size) if isinstance(x, int)), size)
 
     def axes(self, v: Any) -> list[int]:
         """Returns the axes of a variable whose size depends on the number of rows."""

@@ -22,17 +22,17 @@ _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
-    "number": "made of rows and one number of all rows, and a replica has that of its own rows alone",
+    "number": "made of rows and a number computed from all rows, and a replica sees only its own",
     "row": "made with one certain row, which is a different row on each replica",
     "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
-    "step": "made of every second row, or every so many, and a replica's rows are no multiple of that",
+    "step": "made of every second row (or every third), and a replica's number of rows is no multiple of that",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
 IN_EVALUATION = "return an entry for each row, and compute it from those of all rows, which come back as one array"
 _FIRST = {
     "row": "If all rows are equal, pass that array once and whole (in_axes=None); else ",
-    "number": "Compute that number of all rows before the step, and pass it in the batch, as a 0-d array, or ",
+    "number": "Compute that number before the step and pass it in the batch as a 0-d array, or ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added first, or ",
 }

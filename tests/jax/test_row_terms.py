@@ -1037,6 +1037,7 @@ COUNTS = {
     "a root, and one by one": (lambda e: jnp.stack([v for v in e]).mean() - jnp.sqrt(e.mean()), "nonlinear"),
     "one by one, with all": (lambda x: sum(jax.nn.logsumexp(x @ x[i]) for i in range(len(x))) / len(x), "row"),
     "two of them": (lambda x: sum(jnp.exp(x[i] @ x[i - 1]) for i in range(len(x))) / len(x), "pairs"),
+    "a product of two of them": (lambda x: sum(x[i] @ x[i - 1] for i in range(len(x))) / len(x), "pairs"),
     "differences, one by one": (lambda e: sum((e[i] - e[i - 1]) ** 2 for i in range(len(e))) / len(e), "pairs"),
     "a stack, and targets": (lambda x, e: ((jnp.stack([v.sum() for v in x]) - e) ** 2).mean(), None),
     "filled one by one": (lambda x, e: (filled([v.sum() for v in x]) * jnp.exp(e)).mean(), None),

@@ -159,9 +159,25 @@ def test_every_second_row_needs_a_multiple_of_two(rows, devices):
     for loss, is_cut in zip(losses, [rows / devices % 2, False], strict=True):
         if is_cut:
             with pytest.raises(
-                TypeError, match=r"made of every second row, .* no multiple of that \(slice at test_followed"
+                TypeError, match=r"made of every second row .* no multiple of that \(slice at test_followed"
             ):
                 dp.value_and_grad(loss)(w, x)
             continue
         for got, want in zip(dp.value_and_grad(loss)(w, x), jax.value_and_grad(loss)(w, x), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+class Every:
+    """A model that centres its rows by every second one of them."""
+
+    def __call__(self, v):
+        return jnp.tanh(v - v[::2].mean(0))
+
+
+def test_what_a_module_takes_of_its_rows_is_its_own():
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    w, dp, every = np.ones((3, 2), np.float32), jdp.DataParallel(lambda w, x: x @ w, devices=range(2)), Every()
+    loss, _ = dp.value_and_grad(lambda w, x: every(x @ w).mean())(w, x)
+    np.testing.assert_allclose(loss, np.mean([every(chunk @ w).mean() for chunk in (x[:3], x[3:])]), rtol=1e-5)
+    with pytest.raises(TypeError, match="made of every second row"):
+        dp.value_and_grad(lambda w, x: jnp.tanh(x @ w - (x @ w)[::2].mean(0)).mean())(w, x)
