@@ -4,7 +4,6 @@ They use of jdp nothing but what the README and the pages show.
 """
 
 import ast
-import importlib
 import os
 import re
 import subprocess
@@ -73,4 +72,5 @@ def test_a_task_takes_no_other_parts_of_jdp_and_no_helpers(path):
     modules = [x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)]
     modules += [alias.name for x in ast.walk(tree) if isinstance(x, ast.Import) for alias in x.names]
     assert "jdp" in modules and not any(name.startswith("jdp.") for name in modules)
-    assert all((path.parent / f"{name}.py") not in SCRIPTS and importlib.util.find_spec(name) for name in modules)
+    folders = path.parent, ROOT / "tests"
+    assert not [name for name in modules for folder in folders if (folder / f"{name}.py").exists()]
