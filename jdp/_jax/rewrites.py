@@ -71,9 +71,11 @@ def with_pairs_cut(
 
     `have_rows` marks the inputs that have `rows` rows. `constrained(x, axis)` cuts an array along an axis, or with None
     makes it whole. Rows that are joined for such a product become whole before they are joined, if the result is no
-    larger than each operand, and so do their labels: XLA would exchange these rows, and then gather them.
+    larger than each operand, and so do their labels: XLA would exchange these rows, and then gather them. They are
+    whole as they leave the join, too, and the product's first operand is cut: each device then takes its rows from
+    what it has.
     """
-    products: dict[int, int] = {}  # by the equation's id the axis to cut
+    products: dict[int, tuple[int, int]] = {}  # by the equation's id the axes to cut: of its first operand, and its own
     whole: set[int] = set()  # the ids of the equations that join rows for a product
     lists: set[int] = set()  # the ids of those that join numbers, one for each row, as labels
 
@@ -92,8 +94,8 @@ def with_pairs_cut(
                 if eqn.outvars[0].aval.ndim == 1:
                     lists.add(id(eqn))
                 made = made if made is None else {**made, id(eqn): eqn.outvars[0].aval.size}
-            if len(came) == 2 and (axis := _axis_of_pairs(eqn, rows)) is not None:
-                products[id(eqn)] = axis
+            if len(came) == 2 and (axes := _axes_of_pairs(eqn, rows)) is not None:
+                products[id(eqn)] = axes
                 least = min(v.aval.size for v in eqn.invars)
                 whole.update(eqn_id for x in came for eqn_id, size in x.items() if size <= least)
             sizes = [len(opened(body).invars) for body in inside(eqn)]
@@ -107,9 +109,14 @@ def with_pairs_cut(
 
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if id(eqn) in whole:
-            return lambda *values: bind(eqn, [constrained(x, None) for x in values])
-        axis = products.get(id(eqn))
-        return None if axis is None else lambda *values: [constrained(x, axis) for x in bind(eqn, values)]
+            return lambda *values: all_whole(bind(eqn, all_whole(values)))
+        if id(eqn) not in products:
+            return None
+        of_first, of_product = products[id(eqn)]
+        return lambda x, y: [constrained(z, of_product) for z in bind(eqn, [constrained(x, of_first), y])]
+
+    def all_whole(values: Sequence[Any]) -> list[Any]:
+        return [constrained(x, None) for x in values]
 
     return rewrite(jaxpr, rule)
 
@@ -125,18 +132,22 @@ def _joins_rows(eqn: Any, rows: int) -> bool:
     return all(v.aval.shape[axis] % rows == 0 for v in eqn.invars)
 
 
-def _axis_of_pairs(eqn: Any, rows: int) -> int | None:
-    """Returns the first axis of rows of a product of all rows with all rows; None if it is no such product."""
+def _axes_of_pairs(eqn: Any, rows: int) -> tuple[int, int] | None:
+    """Returns the first axis of rows of a product of all rows with all rows; None if it is no such product.
+
+    The axis is that of the first operand, and that of the product.
+    """
     if eqn.primitive.name != "dot_general":
         return None
     contracted, batch = parameter(eqn, "dimension_numbers")
     if any(batch):
         return None
     first, second = (
-        [size % rows == 0 for i, size in enumerate(v.aval.shape) if i not in summed]
-        for v, summed in zip(eqn.invars, contracted, strict=True)
+        [i for i in range(v.aval.ndim) if i not in summed] for v, summed in zip(eqn.invars, contracted, strict=True)
     )
-    return first.index(True) if any(first) and any(second) else None
+    x, y = (v.aval.shape for v in eqn.invars)
+    with_rows = [(i, at) for at, i in enumerate(first) if x[i] % rows == 0]
+    return with_rows[0] if with_rows and any(y[i] % rows == 0 for i in second) else None
 
 
 _OF_ALL = {"psum", "pmax", "pmin"}

@@ -44,15 +44,26 @@ def beside(a, b):
     return (a @ b.T).mean() + jnp.tanh(jnp.concatenate([a, b])).mean()
 
 
+def pairs(first, product):
+    """The first operand is cut along an axis of rows, and the product too."""
+    return [first, product]
+
+
+OF_ROWS = pairs(((ROWS, 4), 0), ((ROWS, ROWS), 0))
+JOINED = [((ROWS, 4), None)] * 2 + [((2 * ROWS, 4), None)] + [((ROWS,), None)] * 2 + [((2 * ROWS,), None)]
 CASES = {
-    "what is joined is no operand": (beside, [((ROWS, ROWS), 0)]),
-    "tokens": (of_tokens, [((ROWS, 2 * ROWS, ROWS), 0)]),
-    "two views": (simclr, [((ROWS, 4), None)] * 2 + [((ROWS,), None)] * 2 + [((2 * ROWS, 2 * ROWS), 0)]),
-    "two towers": (lambda a, b: jax.nn.log_softmax(a @ b.T).trace(), [((ROWS, ROWS), 0)]),
-    "inside of a jit": (lambda a, b: jax.jit(lambda x: jnp.tanh(x @ b.T))(a).sum(), [((ROWS, ROWS), 0)]),
-    "along the last axis": (lambda a, b: jnp.einsum("ik,jk->ij", a, b).sum(), [((ROWS, ROWS), 0)]),
-    "rows second": (lambda a, b: (a[None] @ b.T).sum(), [((1, ROWS, ROWS), 1)]),
-    "what is joined is large": (with_images, [((ROWS, ROWS), 0)]),
+    "what is joined is no operand": (beside, OF_ROWS),
+    "tokens": (of_tokens, pairs(((ROWS, 2 * ROWS, 4), 0), ((ROWS, 2 * ROWS, ROWS), 0))),
+    "two views": (simclr, JOINED + pairs(((2 * ROWS, 4), 0), ((2 * ROWS, 2 * ROWS), 0))),
+    "two towers": (lambda a, b: jax.nn.log_softmax(a @ b.T).trace(), OF_ROWS),
+    "inside of a jit": (lambda a, b: jax.jit(lambda x: jnp.tanh(x @ b.T))(a).sum(), OF_ROWS),
+    "along the last axis": (lambda a, b: jnp.einsum("ik,jk->ij", a, b).sum(), OF_ROWS),
+    "along the first axis": (
+        lambda a, b: jax.lax.dot_general(a.T, b, (((0,), (1,)), ((), ()))).sum(),
+        pairs(((4, ROWS), 1), ((ROWS, ROWS), 0)),
+    ),
+    "rows second": (lambda a, b: (a[None] @ b.T).sum(), pairs(((1, ROWS, 4), 1), ((1, ROWS, ROWS), 1))),
+    "what is joined is large": (with_images, OF_ROWS),
     "a layer": (lambda a, b: jnp.concatenate([a @ WEIGHTS, b @ WEIGHTS]).sum(), []),
     "of each row": (lambda a, b: jnp.einsum("ik,ik->i", a, b).sum(), []),
     "of features": (lambda a, b: (a.T @ b).sum(), []),

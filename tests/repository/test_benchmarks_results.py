@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +70,12 @@ def test_the_file_is_sections_with_a_blank_line_between():
     sections = one.findall(text)
     assert len({*sections}) == len(sections) > 0
     assert one.sub("", text) == "\n" * (len(sections) - 1)
+
+
+def test_each_benchmark_can_be_imported():
+    """They use modules of jdp's that are not public, whose names change; no other test runs most of them."""
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.endswith("_torch"))
+    assert {"criterion", "leaves", "train"} <= set(names)
+    imports = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    done = subprocess.run([sys.executable, "-c", imports, *names], cwd=BENCHMARKS, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
