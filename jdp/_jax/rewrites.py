@@ -7,6 +7,7 @@ around some equations away, so that what comes before and after them can be run 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,18 +108,23 @@ def with_pairs_cut(
     follow(jaxpr, [{} if has_rows else None for has_rows in have_rows])
     whole |= lists if products else set()
 
-    def rule(eqn: Any) -> Callable[..., Any] | None:
-        if id(eqn) in whole:
-            return lambda *values: all_whole(bind(eqn, all_whole(values)))
-        if id(eqn) not in products:
-            return None
-        of_first, of_product = products[id(eqn)]
-        return lambda x, y: [constrained(z, of_product) for z in bind(eqn, [constrained(x, of_first), y])]
+    return rewrite(jaxpr, functools.partial(_rule_to_cut, whole, products, constrained))
+
+
+def _rule_to_cut(
+    whole: set[int], products: dict[int, tuple[int, int]], constrained: Callable[[Any, int | None], Any], eqn: Any
+) -> Callable[..., Any] | None:
+    """Returns how an equation is evaluated whose operands and results are told how they are cut; None for others."""
 
     def all_whole(values: Sequence[Any]) -> list[Any]:
         return [constrained(x, None) for x in values]
 
-    return rewrite(jaxpr, rule)
+    if id(eqn) in whole:
+        return lambda *values: all_whole(bind(eqn, all_whole(values)))
+    if id(eqn) not in products:
+        return None
+    of_first, of_product = products[id(eqn)]
+    return lambda x, y: [constrained(z, of_product) for z in bind(eqn, [constrained(x, of_first), y])]
 
 
 _Joined = dict[int, int] | None

@@ -86,7 +86,9 @@ def _at_end(
     """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
     factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
     zero = RowValue(Kind.CONST, number=0.0)
-    started = [zero if factor == 1 else v for v, factor in zip(carry, factors, strict=True)]
+    count = zero._replace(place=ROUND)  # the number of the round, or of the rows so far
+    starts = [count if v.kind == Kind.CONST and v.degree is None else zero for v in carry]
+    started = [start if factor == 1 else v for v, start, factor in zip(carry, starts, factors, strict=True)]
     reader.loops, mixed = reader.loops + 1, len(reader.mixed)
     added = reader.read(body, [*consts, *started, *xs])
     reader.loops -= 1

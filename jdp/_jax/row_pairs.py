@@ -1,8 +1,9 @@
 """Tells which rows meet rows of other places, as in `v - jnp.roll(v, 1)`, and what is left of pairs of all rows.
 
 A value knows of which rows its entries are: of those at their places (0), of those so many places further on, of those
-at the same places from the end (TURNED), or of the row of a loop's round (ROUND); None if that is lost. Where two
-values meet that differ in this, rows meet other rows.
+at the same places from the end (TURNED), in an order that is computed from their places (ORDERED), or of the row of a
+loop's round (ROUND); None if that is lost. `x.reshape(2, -1)` has the halves of the rows side by side (BLOCKS). Where
+two values meet that differ in this, rows meet other rows. Places themselves, `arange(b)`, are 0 or ORDERED, too.
 
 A loop of Python picks row after row, by their numbers: `Picked` has those that a value is made of. One may meet itself,
 and all of them may be added up, or stacked.
@@ -17,13 +18,17 @@ the rows or over the columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import UNKNOWN, Entries, Fault, Kind, RowCount, RowValue
+from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, constant
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # zeros, and what is on the diagonal
@@ -70,29 +75,103 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
-SEVERAL, TURNED = "several", "turned"
+SEVERAL, TURNED, ORDERED, BLOCKS = "several", "turned", "ordered", "blocks"
 
 
-def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int]) -> Any:
+def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
     """Returns of which rows the entries of a result are, as `RowValue.place` has it; `along` are its axes of the rows.
 
     `around` has the equations that it is in, the outermost first, and then itself. What a module moves is its own.
     """
     eqn, places = around[-1], _places(values)
     before = SEVERAL if len(places) > 1 else next(iter(places), 0)
-    after = _moved(rows, eqn, values, along, before)
+    after = _moved(rows, eqn, values, along, before, out)
     return before if after != before and (is_made_in(eqn, "associative_scan") or is_made_in_module(around)) else after
+
+
+def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
+    """Returns 0 for places among the rows, one for each row in order, TURNED for those from the end, else ORDERED.
+
+    A choice between places and others is taken for the places, because JAX counts negative indices from the end.
+    """
+    are_places = [v.degree is None or v.place != 0 for v in values]
+    places = [0 if v.place == ROUND else v.place for v, is_place in zip(values, are_places, strict=True) if is_place]
+    others = [v for v, is_place in zip(values, are_places, strict=True) if not is_place]
+    if not places:
+        return 0
+    if name in _KEEP_PLACES or [v.number for v in others] == [_NEUTRAL.get(name, -1)]:  # 0 + 1 * places
+        return places[0]
+    if name == "select_n":
+        return next((place for place in places[: len(values) - 1] if place != ORDERED), ORDERED)
+    if name == "gather" and are_places == [True, True]:  # places of places
+        return {0: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
+    from_last = name in primitives.ADDS and any(v.degree == 1 and v.fault is not None for v in others)  # b - 1
+    return _from_the_end(places[0]) if name == "rev" or from_last else ORDERED
+
+
+_NEUTRAL = {"add": 0, "mul": 1}
+_KEEP_PLACES = _KEEP - {"neg"} | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "concatenate", "stack"}
+
+
+def _from_the_end(place: Any) -> Any:
+    return {0: TURNED, TURNED: 0}.get(place, ORDERED)
+
+
+def place_in_turn(order: list[int]) -> Any:
+    """Returns the place of rows that are taken in this order, by their numbers."""
+    return 0 if order == sorted(order) else TURNED if order == sorted(order, reverse=True) else ORDERED
+
+
+def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
+    """Returns what is known of a constant; of one with each place among the rows once, as `np.arange(b)`, the order.
+
+    Only two traces side by side tell: in both, its size is that of the rows.
+    """
+    is_of_rows = bool(rows.axes(v)) and not isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
+    order = x.ravel().tolist() if is_of_rows else []
+    if sorted(order) != list(range(rows.size)):
+        return constant(x, rows.prime)
+    return RowValue(Kind.CONST, None, place=place_in_turn(order))
+
+
+def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
+    """Returns the order of the indices by which rows are picked, as `order_of_places`; 0 where they are no places.
+
+    An axis with several entries for each row does not tell: `x[2 * arange(b)]` may be each row's first one.
+    """
+    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+        return 0
+    shape = eqn.invars[0].aval.shape
+    picked = [i for i in rows.axes(eqn.invars[0]) if shape[i] == rows.size]
+    if eqn.primitive.name == "gather":
+        picked = picked if {*picked} <= {*parameter(eqn, "dimension_numbers").start_index_map} else []
+        picked = [0] * len(picked)  # all indices are in one array
+    orders = [values[1 + i].place for i in picked if values[1 + i].kind == Kind.CONST]
+    return next((order for order in orders if order != ROUND), 0)
+
+
+def of_round(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> str:
+    """Returns the place of a row that a round of a loop over the rows picks by the round's number."""
+    order = order_of_picks(rows, eqn, values)
+    return f"{ROUND} {order}" if order else ROUND
 
 
 def _places(values: Sequence[RowValue]) -> set[Any]:
     return {v.place for v in values if v.kind == Kind.ROWS and not v.drawn and v.place is not None}
 
 
-def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int], place: Any) -> Any:
+def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int], place: Any, out: Any) -> Any:
     """Returns of which rows the entries are after an equation, and `place` is where they were before."""
     name, by = eqn.primitive.name, 0
+    order = order_of_picks(rows, eqn, values)
+    if order:
+        return _from_the_end(place) if order == TURNED else ORDERED
+    if name == "reshape":
+        return _reshaped(rows, eqn, place)
+    if isinstance(place, str) and place.startswith(BLOCKS):
+        return _of_blocks(rows, eqn, place, out)
     if name == "rev" and {*parameter(eqn, "dimensions")} & {*along}:
-        return 0 if place == TURNED else TURNED
+        return _from_the_end(place)
     if name == "concatenate" and parameter(eqn, "dimension") in along:
         if values[0].kind == Kind.ROWS:
             return values[0].place
@@ -102,9 +181,39 @@ def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence
     elif name == "slice":
         strides = parameter(eqn, "strides") or [1] * eqn.invars[0].aval.ndim
         by = sum(parameter(eqn, "start_indices")[i] // strides[i] for i in along)
+    elif name == "split" and parameter(eqn, "axis") in along:
+        by = sum(parameter(eqn, "sizes")[: eqn.outvars.index(out)])
     elif name in ("gather", "dynamic_slice"):
         by = _start(rows, eqn, values)
     return place if isinstance(place, str) else by if by is None else rows.remainder(place + by)
+
+
+def _reshaped(rows: RowCount, eqn: Any, place: Any) -> Any:
+    """Returns where rows are after a reshape, which may put blocks of them side by side, and join these again."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    axes = [rows.axes(v) for v in (eqn.invars[0], eqn.outvars[0])]
+    if not rows.prime or [len(found) for found in axes] != [1, 1]:
+        return place
+    (i,), (j,) = axes
+    are_blocks = [size % rows.size != 0 for size in (before[i], after[j])]
+    if are_blocks == [False, True] and math.prod(before[:i]) < math.prod(after[:j]):
+        return BLOCKS if place == 0 else SEVERAL
+    return 0 if are_blocks == [True, False] and place == BLOCKS else place
+
+
+def _of_blocks(rows: RowCount, eqn: Any, place: str, out: Any) -> Any:
+    """Returns of which rows the entries are that an equation makes of blocks of rows side by side."""
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    axis = next(iter(rows.axes(eqn.invars[0])), 0) - 1  # that of the blocks
+    if axis < 0 or place != BLOCKS:
+        return place
+    if name == "slice" and parameter(eqn, "limit_indices")[axis] - parameter(eqn, "start_indices")[axis] != shape[axis]:
+        return f"{BLOCKS} from {parameter(eqn, 'start_indices')[axis]}"
+    if name in ("split", "unstack") and parameter(eqn, "axis") == axis:
+        return f"{BLOCKS} from {eqn.outvars.index(out)}"
+    if name == "reduce_sum" and axis in parameter(eqn, "axes"):
+        return SEVERAL
+    return None if name in ("gather", "dynamic_slice", "transpose", "dot_general") else place
 
 
 def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
@@ -124,6 +233,17 @@ def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
     return not linear or is_product or name == "select_n"
+
+
+def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns operand i of a sort when it is sorted: along the rows, each entry's place depends on all rows."""
+    if value.drawn:
+        return UNKNOWN  # a drawn order: in each row it picks as many entries as in any other
+    along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
+    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
+    if value.kind == Kind.ROWS and along_rows and is_key:
+        return value._replace(fault=value.lasting or Fault("pairs", at, True))
+    return value
 
 
 Picked = frozenset[int]
@@ -149,8 +269,9 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
         return frozenset()
     each = eqn.invars[0].aval.shape[axis] // rows.size
     row = start if before.joined else start // max(each, 1)
-    is_known = end == start + 1 and isinstance(before.place, int)
-    return frozenset([(row + before.place) % rows.size] if is_known else [])
+    row = rows.size - 1 - row if before.place == TURNED else row
+    shift = 0 if before.place == TURNED else before.place
+    return frozenset([(row + shift) % rows.size] if end == start + 1 and isinstance(shift, int) else [])
 
 
 def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
@@ -164,8 +285,9 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
     lost = next((v.lasting for v in values if v.lasting is not None), None)
     if None in picked:
         return UNKNOWN
-    if name == "stack" and picked == [{i} for i in range(count.size)]:
-        return RowValue(Kind.ROWS)
+    if name == "stack" and sorted(map(sorted, picked)) == [[i] for i in range(count.size)]:
+        order = [next(iter(one)) for one in picked if one]
+        return RowValue(Kind.ROWS, place=place_in_turn(order))
     if lost is not None:
         return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
     if name == "concatenate" and rows and of_rows:  # as jnp.roll writes it

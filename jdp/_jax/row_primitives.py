@@ -52,7 +52,7 @@ CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # Some of the entries of an array.
 PICKS = _names_in("slice dynamic_slice gather split unstack")
 # Some of them, or all in another order.
-MOVES = PICKS | _names_in("rev concatenate pad")
+MOVES = PICKS | _names_in("rev concatenate pad reshape")
 # Puts one array in the place of another, or chooses between them.
 PLACES = _names_in("pad dynamic_update_slice scatter cond")
 # Truth values of truth values.

@@ -16,7 +16,7 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     quotient           what is divided by a sum over the rows is a ratio, and no sum
     indexed            linear in what is picked or added to, and not in the indices
     nonlinear          a root, a logarithm, a maximum of a sum is no sum; of rows it is rows
-    sorted, cumulated  each entry is made of other rows: pairs
+    cumulated          each entry is made of other rows: pairs, as of what is sorted
     chosen, cond       one of the cases
     LOOPS              the same body until nothing new is known of what it carries
     number_of_rows     a constant that grows as `b` does
@@ -36,16 +36,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import row_numbers
+from . import row_numbers, row_pairs
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import LOOPS
-from .row_pairs import diagonal, meets_elsewhere, of_pairs, of_picked, picked_row, place_of
 from .row_values import (
     CONST,
-    ROUND,
     UNKNOWN,
     Fault,
     Kind,
@@ -74,12 +72,6 @@ def product_degree(*degrees: int | None) -> int | None:
     return sum(known) if len(known) == len(degrees) else None
 
 
-def may_be_of_pairs(name: str, values: Sequence[RowValue], made: RowValue) -> bool:
-    """Returns False for what `of_pairs` has nothing to say of, as for most."""
-    is_pair = made.fault is not None and made.fault.kind == "pairs"
-    return is_pair or name == "iota" or any(v.entries is not None for v in values)
-
-
 class Reader:
     """Reads jaxprs, the outer one and those inside of it."""
 
@@ -103,7 +95,10 @@ class Reader:
         """Returns what is known of a jaxpr's outputs, from what is known of its inputs."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(getattr(jaxpr, "constvars", ()), (constant(x, self.rows.prime) for x in consts), strict=False))
+        for v, x in zip(getattr(jaxpr, "constvars", ()), consts, strict=False):
+            known[v] = (
+                constant(x, self.rows.prime) if self.rows.other is None else row_pairs.constant_of(self.rows, v, x)
+            )
 
         def value(v: Any) -> RowValue:
             return self.rows.literal(v) if hasattr(v, "val") else known.get(v, CONST)
@@ -139,9 +134,9 @@ class Reader:
             return self.cond(eqn, values) if name == "cond" else LOOPS[name](self, eqn, values)
         if name == "select_n":
             made = self.chosen(eqn, values[0], values[1:], outs[0])
-            return [of_pairs(self.rows, eqn, name, values, made) if may_be_of_pairs(name, values, made) else made]
+            return [self.of_pairs(eqn, name, values, made)]
         if name == "sort":  # which moves all operands by the first
-            values = [self.sorted(eqn, i, v) for i, v in enumerate(values)]
+            values = [row_pairs.sorted_along(self.rows, eqn, i, v, self.at()) for i, v in enumerate(values)]
             return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
         if name in primitives.EACH:
             return [self.made(eqn, [v], v.degree, out, True) for v, out in zip(values, outs, strict=True)]
@@ -152,9 +147,14 @@ class Reader:
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
         padded = padded or name == "pad" and self.rows.pads(eqn, values)
-        if may_be_of_pairs(name, values, made):
-            made = of_pairs(self.rows, eqn, name, values, made)
+        made = self.of_pairs(eqn, name, values, made)
         return made._replace(padded=padded and made.kind != Kind.SUMMED)
+
+    def of_pairs(self, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
+        """Returns what is known of a result if it, or an operand, may have entries for pairs of rows."""
+        is_pair = made.fault is not None and made.fault.kind == "pairs"
+        may_be = is_pair or name == "iota" or any(v.entries is not None for v in values)
+        return row_pairs.of_pairs(self.rows, eqn, name, values, made) if may_be else made
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
         """Returns an output of such an equation, by the table that names its primitive."""
@@ -252,20 +252,10 @@ class Reader:
             return values  # of integers it is a place, as among an expert's rows
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
-    def sorted(self, eqn: Any, i: int, value: RowValue) -> RowValue:
-        """Returns an operand that is sorted: along the rows, each entry's place depends on all rows."""
-        if value.drawn:
-            return UNKNOWN  # a drawn order: in each row it picks as many entries as in any other
-        along_rows = parameter(eqn, "dimension") in self.rows.axes(eqn.invars[i])
-        is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
-        if value.kind == Kind.ROWS and along_rows and is_key:
-            return value._replace(fault=lasting([value]) or Fault("pairs", self.at(), True))
-        return value
-
     def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a call; of some functions of JAX, which the name tells, more is known."""
         name = eqn.params.get("name")
-        if name == "diagonal" and (value := diagonal(eqn, values[0], self.rows)) is not None:
+        if name == "diagonal" and (value := row_pairs.diagonal(eqn, values[0], self.rows)) is not None:
             return [value]
         return [self.variance(v) for v in found] if name == "_var" else found
 
@@ -358,13 +348,13 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return of_picked(eqn, values, linear, self.rows, self.at())
+            return row_pairs.of_picked(eqn, values, linear, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
-        pairs = kind == Kind.ROWS and (len(rows) > 1 or moves and meets_elsewhere(eqn, values, linear))
+        pairs = kind == Kind.ROWS and (len(rows) > 1 or moves and row_pairs.meets_elsewhere(eqn, values, linear))
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
-        place = place_of(self.rows, self.around, values, rows) if moves and (rows or self.loops) else 0
+        place = self.place(eqn, values, rows, out) if moves or kind == Kind.CONST else 0
         if len(values) == 1 and linear and not (summed or pairs or whole):
             return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
@@ -372,7 +362,7 @@ class Reader:
         lasts = any_fault and lasting(values)
         if kind <= Kind.SHARED:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
-            return RowValue(kind, degree, number, any_fault, at)
+            return RowValue(kind, degree, number, any_fault, at, place=place)
         if kind == Kind.SUMMED:
             fault = lasts or any_fault
             if not linear:
@@ -388,7 +378,7 @@ class Reader:
         if whole:
             fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
             value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
-            return self.of_all_rows(eqn, value, summed, out)
+            return self.of_all_rows(eqn, values, value, summed, out)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
         made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
@@ -396,15 +386,22 @@ class Reader:
             made = made._replace(bent=row_numbers.bent(eqn, values, linear, self.at()))
         return made._replace(met=any(v.met or v.kind == Kind.SUMMED for v in values))
 
-    def of_all_rows(self, eqn: Any, value: RowValue, summed: int, out: Any) -> RowValue:
+    def place(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> Any:
+        """Returns of which rows the entries are, or in which order places are, as `RowValue.place` has it."""
+        if any(v.kind > Kind.SHARED for v in values):
+            return row_pairs.place_of(self.rows, self.around, values, rows, out) if rows or self.loops else 0
+        are_places = any(v.degree is None or v.place for v in values)
+        return row_pairs.order_of_places(eqn.primitive.name, values) if are_places else 0
+
+    def of_all_rows(self, eqn: Any, values: list[RowValue], value: RowValue, summed: int, out: Any) -> RowValue:
         """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
-            return RowValue(Kind.ROWS, fault=lasting([value]), place=ROUND)
+            return RowValue(Kind.ROWS, fault=lasting([value]), place=row_pairs.of_round(self.rows, eqn, values))
         # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else picked_row(eqn, out, self.rows, value)
+                picked=None if eqn.primitive.name == "reshape" else row_pairs.picked_row(eqn, out, self.rows, value)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 

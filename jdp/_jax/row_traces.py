@@ -127,6 +127,8 @@ class Traced:
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:
                     fault = Fault("count", value.at)
+                if fault is None and kind == "rows" and value.kind == Kind.ROWS and value.place not in (0, None):
+                    fault = Fault("order", value.at)
             elif fault is None and value.degree != (kind != "mean"):
                 fault = Fault("sum", value.at)
             if fault is None or is_accepted or value.number == 0 or (is_meant and not i):

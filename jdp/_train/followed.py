@@ -25,6 +25,7 @@ _WHAT = {
     "number": "made of rows and a number computed from all rows, and a replica sees only its own",
     "row": "made with one certain row, which is a different row on each replica",
     "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
+    "order": "in another order than the rows of the batch, and a replica orders its own rows alone",
     "step": "made of every second row (or every third), and a replica's number of rows is no multiple of that",
     "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
 }

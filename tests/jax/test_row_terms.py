@@ -506,6 +506,13 @@ ACCEPTED = {
     "vmap": lambda x, z: jax.vmap(lambda a, b: jnp.sqrt(((a - b) ** 2).sum()))(x, z).mean(),
     "map": lambda x: lax.map(lambda a: jnp.max(a) / a.sum(), x).mean(),
     "map of turned rows": lambda x, z: nn.softplus(lax.map(jnp.sin, x[::-1])[::-1] * z).mean(),
+    "picked by their places": lambda x, z: (x[jnp.arange(x.shape[0])] * z).mean(),
+    "in one other order": lambda x, z: ((x[next_to(x)] - jnp.tanh(z)[next_to(z)]) ** 2).mean(),
+    "turned by their places": lambda x, z: (x[jnp.arange(x.shape[0])[::-1]] * z[::-1]).mean(),
+    "vmap by index": lambda x, z: jax.vmap(lambda i: jnp.exp(x[i] @ z[i]))(jnp.arange(x.shape[0])).mean(),
+    "map by index, from the end": lambda x, z: lax.map(lambda i: x[-1 - i] @ z[-1 - i], jnp.arange(x.shape[0])).mean(),
+    "every second of two": lambda x, z: (jnp.stack([x, z], 1).reshape(-1, 5)[::2] * z).mean(),
+    "classes in another order": lambda o, q: (o[:, (jnp.arange(3) + 1) % 3] * q).mean(),
     "map by index": lambda x: lax.map(lambda i: jnp.exp(x[i]).sum(), jnp.arange(x.shape[0])).mean(),
     "fori over rows": lambda e: lax.fori_loop(0, e.shape[0], lambda i, total: total + e[i], 0.0) / e.shape[0],
     "fori": lambda e: lax.fori_loop(0, 3, lambda i, total: total + i * e.mean(), 0.0),
@@ -687,6 +694,11 @@ def drawn(e, key):
 def unlabelled(e, o):
     m = jnp.where(jnp.isnan(o[:, 0]), 0.0, 1.0)
     return (e * m).sum() / m.sum()  # <-
+
+
+def next_to(x):
+    """The places of the next rows."""
+    return (jnp.arange(x.shape[0]) + 1) % x.shape[0]
 
 
 def f1(o, y):
@@ -949,6 +961,13 @@ REFUSED = {
         lambda x, z: nn.relu(((x - z) ** 2).sum(1) - ((x - jnp.roll(z, 1, 0)) ** 2).sum(1) + 0.2).mean(),
         lambda x, z: (x * jnp.roll(z, 2, 0)).sum(1).mean(),
         lambda x, z: jnp.vdot(x[::-1], z) / x.shape[0],
+        lambda x, z: (x * z[next_to(x)]).sum(1).mean(),
+        lambda x, z: (x * jnp.take(z, next_to(x), axis=0)).mean(),
+        lambda x, z: jnp.abs(x - z[x.shape[0] - 1 - jnp.arange(x.shape[0])]).mean(),
+        lambda x, z: (x * z[jnp.arange(x.shape[0])[::-1]]).mean(),
+        lambda x, z: jax.vmap(lambda i: jnp.exp(x[i] @ z[(i + 1) % x.shape[0]]))(jnp.arange(x.shape[0])).mean(),
+        lambda x, z: lax.map(lambda i: x[i] @ z[(i + 1) % x.shape[0]], jnp.arange(x.shape[0])).mean(),
+        lambda x: lax.fori_loop(1, x.shape[0], lambda i, sum: sum + x[i] @ x[i - 1], 0.0) / x.shape[0],
         lambda x, s: ((s * x + (1 - s) * x[::-1]) ** 2).mean(),
         lambda x, m: jnp.where(m[:, None], x, x[::-1]).mean(),
         simclr,
@@ -1022,6 +1041,10 @@ def discounted(e):
     return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (rates, e), reverse=True)[1]
 
 
+def halves(x):
+    return x.reshape(2, len(x) // 2, *x.shape[1:])
+
+
 COUNTS = {
     "discounted returns": (lambda e: discounted(e).mean(), "pairs"),
     "advantages": (lambda e, x: (discounted(e) * x[:, 0]).mean(), "pairs"),
@@ -1049,7 +1072,7 @@ COUNTS = {
     ),
     "near a mean, one by one": (lambda e: sum(nn.softplus(v - e.mean()) for v in e) / len(e), "pairs"),
     "a stack, and all pairs": (lambda x: jax.nn.logsumexp(stacked(x) @ stacked(x).T, 1).mean(), "pairs"),
-    "a stack of others": (lambda x, e: (jnp.stack([x[i - 1].sum() for i in range(len(x))]) * e).mean(), None),
+    "a stack of others": (lambda x, e: (jnp.stack([x[i - 1].sum() for i in range(len(x))]) * e).mean(), "pairs"),
     "a stack, then a root": (lambda e: jnp.sqrt(jnp.stack([v for v in e]).mean()), "nonlinear"),
     "the larger of a stack": (lambda e, x: jnp.maximum((x**2).mean(), jnp.stack([v for v in e]).mean()), "nonlinear"),
     "one by one, twice": (lambda e: sum(jnp.exp(v) for v in jnp.stack([u * 2 for u in e])) / len(e), None),
@@ -1088,6 +1111,45 @@ COUNTS = {
     "first": (lambda e: e[0] * (len(e) / len(e)), "nonlinear"),
     "differences": (lambda e: (jnp.diff(e) ** 2).sum() / len(e), "pairs"),
     "halves": (lambda x, w: -jax.nn.log_sigmoid((x[: len(x) // 2] - x[len(x) // 2 :]) @ w[:, 0]).mean(), "pairs"),
+    "halves by reshape": (lambda x: jnp.abs(halves(x)[0] - halves(x)[1]).mean(), "pairs"),
+    "products of halves": (lambda x: (lambda a, b: (a * b).mean())(*halves(x)), "pairs"),
+    "squares of their means": (lambda x: (halves(x).mean(0) ** 2).mean(), "pairs"),
+    "halves by split": (lambda x: jnp.abs(jnp.subtract(*jnp.split(x, 2))).mean(), "pairs"),
+    "means of their squares": (lambda x: (halves(x) ** 2).mean(0).mean(), None),
+    "halves of two": (
+        lambda x, z: sum(jnp.abs(a - b).mean() for a, b in zip(halves(x), halves(z), strict=True)) / 2,
+        None,
+    ),
+    "features of halves": (lambda x: (halves(x)[..., :2] * halves(x)[..., 2:4]).mean(), None),
+    "halves in a map": (
+        lambda x, z: lax.map(lambda v: jnp.exp(v[0] - v[1]).mean(), (halves(x), halves(z))).mean(),
+        None,
+    ),
+    "halves, joined again": (lambda x, z: (halves(x).reshape(-1, 5) * z).mean(), None),
+    "halves of views": (
+        lambda x, z: jnp.abs(jnp.subtract(*jnp.concatenate([x, z]).reshape(2, len(x), 5))).mean(),
+        None,
+    ),
+    "next to each other": (lambda x: (lambda v: jnp.abs(v[:, 0] - v[:, 1]).mean())(x.reshape(-1, 2, 5)), None),
+    "picked by numpy": (lambda x, z: (x * z[np.roll(np.arange(len(x)), 1)]).mean(), "pairs"),
+    "picked by a list": (lambda x, z: jnp.exp(x * z[jnp.array([*range(1, len(x)), 0])]).mean(), "pairs"),
+    "picked by numpy, in order": (lambda x, z: (x * z[np.arange(len(x))]).mean(), None),
+    "turned by numpy": (lambda x, z: (x[::-1] * z[np.arange(len(x))[::-1]]).mean(), None),
+    "labels of two by numpy": (
+        lambda x, z: ce(jnp.concatenate([x, z]), np.repeat([0, 1], len(x))).mean(),
+        None,
+    ),
+    "62 pixels by numpy": (
+        lambda i: i.reshape(len(i), -1)[:, np.roll(np.arange(62), 1)].mean() * len(i) / len(i),
+        None,
+    ),
+    "a list from the end": (
+        lambda x, e: (jnp.stack([x[len(x) - 1 - i].sum() for i in range(len(x))]) * e[::-1]).mean(),
+        None,
+    ),
+    "one by one, from both ends": (lambda e: sum(a * c for a, c in zip(e, e[::-1], strict=True)) / len(e), "pairs"),
+    "one by one, from the end": (lambda e: sum(a * c for a, c in zip(e[::-1], e[::-1], strict=True)) / len(e), None),
+    "a list, turned": (lambda x, e: (jnp.stack([v.sum() for v in x][::-1]) * e).mean(), "pairs"),
     "interleaved views": (lambda x, z: near_in_turns(jnp.stack([x, z], 1).reshape(-1, 5), len(x)), None),
     "constants in front": (lambda x, e: (jnp.pad(x, ((2, 0), (0, 0)))[2:, 0] * e).mean() * len(x) / len(x), None),
     "a token in front": (
@@ -1175,6 +1237,12 @@ OTHERS = VECTORS | {
     "softmax over rows": ("rows", lambda e: jax.nn.log_softmax(e), ["nonlinear"]),
     "sum of those before": ("rows", lambda e: jnp.cumsum(e), ["pairs"]),
     "places": ("rows", lambda e, m: jnp.cumsum(m) * e, [None]),
+    "turned": ("rows", lambda e: jnp.exp(e[::-1]), ["order"]),
+    "turned, to be averaged": ("vector", lambda e: jnp.exp(e[::-1]), [None]),
+    "turned twice": ("rows", lambda e: jnp.exp(e[::-1])[::-1], [None]),
+    "rolled": ("rows", lambda x: jnp.roll(x, 1, 0), ["order"]),
+    "the next": ("rows", lambda x: x[next_to(x)], ["order"]),
+    "one by one": ("rows", lambda x: lax.map(jnp.sum, x), [None]),
 }
 
 
