@@ -50,7 +50,7 @@ def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: 
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
-    if any(v.met or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
+    if any(v.met_all or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
         return False
     if any(v.kind == Kind.SUMMED and v.fault is not None for v in outputs):  # statistics of the rows, as a variance
         return False
@@ -81,5 +81,5 @@ def _cotangent(output: RowValue) -> RowValue:
 def _is_mixed(cotangent: RowValue) -> bool:
     """Returns True for what is made of several rows, and no sum over them; the largest of all may be a statistic."""
     if cotangent.kind == Kind.ROWS:
-        return cotangent.met or cotangent.lasting is not None
+        return cotangent.met_all or cotangent.lasting is not None
     return cotangent.kind == Kind.SUMMED and cotangent.fault is not None and not is_largest(cotangent)

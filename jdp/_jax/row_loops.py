@@ -45,7 +45,7 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
         of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
         ys = [
-            other if y.kind == Kind.SUMMED else y._replace(pending=None, place=place)
+            other if y.kind == Kind.SUMMED else y._replace(if_linear=None, place=place)
             for y, other in zip(ys, of_others, strict=True)
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
@@ -124,7 +124,7 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.pending is None) for v in (a, b)]
+    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.if_linear is None) for v in (a, b)]
     return known[0] == known[1]
 
 

@@ -27,7 +27,7 @@ def added_to_rows(value: RowValue) -> RowValue:
     """
     if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
         return value
-    return value._replace(pending=value.fault._replace(lasts=True))
+    return value._replace(if_linear=value.fault._replace(lasts=True))
 
 
 def is_largest(value: RowValue) -> bool:
@@ -76,28 +76,28 @@ def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, .
     met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
     if met is None or made.kind != Kind.ROWS:
         return made
-    return made._replace(pending=made.pending or met.fault or Fault("nonlinear", at))
+    return made._replace(if_linear=made.if_linear or met.fault or Fault("nonlinear", at))
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:
-    """Returns the faults `(pending, centred)` that wait in one of several values that are added, or chosen from.
+    """Returns the faults `(if_linear, if_multiplied)` of one of several values that are added, or chosen from.
 
     They are gone where another of them met a number of all rows, too, and is not linear in it: `x + f(x)` is a layer of
     a model, as a softmax is.
     """
-    if any(v.kind == Kind.ROWS and v.met and not (v.pending or v.centred) for v in values):
+    if any(v.kind == Kind.ROWS and v.met_all and not (v.if_linear or v.if_multiplied) for v in values):
         return None, None
-    pending = next((v.pending for v in values if v.pending is not None), None)
-    return pending, next((v.centred for v in values if v.centred is not None), None)
+    if_linear = next((v.if_linear for v in values if v.if_linear is not None), None)
+    return if_linear, next((v.if_multiplied for v in values if v.if_multiplied is not None), None)
 
 
 def _behind_a_layer(value: RowValue) -> RowValue:
     """Returns what is known of rows when a layer has mixed their features: what is not linear after it is the model."""
-    faults = {name: getattr(value, name) for name in ("pending", "centred")}
+    faults = {name: getattr(value, name) for name in ("if_linear", "if_multiplied")}
     return value._replace(**{name: fault and fault._replace(lasts=False) for name, fault in faults.items()})
 
 
-def bent(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
+def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
     """Returns the fault of rows that met one number of all rows, and then went through a function that is not linear.
 
     Without a layer behind it, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`. A square
@@ -106,12 +106,12 @@ def bent(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]
     name = eqn.primitive.name
     if name in primitives.LAYERS:
         return None
-    kept = next((v.bent for v in values if v.bent is not None), None)
+    kept = next((v.if_no_layer for v in values if v.if_no_layer is not None), None)
     if kept is not None or linear or name not in primitives.ELEMENTWISE or name in primitives.BOUNDED:
         return kept
     if {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED} and any(v.is_number and is_average(v) for v in values):
         return Fault("number", at)
-    faults = [v.centred if v.scaled or name not in primitives.POWERS else None for v in values]
+    faults = [v.if_multiplied if v.scaled or name not in primitives.POWERS else None for v in values]
     return next((fault._replace(lasts=False) for fault in faults if fault is not None and fault.lasts), None)
 
 
@@ -126,37 +126,37 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
     if number.is_number and (is_div and rows is a or number.inverse):  # one number norms all rows
         # Weights of a masked BatchNorm are divided by their mean, and not centred before.
-        return Fault("number", at, not is_average(number) or rows.centred is not None)
+        return Fault("number", at, not is_average(number) or rows.if_multiplied is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization
         return None
-    if name == "dot_general" and rows.met:
+    if name == "dot_general" and rows.met_all:
         return None  # rows are centred before they are whitened
-    return None if number.inverse or rows.scaled else rows.pending or fault
+    return None if number.inverse or rows.scaled else rows.if_linear or fault
 
 
 def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tuple[RowValue, RowValue]:
     """Returns both sides of a product or a quotient, with the faults that wait in them from then on."""
     if name in primitives.LAYERS:
         a, b = _behind_a_layer(a), _behind_a_layer(b)
-    pending, kinds = product_with_rows(name, a, b, at), (a.kind, b.kind)
-    if pending is not None and pending.lasts and kinds == (Kind.ROWS, Kind.ROWS):
-        a = a._replace(fault=a.lasting or b.lasting or pending)
+    if_linear, kinds = product_with_rows(name, a, b, at), (a.kind, b.kind)
+    if if_linear is not None and if_linear.lasts and kinds == (Kind.ROWS, Kind.ROWS):
+        a = a._replace(fault=a.lasting or b.lasting or if_linear)
     if Kind.CONST in kinds and not (name == "div" and b.kind == Kind.ROWS):
         return a, b
-    if pending is None or not pending.lasts or Kind.SUMMED not in kinds:
-        return a._replace(pending=pending, centred=None), b._replace(pending=pending, centred=None)
-    by_root = None if is_largest(a) or is_largest(b) else pending  # by the largest, rows are scaled to be rounded
-    one, other = a.centred or by_root, b.centred or by_root
-    return a._replace(pending=pending, centred=one), b._replace(pending=pending, centred=other)
+    if if_linear is None or not if_linear.lasts or Kind.SUMMED not in kinds:
+        return a._replace(if_linear=if_linear, if_multiplied=None), b._replace(if_linear=if_linear, if_multiplied=None)
+    by_root = None if is_largest(a) or is_largest(b) else if_linear  # by the largest, rows are scaled to be rounded
+    one, other = a.if_multiplied or by_root, b.if_multiplied or by_root
+    return a._replace(if_linear=if_linear, if_multiplied=one), b._replace(if_linear=if_linear, if_multiplied=other)
 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the fault that waits in rows which others multiply; `x * sigmoid(x)` is a function of x, and has none."""
-    fault = value.pending or value.centred or value.bent and value.bent._replace(lasts=True)
+    fault = value.if_linear or value.if_multiplied or value.if_no_layer and value.if_no_layer._replace(lasts=True)
     if fault is None or is_itself or fault.lasts and other.drawn:  # a square of a centred row; dropout
         return None
-    if other.met:  # two centred rows make a covariance
-        return fault._replace(lasts=False) if other.pending or other.centred else None
+    if other.met_all:  # two centred rows make a covariance
+        return fault._replace(lasts=False) if other.if_linear or other.if_multiplied else None
     return fault
 
 

@@ -211,7 +211,7 @@ class Reader:
         averages = [v for v in values if row_numbers.is_average(v)] if meets else []
         if averages:
             is_number = averages[0].is_number
-            made = made._replace(centred=Fault("number" if is_number else "nonlinear", self.at(), is_number))
+            made = made._replace(if_multiplied=Fault("number" if is_number else "nonlinear", self.at(), is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -222,7 +222,7 @@ class Reader:
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
         made = self.made(eqn, values, degree, out, linear, summed)
         if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
-            return made._replace(pending=first.fault or Fault("nonlinear", self.at()))
+            return made._replace(if_linear=first.fault or Fault("nonlinear", self.at()))
         return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
@@ -238,7 +238,7 @@ class Reader:
         made = self.made(eqn, values, degree, out, False)
         meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets and made.degree == 0 and any(map(row_numbers.is_threshold, values)):
-            made = made._replace(pending=Fault("nonlinear", self.at()))
+            made = made._replace(if_linear=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
         inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
@@ -313,7 +313,7 @@ class Reader:
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = self.quotient(a, b, degree)
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
-        waits = meets or any(v.pending or v.centred or v.bent or v.inverse for v in values)
+        waits = meets or any(v.if_linear or v.if_multiplied or v.if_no_layer or v.inverse for v in values)
         a, b = row_numbers.in_product(name, a, b, self.at()) if waits else (a, b)
         if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
@@ -370,21 +370,23 @@ class Reader:
                 fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
             return RowValue(kind, degree, None, fault, at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
-        waits = linear and any(v.pending or v.centred for v in values)
-        pending, centred = row_numbers.still_linear(values) if waits else (None, None)
+        waits = linear and any(v.if_linear or v.if_multiplied for v in values)
+        if_linear, if_multiplied = row_numbers.still_linear(values) if waits else (None, None)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if fault is None and any_fault is not None:
             fault = row_numbers.meets_one_row(eqn, values, rows)
         if whole:
-            fault = fault or pending or next(filter(None, (v.bent for v in values)), None)
+            fault = fault or if_linear or next(filter(None, (v.if_no_layer for v in values)), None)
             value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
             return self.of_all_rows(eqn, values, value, summed, out)
         drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        made = RowValue(kind, degree, None, fault, at, drawn=drawn, joined=joined, pending=pending, centred=centred)
+        made = RowValue(
+            kind, degree, None, fault, at, drawn=drawn, joined=joined, if_linear=if_linear, if_multiplied=if_multiplied
+        )
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
-        if any(v.centred or v.bent or v.is_number for v in values):
-            made = made._replace(bent=row_numbers.bent(eqn, values, linear, self.at()))
-        return made._replace(met=any(v.met or v.kind == Kind.SUMMED for v in values))
+        if any(v.if_multiplied or v.if_no_layer or v.is_number for v in values):
+            made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
+        return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
 
     def place(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> Any:
         """Returns of which rows the entries are, or in which order places are, as `RowValue.place` has it."""
@@ -419,7 +421,7 @@ class Reader:
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
         if which.guards:  # a number in place of what is not finite
-            which = which._replace(fault=None, met=False) if which.kind == Kind.ROWS else CONST
+            which = which._replace(fault=None, met_all=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)
         if which.kind == Kind.ROWS and any(v.kind == Kind.SUMMED for v in cases):

@@ -122,7 +122,7 @@ class Traced:
         for i, value in enumerate(values):
             fault = value.fault
             if kind in ("rows", "vector"):
-                fault = value.lasting or value.pending or value.bent
+                fault = value.lasting or value.if_linear or value.if_no_layer
                 if fault is None and value.kind == Kind.SUMMED and kind == "rows":
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:

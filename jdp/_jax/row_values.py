@@ -73,10 +73,11 @@ class RowValue(NamedTuple):
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     place: Any = 0  # of which rows the entries are, if not of those at their places; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
-    pending: Fault | None = None  # of a number of all rows that was added to rows; all equations since are linear
-    centred: Fault | None = None  # as pending, of a mean: a fault as soon as other rows multiply it
-    bent: Fault | None = None  # of one number of all rows that rows met, after a function that is not linear
-    met: bool = False  # rows that met something made of all rows
+    # Faults that wait: each is one if what follows is so.
+    if_linear: Fault | None = None  # of a number of all rows that rows had added, if all that follows is linear
+    if_multiplied: Fault | None = None  # of rows that a number of all rows has centred, if other rows multiply them
+    if_no_layer: Fault | None = None  # of one number of all rows in a function that is not linear, if no layer follows
+    met_all: bool = False  # rows that met something made of all rows
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
@@ -147,9 +148,14 @@ def either(a: RowValue, b: RowValue) -> RowValue:
         return UNKNOWN
     fault = a.lasting or b.lasting or a.fault or b.fault
     degrees = {v.degree for v in (a, b) if v.number != 0} or {0}
-    number, pending = a.number if a.number == b.number else None, a.pending or b.pending
+    number, if_linear = a.number if a.number == b.number else None, a.if_linear or b.if_linear
     return RowValue(
-        max(a.kind, b.kind), degrees.pop() if len(degrees) == 1 else None, number, fault, a.at or b.at, pending=pending
+        max(a.kind, b.kind),
+        degrees.pop() if len(degrees) == 1 else None,
+        number,
+        fault,
+        a.at or b.at,
+        if_linear=if_linear,
     )
 
 
