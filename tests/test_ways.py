@@ -9,10 +9,11 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).with_name("ways.py")
 MOST = {  # files, and changes from one to another
-    "apply": {"first": (18, 94), "uneven": (19, 117), "known": (6, 7)},
+    # Two changes of each are the question whether an array is freed: XLA may end the process for one.
+    "apply": {"first": (18, 96), "uneven": (19, 119), "known": (6, 9)},
     # What a scalar is made of is read from its jaxpr, equation by equation: four files, and most of the changes.
-    "value_and_grad": {"first": (28, 194), "uneven": (27, 199), "known": (7, 8)},
-    "train_step": {"first": (28, 178), "uneven": (27, 204), "known": (6, 13)},
+    "value_and_grad": {"first": (28, 196), "uneven": (27, 201), "known": (7, 10)},
+    "train_step": {"first": (28, 180), "uneven": (27, 206), "known": (6, 12)},
 }
 
 

@@ -18,7 +18,7 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, dispatch, is_plain, is_watched
+from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, are_freed, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
 from .replicate import all_lie
 from .scatter import filled
@@ -61,6 +61,9 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         program, inside, extra = found
         if not all_lie(leaves, mesh.replicated) if inside is None else _shardings(leaves) != inside:
             return None
+        placed = [x for x in arrays if type(x) is not np.ndarray]
+        if placed and are_freed(placed) or inside is not None and are_freed(leaves):
+            return None  # the usual way says which
         run = program.run
         return program, extra, dispatch(run, mesh, [], leaves, *arrays) if program.waits else run([], leaves, *arrays)
 

@@ -43,10 +43,12 @@ class ReplicaProgram:
     def __call__(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None = None) -> Scattered:
         intercepted(self, replicas, inputs, kwargs)
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
+        refuse_freed([*inputs._arrays, *rest], "DataParallel", lambda _: "an array of the batch")
         if inputs._layout.mesh.spans_processes:
             donated, held = (replicas[0], replicas[1:]) if self._donates else (None, replicas)
             return self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
         leaves, treedef = jax.tree.flatten(replicas)
+        refuse_freed(leaves, "DataParallel", lambda i: f"parameter {i} of {len(leaves)}")
         program = self.flat(treedef, inputs._layout, kw)
         count = treedef.children()[0].num_leaves if self._donates else 0
         operands = (leaves[:count], leaves[count:], *inputs._arrays, *rest)
@@ -373,3 +375,24 @@ def is_watched() -> bool:
 def capturing() -> bool:
     """Returns True if this call is made with shapes, so that its program can be looked at."""
     return _interceptor.get()[1]
+
+
+def are_freed(leaves: Sequence[Any]) -> bool:
+    """Returns True if an array among them has been freed, as those that were donated to a training step."""
+    try:
+        # Every call checks every leaf, so no Python code runs per leaf, and no method is looked up.
+        return bool(leaves) and any(map(type(leaves[0]).is_deleted, leaves))
+    except (AttributeError, TypeError):  # leaves of several types: a key among arrays; numbers, tracers
+        kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # never a tracer's
+        return any(x.is_deleted() for x in leaves if type(x) in kinds)
+
+
+def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -> None:
+    """Raises a `RuntimeError` for an array that has been freed, because XLA may crash on one; `name(i)` is a leaf's."""
+    if are_freed(leaves):
+        i = next(i for i, x in enumerate(leaves) if issubclass(type(x), jax.Array) and x.is_deleted())
+        raise RuntimeError(
+            f"jdp.{verb}: {name(i)} has been freed, as what is donated to a program is; a training step frees the "
+            f"state that goes into it. Keep a copy from before the step, jax.tree.map(jnp.copy, state.params), "
+            f"or make the step with donate=False."
+        )

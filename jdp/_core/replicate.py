@@ -17,7 +17,7 @@ from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
 from .layout import Tree
-from .programs import capturing
+from .programs import are_freed, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import concrete, is_scattered, put_all
 from .shards import axis_for_parameter, cut_axis_of, refuse_too_large, shard
@@ -67,8 +67,10 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     """
     refuse_deep(tree, verb, "params")
     target = mesh.replicated
-    if all_lie(jax.tree.leaves(tree), target) or mesh.is_described:
+    leaves = jax.tree.leaves(tree)
+    if all_lie(leaves, target) or mesh.is_described:
         return tree
+    refuse_freed_in(tree, leaves, verb, root)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
     if mesh.inner_axes:
         found = [
@@ -102,6 +104,15 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     return jax.tree.unflatten(treedef, leaves)
 
 
+def refuse_freed_in(tree: Tree, leaves: list[Any], verb: str, root: str) -> None:
+    """Raises a `RuntimeError` for a leaf that has been freed, also where it is differentiated."""
+
+    def name(i: int) -> str:
+        return root + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0]) or "params"
+
+    refuse_freed([concrete(x) if isinstance(x, Tracer) else x for x in leaves], verb, name)
+
+
 def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
     """Returns which leaves do not lie on the replicas yet."""
 
@@ -132,6 +143,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
 
     refuse_too_large(tree, mesh, verb, root)
     leaves, treedef = jax.tree.flatten(tree)
+    refuse_freed_in(tree, leaves, verb, root)
     tree = treedef.unflatten([checked(i, x) for i, x in enumerate(leaves)])
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         compare_processes(tree, mesh, verb, root)
@@ -139,13 +151,13 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
 
 
 def all_lie(leaves: list[Any], where: Sharding) -> bool:
-    """Returns True if all of them are arrays with that very sharding."""
+    """Returns True if all of them are arrays with that very sharding, and none is freed."""
     try:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none
         return False
     # Most often it is one object for all of them, and another than `where`.
-    return not found or found[0] == where and found.count(found[0]) == len(found)
+    return not found or found[0] == where and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:

@@ -119,8 +119,8 @@ class Reader:
     def equation(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         """Returns what an equation makes, by the rule for its primitive."""
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
-        is_collective = "axes" in eqn.params or "axis_name" in eqn.params
-        if is_collective and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
+        names_axes = "axes" in eqn.params or "axis_name" in eqn.params
+        if names_axes and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
             joined = functools.reduce(either, values, CONST)
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name == "custom_vjp_call":
@@ -146,15 +146,14 @@ class Reader:
         """Returns an output of an equation without a jaxpr inside."""
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
-        padded = padded or name == "pad" and self.rows.pads(eqn, values)
-        made = self.of_pairs(eqn, name, values, made)
-        return made._replace(padded=padded and made.kind != Kind.SUMMED)
+        padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
+        return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
 
     def of_pairs(self, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
         """Returns what is known of a result if it, or an operand, may have entries for pairs of rows."""
         is_pair = made.fault is not None and made.fault.kind == "pairs"
-        may_be = is_pair or name == "iota" or any(v.entries is not None for v in values)
-        return row_pairs.of_pairs(self.rows, eqn, name, values, made) if may_be else made
+        is_pair = is_pair or name == "iota" or any(v.entries is not None for v in values)
+        return row_pairs.of_pairs(self.rows, eqn, name, values, made) if is_pair else made
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
         """Returns an output of such an equation, by the table that names its primitive."""
@@ -364,11 +363,7 @@ class Reader:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
             return RowValue(kind, degree, number, any_fault, at, place=place)
         if kind == Kind.SUMMED:
-            fault = lasts or any_fault
-            if not linear:
-                fault = fault or Fault("nonlinear", self.at())
-                fault = fault._replace(lasts=fault.lasts or degree is None)  # as a logarithm of a sum, not of a mean
-            return RowValue(kind, degree, None, fault, at)
+            return RowValue(kind, degree, None, self.fault_of_sums(eqn, lasts or any_fault, degree, linear), at)
         # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
         waits = linear and any(v.if_linear or v.if_multiplied for v in values)
         if_linear, if_multiplied = row_numbers.still_linear(values) if waits else (None, None)
@@ -387,6 +382,14 @@ class Reader:
         if any(v.if_multiplied or v.if_no_layer or v.is_number for v in values):
             made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
+
+    def fault_of_sums(self, eqn: Any, fault: Fault | None, degree: int | None, linear: bool) -> Fault | None:
+        """Returns the fault of what is made of sums over the rows, of which `fault` is the first."""
+        if linear:
+            return fault
+        # A root of a variance may be a BatchNorm's; a logarithm is not, unless in a module.
+        lasts = degree is None or eqn.primitive.name in ("log", "log1p") and not is_made_in_module(self.around)
+        return Fault("nonlinear", self.at(), lasts) if fault is None else fault._replace(lasts=fault.lasts or lasts)
 
     def place(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> Any:
         """Returns of which rows the entries are, or in which order places are, as `RowValue.place` has it."""

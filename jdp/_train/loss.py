@@ -295,6 +295,15 @@ def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
     return dict(metrics)
 
 
+def _refuse_updates_as(metrics: dict[str, Any], collections: Mapping[str, Any]) -> None:
+    """Raises a `TypeError` for metrics that have the names of the state's collections, as updates do."""
+    if metrics and set(metrics) <= set(collections):
+        raise TypeError(
+            f"jdp.{VERB}: loss_fn returns {sorted(metrics)} as its second result, and these are collections of the "
+            f"state; the second result is the metrics, and the updates are the third. Return loss, {{}}, updates."
+        )
+
+
 @contextlib.contextmanager
 def rows_explained(batch: Tree) -> Iterator[None]:
     """Adds a note to what the loss function raises, if the batch looks like a list of its rows."""
@@ -334,6 +343,7 @@ def variables_loss(
             out = reading(loss_fn)({"params": unbox(params), **collections}, *args, *kwargs.values())
         if criterion is None:
             loss, metrics, updates = results_of(out, reserved)
+            _refuse_updates_as(metrics, collections)
         else:
             loss, metrics, updates = _outputs(out, collections)
         after = collections if updates is None else _updated(collections, updates)

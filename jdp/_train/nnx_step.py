@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from jax.core import Tracer
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
 from .._core.outline import page_of
+from .._core.programs import are_freed
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
@@ -35,7 +37,7 @@ from .loss import (
     rows_explained,
 )
 from .nonfinite import Nonfinite
-from .state import VERB, TrainState, checked_optimizer, interrupted, refuse_deleted, too_many, view_of
+from .state import VERB, TrainState, checked_optimizer, interrupted, too_many, view_of, was_donated
 from .state_shardings import Bytes, bytes_of
 from .step import NO_STEP, Ready, Step
 from .step_options import StepOptions, check_shards
@@ -244,7 +246,8 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
         leaves, treedef = jax.tree.flatten(state)
-        refuse_deleted(state, leaves, "model")
+        if are_freed(leaves):
+            raise was_donated(state, "model")
         if not self._results.has(leaves):
             self._program.note_shardings(params, held)
             state = self._program.placed(state, self._owned(donates))
@@ -271,6 +274,8 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
     def _put_optimizer(self, state: TrainState) -> None:
         variables = jax.tree.leaves(self.optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        for variable, value in zip(variables, jax.tree.leaves(state.opt_state), strict=True):
-            variable.set_value(value)
+        values = iter(jax.tree.leaves(state.opt_state))
+        for variable in variables:  # each holds one array, or a tree: optax.masked leaves an empty one
+            treedef = jax.tree.structure(variable.get_raw_value())
+            variable.set_value(treedef.unflatten(itertools.islice(values, treedef.num_leaves)))
         self.optimizer.step.set_value(state.step)

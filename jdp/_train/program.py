@@ -24,11 +24,13 @@ from .._core.programs import (
     STEPS_IN_FLIGHT,
     Recent,
     ReplicaProgram,
+    are_freed,
     dispatch,
     dispatch_step,
     intercepted,
     is_plain,
     is_watched,
+    refuse_freed,
     stepped,
 )
 from .._core.replica_mesh import ReplicaMesh, cut_off
@@ -51,7 +53,7 @@ from .computation import (
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
 from .nonfinite import Nonfinite, flags_on_replicas, report
-from .state import LastResults, TrainState, refuse_deleted
+from .state import LastResults, TrainState, was_donated
 from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
 
@@ -110,6 +112,7 @@ class Program(Computation):
             state = self.placed(state) if self.scanned else state
             flat = jax.tree.flatten(state)
         intercepted(self, state, batch)
+        refuse_freed(batch._arrays, "train_step", lambda _: "an array of the batch")
         if self.options.check_replicas and not trace_state_clean():
             raise ValueError(
                 f"jdp.train_step: check_replicas is {self.options.check_replicas}, and the step is called inside of "
@@ -289,7 +292,10 @@ def run_known_step(
     of_jax = [x for x in arrays if type(x) is not np.ndarray]
     if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or not set(map(id, of_jax)).isdisjoint(map(id, leaves))):
         return None
-    refuse_deleted(state, leaves)  # JAX would pass freed arrays on, and may crash
+    if of_jax and are_freed(of_jax):
+        return None
+    if are_freed(leaves):  # JAX would pass freed arrays on, and may crash
+        raise was_donated(state)
     try:
         return dispatch_step(run, program.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
     except Exception as error:

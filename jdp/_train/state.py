@@ -108,23 +108,15 @@ def _short_type(x: Any) -> str:
     return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
 
 
-def refuse_deleted(state: Tree, leaves: list[Any], root: str = "state") -> None:
-    """Raises a `RuntimeError` for arrays that an earlier step has freed: JAX would pass them on, and may crash."""
-    try:
-        # Every step checks every leaf, so no Python code runs per leaf, and no method is looked up.
-        if not any(map(type(leaves[0]).is_deleted, leaves)):
-            return
-    except (AttributeError, TypeError):  # leaves of several types: a key among arrays; numbers, tracers
-        kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # never a tracer's
-        if not any(x.is_deleted() for x in leaves if type(x) in kinds):
-            return
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if issubclass(type(x), jax.Array) and x.is_deleted():
-            raise RuntimeError(
-                f"jdp.train_step: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed "
-                f"it; a state is good for one step. Pass on the state that the last step returned (to keep one, "
-                f"jax.tree.map(jnp.copy, state)), or make the step with donate=False."
-            )
+def was_donated(state: Tree, root: str = "state") -> RuntimeError:
+    """Returns the error for a state of which an earlier step has freed an array."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    path = next(path for path, x in leaves if issubclass(type(x), jax.Array) and x.is_deleted())
+    return RuntimeError(
+        f"jdp.train_step: {root}{jax.tree_util.keystr(path)} was donated to an earlier step, which has freed it; a "
+        f"state is good for one step. Pass on the state that the last step returned (to keep one, "
+        f"jax.tree.map(jnp.copy, state)), or make the step with donate=False."
+    )
 
 
 def refuse_no_arrays(state: Tree) -> None:

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from .._core.calls import known_batch, remember_batch
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.programs import Layouts, capturing
+from .._core.programs import Layouts, are_freed, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
@@ -41,11 +41,11 @@ from .state import (
     first_state,
     interrupted,
     opt_shapes,
-    refuse_deleted,
     refuse_no_arrays,
     refuse_no_rows,
     shapes_of,
     too_many,
+    was_donated,
 )
 from .state_shardings import Bytes, bytes_of
 from .step_options import StepOptions, check_shards, resolved
@@ -359,7 +359,8 @@ class TrainStep(Step[TrainState]):
             return state, scattered, jax.tree.flatten(state), nodes
         # What it gave itself is as it should be, unless some of it has been donated or replaced since.
         leaves, treedef = jax.tree.flatten(state)
-        refuse_deleted(state, leaves)
+        if are_freed(leaves):
+            raise was_donated(state)
         is_new = not self._results.has(leaves)
         if is_new:
             refuse_no_arrays(state)
@@ -413,7 +414,8 @@ class TrainStep(Step[TrainState]):
                 f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
                 f"or the state that the last step returned."
             )
-        refuse_deleted(state, jax.tree.leaves(state))
+        if are_freed(jax.tree.leaves(state)):
+            raise was_donated(state)
         refuse_no_arrays(state)
         self._match_shards(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)

@@ -65,8 +65,9 @@ def value_and_grad(
             input order. A trace of `loss_fn` with a symbolic number of rows shows which it is, and whether a scalar is
             a mean. With a `criterion` it returns outputs: a tree of arrays that follow the rows, or are 0-d and do not
             depend on them.
-        argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The
-            gradient of an argument that is cut has its rows.
+        argnums: what is differentiated, as in `jax.value_and_grad`; NNX: `nnx.DiffState` too. The first argument is
+            whole, and all others are cut: parameters among them need an `in_axes` of None. The gradient of an argument
+            that is cut has its rows.
         has_aux: whether `loss_fn` returns a pair.
         criterion: `criterion(outputs, *batch)` returns the loss, a real 0-d array (with `has_aux` a pair). It is
             called once, with the outputs of all rows in the order of the batch and all positional arguments after the

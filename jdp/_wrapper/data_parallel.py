@@ -17,7 +17,7 @@ from .._core.layout import Tree
 from .._core.outline import bytes_on_each, page_of
 from .._core.parallel_apply import in_replica
 from .._core.replica_mesh import outside_of_mesh
-from .._core.replicate import broadcast, sharded
+from .._core.replicate import broadcast, refuse_freed_in, sharded
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
@@ -269,6 +269,7 @@ class DataParallel(nnx.Module, Generic[M]):
                     "jdp.check_replicas: tree is missing; only an NNX module holds its own state. Pass the variables."
                 )
             tree = nnx.state(self.module)
+        refuse_freed_in(tree, jax.tree.leaves(tree), "check_replicas", "")
         check_replicas(tree, self._config.mesh, "check_replicas")
 
     @property

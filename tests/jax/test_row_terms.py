@@ -830,6 +830,8 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
+        lambda x: (batch_norm(x) ** 2 / 2 + 0.5 * jnp.log(x.var(0))).sum(1).mean(),
+        lambda x: (x**2 + jnp.log(((x - x.mean(0)) ** 2).mean(0))).mean(),
         lambda e: jnp.sqrt(e.mean()),
         lambda e: jnp.log(e.mean()),
         lambda e: jnp.exp(e.mean()),

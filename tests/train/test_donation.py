@@ -312,3 +312,76 @@ def test_a_state_of_which_a_part_was_donated_is_refused():
     jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)(state.params)
     with pytest.raises(RuntimeError, match=r"state\.params\['w'\] was donated"):
         step(state, INPUTS)
+
+
+def freed_by_a_step(n):
+    """The parameters before a step, which has freed them; as `best = state.params` keeps them."""
+    step = step_of(n)
+    state = step.init(VARIABLES)
+    best = state.params
+    step(state, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(best))
+    return {"params": best}
+
+
+def square(variables, x):
+    return ((x @ variables["params"]["w"]) ** 2).mean()
+
+
+DOORS = {
+    "apply": lambda dp: lambda v, x: dp(v, x),
+    "grad": lambda dp: jax.grad(lambda v, x: (dp(v, x) ** 2).sum()),
+    "value_and_grad": lambda dp: dp.value_and_grad(square),
+    "evaluate": lambda dp: lambda v, x: dp.evaluate(lambda v, b: {"loss": square(v, b)}, v, [x]),
+    "parallel": lambda dp: dp.parallel(lambda v, x: (v, x * 2), in_axes=(None, 0)),
+    "data_parallel": lambda dp: lambda v, x: jdp.data_parallel(dp.module, v, x, dp.devices),
+    "parallel_apply": lambda dp: lambda v, x: jdp.parallel_apply(dp.module, v, jdp.scatter((x,), dp.devices)),
+    "replicate": lambda dp: lambda v, x: jdp.replicate(v, dp.devices),
+    "check_replicas": lambda dp: lambda v, x: dp.check_replicas(v),
+    "init": lambda dp: lambda v, x: dp.train_step(square, optax.sgd(0.1)).init(v),
+}
+
+
+@pytest.mark.parametrize("rows", [16, 15], ids=["even", "uneven"])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("door", DOORS)
+def test_freed_parameters_are_refused_by_name(door, n, rows):
+    """XLA:CPU ends the process for one in a compiled program of several devices."""
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(n))
+    call, rows_of_x = DOORS[door](dp), X[:rows]
+    for _ in range(2):  # so that the call is a known one
+        call(jdp.replicate(VARIABLES, dp.devices), rows_of_x)
+    with pytest.raises(RuntimeError, match=r"^jdp\.\w+: .*\['(w|b)'\] has been freed, .*jnp\.copy"):
+        call(freed_by_a_step(n), rows_of_x)
+    call(jdp.replicate(VARIABLES, dp.devices), rows_of_x)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("door", ["step", "apply", "value_and_grad"])
+def test_a_freed_batch_is_refused(door, warm):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(4))
+    step = dp.train_step(square, optax.sgd(0.1))
+    calls = {"step": lambda x: step(step.init(VARIABLES), x), "apply": lambda x: dp(VARIABLES, x)}
+    calls["value_and_grad"] = lambda x: dp.value_and_grad(square)(VARIABLES, x)
+    for _ in range(2 * warm):
+        calls[door](jdp.scatter(X, dp.devices))
+    batch = jdp.scatter(X, dp.devices)
+    for x in jax.tree.leaves(batch):
+        x.delete()
+    with pytest.raises(RuntimeError, match="an array of the batch has been freed"):
+        calls[door](batch)
+
+
+def test_a_freed_nnx_model_is_refused():
+    dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=range(4))
+    step = dp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+    step(X), dp(X)
+    best = jax.tree.map(lambda x: x, nnx.state(dp.module))
+    step(X)
+    nnx.update(dp.module, best)
+    with pytest.raises(RuntimeError, match="has been freed"):
+        dp(X)
+    with pytest.raises(RuntimeError, match="has been freed"):
+        dp.evaluate(lambda model, x: {"loss": (model(x) ** 2).mean()}, [X])
+    with pytest.raises(RuntimeError, match="was donated to an earlier step"):
+        step(X)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from flax.training import train_state
@@ -601,6 +602,38 @@ def nnx_drawn(net, batch):
 
 
 @pytest.mark.full
+def by_path(leaf):
+    """What a label or a mask says for each parameter, by its path, as in optax's own examples."""
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: leaf(jax.tree_util.keystr(path)), params)
+
+
+# The state of these holds, in place of a parameter's array, nothing at all, or several arrays.
+NNX_OPTIMIZERS = {
+    "masked": lambda: optax.masked(optax.adam(0.01), by_path(lambda path: "bias" in path)),
+    "multi_transform": lambda: optax.multi_transform(
+        {"some": optax.adam(0.01), "none": optax.set_to_zero()}, by_path(lambda p: "some" if "kernel" in p else "none")
+    ),
+    "sm3": lambda: optax.sm3(0.1),
+    "muon": lambda: optax.contrib.muon(0.01),
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("options", [{}, {"shard_params": True}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("name", NNX_OPTIMIZERS)
+def test_nnx_takes_optimizers_that_hold_no_array_for_each_parameter(name, options):
+    loss = lambda model, x: ((model(x) - 1) ** 2).mean()  # noqa: E731
+    model, bare = (nnx.Linear(4, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    optimizer = nnx.Optimizer(bare, NNX_OPTIMIZERS[name](), wrt=nnx.Param)
+    step = jdp.DataParallel(model, devices=range(2)).train_step(loss, NNX_OPTIMIZERS[name](), **options)
+    for rows in 8, 7:
+        x = np.random.default_rng(rows).normal(size=(rows, 4)).astype(np.float32)
+        optimizer.update(bare, nnx.grad(loss)(bare, x))
+        step(x)
+    for found, wanted in zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, bare)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_nnx_rngs_differ_between_replicas_microbatches_and_steps():
     def run(n, accumulate):
         dp = jdp.DataParallel(NNXDropping(nnx.Rngs(0, dropout=5)), devices=range(n))
@@ -1056,6 +1089,7 @@ RETURNED = {
     "a Mean of vectors": (TypeError, lambda e: jdp.Mean(e, 4), r"the loss is a jdp\.Mean of float32\[4\]"),
     "nothing": (TypeError, lambda e: (), "loss_fn returns a tuple of 0; it returns loss or "),
     "four": (TypeError, lambda e: (e, {}, {}, {}), "loss_fn returns a tuple of 4; it returns loss or "),
+    "updates as metrics": (TypeError, lambda e: (e, {"stats": {"mean": e}}), r"\['stats'\] .*Return loss, {}, updates"),
     "metrics that are one array": (TypeError, lambda e: (e, e), "the metrics are an array alone; each has a name"),
     "metrics that are a list": (TypeError, lambda e: (e, [e]), "the metrics are a list; each has a name"),
     "a metric called loss": (ValueError, lambda e: (e, {"loss": e}), "a metric is called 'loss'"),
