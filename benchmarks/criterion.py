@@ -269,11 +269,11 @@ def of_contrastive(n: int, seconds: float) -> dict[str, Any]:
 class Looks:
     """The test of bare scalars, or none in its place; `seconds` were spent in it."""
 
-    trace, offences = staticmethod(row_traces.trace), row_traces.Traced.offences
+    trace, faults = staticmethod(row_traces.trace), row_traces.Traced.faults
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        row_traces.Traced.offences = lambda *args: self.clocked(Looks.offences, *args)  # type: ignore[method-assign]
+        row_traces.Traced.faults = lambda *args: self.clocked(Looks.faults, *args)  # type: ignore[method-assign]
 
     def clocked(self, fn: Callable[..., Any], *args: Any) -> Any:
         begun = time.perf_counter()
