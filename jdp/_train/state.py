@@ -21,6 +21,7 @@ from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
+from .._jax.private import trace_state_clean
 from .._page import Page, in_notebook
 from .state_shardings import AxisRule, cut_shardings
 
@@ -68,15 +69,20 @@ class TrainState(struct.PyTreeNode):
         return page_of("TrainState", [("step", outline_of_leaf(self.step)), ("key", key)], parts)
 
 
-def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
-    """Returns a function of the variables and the key, which it copies; it makes the state before the first step."""
+def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
+    """Returns a function of the parameters: the count of steps and the optimizer's state before the first step."""
 
-    def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
-        others = dict(variables)
-        params, others, key = jax.tree.map(jnp.copy, (others.pop("params"), others, key))
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), others, key)
+    def first_values(params: Tree) -> tuple[Any, Tree]:
+        return jnp.zeros((), jnp.int32), tx.init(params)
 
-    return first_state
+    return first_values
+
+
+def copied(tree: Tree, to: Tree, mesh: ReplicaMesh) -> Tree:
+    """Returns a copy of each array, with the shardings `to`, a prefix of the tree."""
+    if mesh.spans_processes or not trace_state_clean():  # device_put copies no array of several processes
+        return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=to)(tree)
+    return jax.device_put(tree, to, may_alias=False)  # where a program would have to be compiled
 
 
 def checked_key(key: Any) -> Any:
