@@ -7,7 +7,7 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx, struct
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
@@ -78,11 +79,26 @@ def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
     return first_values
 
 
-def copied(tree: Tree, to: Tree, mesh: ReplicaMesh) -> Tree:
-    """Returns a copy of each array, with the shardings `to`, a prefix of the tree."""
-    if mesh.spans_processes or not trace_state_clean():  # device_put copies no array of several processes
-        return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=to)(tree)
-    return jax.device_put(tree, to, may_alias=False)  # where a program would have to be compiled
+def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: dict[str, Tree], key: Any) -> TrainState:
+    """Returns the shapes of the state before the first step; `first` is what `first_values` returns."""
+    others = dict(variables)
+    params = others.pop("params")
+    count, opt_state = jax.eval_shape(first, params)
+    return shapes_of(TrainState(count, params, opt_state, others, key))
+
+
+def first_state(
+    first: Callable[[Tree], tuple[Any, Tree]], variables: dict[str, Tree], key: Any, to: TrainState
+) -> TrainState:
+    """Returns the state before the first step, with the shardings `to`; variables and key are copied."""
+    others, where = dict(variables), (to.params, to.state, to.key)
+    given, at = (others.pop("params"), others, key), cast(NamedSharding, to.step)
+    if at.is_fully_addressable and trace_state_clean():
+        params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
+    else:  # device_put copies no array of several processes
+        params, others, key = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=where)(given)
+    count, opt_state = jax.jit(first, out_shardings=(to.step, to.opt_state))(params)
+    return TrainState(count, params, opt_state, others, key)
 
 
 def checked_key(key: Any) -> Any:

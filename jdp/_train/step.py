@@ -37,8 +37,9 @@ from .state import (
     check_optimizer,
     checked_key,
     checked_optimizer,
-    copied,
     first_difference,
+    first_shapes,
+    first_state,
     first_values,
     interrupted,
     opt_shapes,
@@ -212,17 +213,12 @@ class TrainStep(Step[TrainState]):
             if not mesh.spans_processes:  # what came from one place is the same everywhere
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
-        params, others = variables["params"], {k: x for k, x in variables.items() if k != "params"}
-        self._program.note_shardings(params, others)
-        count, opt_state = jax.eval_shape(self._first, params)
-        shapes = shapes_of(TrainState(count, params, opt_state, others, key))
-        check_optimizer(self._program.tx, params, opt_state)
+        self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
+        shapes = first_shapes(self._first, variables, key)
+        check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
-        to = self._program.shardings(shapes)
-        params, others, key = copied((params, others, key), (to.params, to.state, to.key), mesh)
-        count, opt_state = jax.jit(self._first, out_shardings=(to.step, to.opt_state))(params)
-        state = TrainState(count, params, opt_state, others, key)
+        state = first_state(self._first, variables, key, self._program.shardings(shapes))
         if mesh.exchange is not None and not traced:  # the optimizer of each process has made its own
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
