@@ -243,8 +243,8 @@ def differentiate(
             loss.inspect(jaxpr, jax.tree.leaves(whole))
         function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
         function = shards.function(jaxpr, shapes, not shapes[1][0].is_mean) if shards else function
-    # Otherwise differentiated as it is: JAX knows how to differentiate a jnp function for shapes that it has seen, and
-    # works out anew each equation of a jaxpr.
+    # Otherwise differentiated as it is: JAX differentiates a jnp function once for all operands of the same shapes, but
+    # a jaxpr equation by equation.
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
     if jaxpr is None and not loss.rows and (traced := traces.get(0)) is not None:

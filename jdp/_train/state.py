@@ -6,7 +6,7 @@ import functools
 import operator
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -79,7 +79,7 @@ def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
     return first_values
 
 
-def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: dict[str, Tree], key: Any) -> TrainState:
+def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any) -> TrainState:
     """Returns the shapes of the state before the first step; `first` is what `first_values` returns."""
     others = dict(variables)
     params = others.pop("params")
@@ -88,7 +88,7 @@ def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: dict[str,
 
 
 def first_state(
-    first: Callable[[Tree], tuple[Any, Tree]], variables: dict[str, Tree], key: Any, to: TrainState
+    first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any, to: TrainState
 ) -> TrainState:
     """Returns the state before the first step, with the shardings `to`; variables and key are copied."""
     others, where = dict(variables), (to.params, to.state, to.key)
