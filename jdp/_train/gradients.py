@@ -217,9 +217,7 @@ def differentiate(
     seed = weight if loss.sync else 1
     traces: dict[int, Traced | None] = {}
 
-    def value(
-        diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree
-    ) -> tuple[Any, tuple[Forms, list[Any], list[Any], Tree]]:
+    def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
         nonlocal traces
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
         traces = _traces(loss, signature, (whole, part, state))
@@ -234,23 +232,14 @@ def differentiate(
             number = loss_value(out, size if signature.layout.is_cut else None, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
-    function, taken, rest = value, shards.taken() if shards else diff, (chosen, part, state)
-    jaxpr, count = None, 2  # the place of the count among the results of `value`
-    if loss.sync or shards or loss.inspect:  # one trace serves to rewrite it and to differentiate it
-        function = jax.jit(apart(value) if loss.sync else value)
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-        if loss.inspect:
-            loss.inspect(jaxpr, jax.tree.leaves(whole))
-        function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
-        function = shards.function(jaxpr, shapes, not shapes[1][0].is_mean) if shards else function
-    # Otherwise differentiated as it is: JAX differentiates a jnp function once for all operands of the same shapes, but
-    # a jaxpr equation by equation.
+    taken, rest = shards.taken() if shards else diff, (chosen, part, state)
+    function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
-    if jaxpr is None and not loss.rows and (traced := traces.get(0)) is not None:
-        jaxpr, count = traced.jaxpr, 1
-    if jaxpr is None and (forms.is_mean or not loss.is_backward):
-        jaxpr, count = jax.make_jaxpr(value)(whole, *rest), 2
+    traced = traces.get(0) if jaxpr is None and not loss.rows else None
+    if traced is None and jaxpr is None and (forms.is_mean or not loss.is_backward):
+        jaxpr = jax.make_jaxpr(value)(whole, *rest)
+    jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
@@ -260,8 +249,22 @@ def differentiate(
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    sums = [*map(jnp.asarray, sums)]  # some may be plain numbers
-    return ReplicaResults((sums, *grads), stacked, as_before(after, state), forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
+
+
+def _to_differentiate(
+    value: Any, loss: Loss, operands: tuple[Any, ...], signature: Signature, replica: int, shards: ShardedParams | None
+) -> tuple[Callable[..., Any], Any]:
+    """Returns the function to differentiate, and the jaxpr that it was rewritten from: None if it is `value` itself."""
+    if not (loss.sync or shards or loss.inspect):
+        # JAX differentiates a jnp function once for all operands of the same shapes, but a jaxpr equation by equation.
+        return value, None
+    function = jax.jit(apart(value) if loss.sync else value)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    if loss.inspect:
+        loss.inspect(jaxpr, jax.tree.leaves(operands[0]))
+    function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
+    return shards.function(jaxpr, shapes, not shapes[1][0].is_mean) if shards else function, jaxpr
 
 
 def _weights(
@@ -352,9 +355,7 @@ def has_cotangent(x: Any) -> bool:
 
 
 def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None:
-    """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows.
-
-    The count is the result `at` of the jaxpr.
+    """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows (result `at`).
 
     It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
     """
