@@ -269,7 +269,7 @@ def _sum_over_replicas(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -
     # ones the transposes take longer than that: a fifth of an MLP's. Between processes the sum is another operation,
     # and they would be a fifth of the step, too.
     on_cpu = mesh.devices[0].platform == "cpu" and not mesh.spans_processes
-    is_turned = on_cpu and x.ndim == 2 and x.size <= _SMALL
+    is_turned = on_cpu and mesh.size > 1 and x.ndim == 2 and x.size <= _SMALL
     x = jnp.matrix_transpose(x) if is_turned else x
     with jax.named_scope(name):
         (x,) = _psum([x], mesh)
@@ -288,11 +288,12 @@ def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
 
 
 def divided(x: Any, by: Any) -> Any:
-    if by is None:
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    if by is None or is_inexact and isinstance(by, float) and by == 1:
         return x
     by = as_divisor(by, x)
     # A mean of integers is no integer; one of 16-bit floats stays what it is.
-    return (x / by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x / by
+    return (x / by).astype(x.dtype) if is_inexact else x / by
 
 
 def as_divisor(by: Any, x: Any) -> Any:

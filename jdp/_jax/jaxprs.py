@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental
+import jax.extend
 import jax.numpy as jnp
 
 
@@ -113,11 +114,18 @@ def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
         if eqn.primitive.name.startswith("psum") and axis_name in axes(eqn):
             users = [other for other in jaxpr.eqns if any(v is out for v in other.invars for out in eqn.outvars)]
             by = [other.invars[1] for other in users if other.primitive.name == "div"]
-            if len(by) != len(users) or not all(is_literal(v) and v.val == n for v in by):
+            is_result = any(v is out for v in jaxpr.outvars for out in eqn.outvars)
+            if is_result or len(by) != len(users) or not all(is_literal(v) and v.val == n for v in by):
                 return False
         if not all(are_means(inner, axis_name, n) for inner in inside(eqn)):
             return False
     return True
+
+
+def replayed(jaxpr: Any, shapes: Any) -> Callable[..., Any]:
+    """Returns the function that a jaxpr was traced from; `shapes` are those of its results, as a tree."""
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+    return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
 
 
 def communicates(jaxpr: Any) -> bool:

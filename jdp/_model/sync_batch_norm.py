@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from .._core.layout import Tree
+from .._core.scattered import Signature
 from .._core.uneven import SyncedAxis, is_synced
-from .._jax.jaxprs import bind
+from .._jax.jaxprs import bind, replayed
 from .._jax.rewrites import rewrite
 
 
@@ -76,3 +78,13 @@ def with_weight(jaxpr: Any, weight: float) -> Any:
         return lambda *values: bind(eqn, [x * jnp.asarray(weight, x.dtype) for x in values])
 
     return rewrite(jaxpr, rule)
+
+
+def by_rows(
+    function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
+) -> Callable[..., Any]:
+    """Returns the traced function, with the replica's part in shared statistics weighted by its number of rows."""
+    chunks = signature.layout.rows
+    if len({*chunks}) == 1:
+        return function
+    return replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)

@@ -28,20 +28,19 @@ from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
 from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
+from .._jax.jaxprs import replayed
 from .._jax.rewrites import with_pairs_cut
-from .._model.sync_batch_norm import apart
+from .._model.sync_batch_norm import apart, by_rows
 from .forms import Forms, SeveralTerms
 from .gradients import (
     Gradients,
     Loss,
     ReplicaResults,
     as_before,
-    by_rows,
     forms_of,
     gradients,
     has_cotangent,
     microbatches,
-    replayed,
     run_loss,
     sent_as,
     weight_of_all,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 
 from .._core.layout import Cut, Layout, Shard, Static, Tree, Whole, is_key
@@ -20,10 +19,10 @@ from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, replayed, varying
 from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
-from .._model.sync_batch_norm import apart, with_weight
+from .._model.sync_batch_norm import apart, by_rows
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
 from .forms import Forms, SeveralTerms, forms_of_outputs, forms_of_results, loss_value
 from .shards import ShardedParams, axes_of_shards
@@ -216,14 +215,15 @@ def differentiate(
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
+    traces: dict[int, Traced | None] = {}
 
-    def value(
-        diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree
-    ) -> tuple[Any, tuple[Forms, list[Any], list[Any], Tree]]:
+    def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
+        nonlocal traces
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
+        traces = _traces(loss, signature, (whole, part, state))
         if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
-        forms, sums, stacked = forms_of(loss, signature, (out, aux), (whole, part, state), size, weight)
+        forms, sums, stacked = forms_of(loss, signature, (out, aux), (whole, part, state), size, weight, traces)
         if loss.is_backward and not loss.criterion:
             number = _product(sums[: forms.each[0].summands], cotangents)
         elif forms.each[0].kind == "combination":
@@ -232,30 +232,43 @@ def differentiate(
             number = loss_value(out, size if signature.layout.is_cut else None, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
-    # Jitted, so that one trace serves to inspect it and to differentiate it.
-    function, rest = jax.jit(apart(value) if loss.sync else value), (chosen, part, state)
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *rest)
-    if loss.inspect:
-        loss.inspect(jaxpr, jax.tree.leaves(whole))
-    if not loss.is_backward:
-        _check_count(jaxpr, shapes[1][0], len(jax.tree.leaves((whole, chosen))))
-        if not was_accepted:
-            _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, shapes[1][0])
-    function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
-    if shards:
-        function, diff = shards.function(jaxpr, shapes, not shapes[1][0].is_mean), shards.taken()
-    cotangent, factor = _weights(loss, jaxpr, shapes[1][0], signature, size, weight)
+    taken, rest = shards.taken() if shards else diff, (chosen, part, state)
+    function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
-    number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, diff, chosen, has_aux=True)
+    number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
+    traced = traces.get(0) if jaxpr is None and not loss.rows else None
+    if traced is None and jaxpr is None and (forms.is_mean or not loss.is_backward):
+        jaxpr = jax.make_jaxpr(value)(whole, *rest)
+    jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
+    if not loss.is_backward:
+        _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
+        if not was_accepted:
+            _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
+    has_backward = jaxpr is not None and first(jaxpr, "custom_vjp_call") is not None
+    cotangent, factor = _weights(loss, has_backward, number.dtype, forms, signature, size, weight)
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1 and forms.is_mean:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    sums = [*map(jnp.asarray, sums)]  # a jaxpr returns plain numbers for its literals
-    return ReplicaResults((sums, *grads), stacked, as_before(after, state), forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
+
+
+def _to_differentiate(
+    value: Any, loss: Loss, operands: tuple[Any, ...], signature: Signature, replica: int, shards: ShardedParams | None
+) -> tuple[Callable[..., Any], Any]:
+    """Returns the function to differentiate, and the jaxpr that it was rewritten from: None if it is `value` itself."""
+    if not (loss.sync or shards or loss.inspect):
+        # JAX differentiates a jnp function once for all operands of the same shapes, but a jaxpr equation by equation.
+        return value, None
+    function = jax.jit(apart(value) if loss.sync else value)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    if loss.inspect:
+        loss.inspect(jaxpr, jax.tree.leaves(operands[0]))
+    function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
+    return shards.function(jaxpr, shapes, not shapes[1][0].is_mean) if shards else function, jaxpr
 
 
 def _weights(
-    loss: Loss, jaxpr: Any, forms: Forms, signature: Signature, size: int, weight: float
+    loss: Loss, has_backward: bool, dtype: Any, forms: Forms, signature: Signature, size: int, weight: float
 ) -> tuple[float, float]:
     """Returns the cotangent of a microbatch's loss, and the factor of its gradient, which weight it together.
 
@@ -266,21 +279,10 @@ def _weights(
     that it sees on one device: of the mean over all rows, and not of that over the microbatch.
     """
     seed = weight if loss.sync else 1
-    is_wide = jaxpr.out_avals[0].dtype.itemsize > 2
-    if not (is_wide and forms.is_mean and signature.layout.is_cut) or first(jaxpr, "custom_vjp_call") is None:
+    if not (has_backward and dtype.itemsize > 2 and forms.is_mean and signature.layout.is_cut):
         return 1.0, weight / seed
     share = size / sum(signature.layout.sizes)
     return share / seed, weight / share
-
-
-def by_rows(
-    function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
-) -> Callable[..., Any]:
-    """Returns the traced function, with the replica's part in shared statistics weighted by its number of rows."""
-    chunks = signature.layout.rows
-    if len({*chunks}) == 1:
-        return function
-    return replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
 
 
 def run_loss(
@@ -295,7 +297,13 @@ def run_loss(
 
 
 def forms_of(
-    loss: Loss, signature: Signature, out: tuple[Any, Tree], operands: tuple[Tree, ...], size: int, weight: float
+    loss: Loss,
+    signature: Signature,
+    out: tuple[Any, Tree],
+    operands: tuple[Tree, ...],
+    size: int,
+    weight: float,
+    traces: dict[int, Traced | None] | None = None,
 ) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the forms, the sums and the entries per row of what a microbatch with these operands returned."""
     rows = size if signature.layout.is_cut else None
@@ -305,24 +313,25 @@ def forms_of(
         out, aux, _, _ = run_loss(loss, signature, diff, {}, part, state)
         return out if is_forward else (out, aux)
 
-    diff, part, state = operands
-    of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
-    cut = [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
     total, refuses = sum(signature.layout.sizes), not loss.is_backward  # the forward pass has refused what is wrong
     way = IN_EVALUATION if loss.verb == "evaluate" else IN_TRAINING
-    traces = _traces(loss, signature, operands, cut)
+    cut, traces = _axes_of(signature, *operands), _traces(loss, signature, operands) if traces is None else traces
     followed = Followed(out[0] if is_forward else out, rows, total, again, operands, cut, traces, refuses, way)
     if is_forward:
         return forms_of_outputs(out[0], rows or 1, followed, loss.verb)
     return forms_of_results(*out, rows, weight, followed, loss.verb)
 
 
-def _traces(
-    loss: Loss, signature: Signature, operands: tuple[Tree, ...], cut: Sequence[int | None]
-) -> dict[int, Traced | None]:
+def _axes_of(signature: Signature, diff: Tree, _: Tree, state: Tree) -> list[int | None]:
+    """Returns the axis of the rows of each operand's arrays, or None."""
+    of_part = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
+    return [*[None] * len(jax.tree.leaves(diff)), *of_part, *[None] * len(jax.tree.leaves(state))]
+
+
+def _traces(loss: Loss, signature: Signature, operands: tuple[Tree, ...]) -> dict[int, Traced | None]:
     """Returns the traces of a loss for any number of rows: one dict for chunks of all sizes, which `Followed` fills."""
     leaves, treedef = jax.tree.flatten(operands)
-    types = [of_any_rows(x, axis) for x, axis in zip(leaves, cut, strict=True)]
+    types = [of_any_rows(x, axis) for x, axis in zip(leaves, _axes_of(signature, *operands), strict=True)]
     layout, x64 = signature.layout, jax.config.jax_enable_x64  # type: ignore[attr-defined]
     nodes = [
         (x.treedef, *[y if isinstance(y, Static) else 0 for y in x.leaves]) if x else None for x in signature.layouts
@@ -345,22 +354,16 @@ def has_cotangent(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def replayed(jaxpr: Any, shapes: Tree) -> Callable[..., Any]:
-    """Returns the function that a jaxpr was traced from."""
-    run = jax.extend.core.jaxpr_as_fun(jaxpr)
-    return lambda *operands: jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(operands)))
-
-
-def _check_count(jaxpr: Any, forms: Forms, differentiated: int) -> None:
-    """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows.
+def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None:
+    """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows (result `at`).
 
     It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
     """
     if forms.each[0].kind != "ratio":
         return
     inputs = [i < differentiated for i in range(len(jaxpr.in_avals))]
-    _, _, count, *_ = reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
-    if count or not is_backward_linear(jaxpr):
+    depends = reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
+    if depends[at] or not is_backward_linear(jaxpr):
         raise SeveralTerms
 
 

@@ -6,8 +6,8 @@ import functools
 import operator
 import re
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,14 @@ import numpy as np
 import optax
 from flax import nnx, struct
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
+from .._jax.private import trace_state_clean
 from .._page import Page, in_notebook
 from .state_shardings import AxisRule, cut_shardings
 
@@ -68,15 +70,35 @@ class TrainState(struct.PyTreeNode):
         return page_of("TrainState", [("step", outline_of_leaf(self.step)), ("key", key)], parts)
 
 
-def first_state(tx: Any) -> Callable[[dict[str, Tree], Any], TrainState]:
-    """Returns a function of the variables and the key, which it copies; it makes the state before the first step."""
+def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
+    """Returns a function of the parameters: the count of steps and the optimizer's state before the first step."""
 
-    def first_state(variables: dict[str, Tree], key: Any) -> TrainState:
-        others = dict(variables)
-        params, others, key = jax.tree.map(jnp.copy, (others.pop("params"), others, key))
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), others, key)
+    def first_values(params: Tree) -> tuple[Any, Tree]:
+        return jnp.zeros((), jnp.int32), tx.init(params)
 
-    return first_state
+    return first_values
+
+
+def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any) -> TrainState:
+    """Returns the shapes of the state before the first step; `first` is what `first_values` returns."""
+    others = dict(variables)
+    params = others.pop("params")
+    count, opt_state = jax.eval_shape(first, params)
+    return shapes_of(TrainState(count, params, opt_state, others, key))
+
+
+def first_state(
+    first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any, to: TrainState
+) -> TrainState:
+    """Returns the state before the first step, with the shardings `to`; variables and key are copied."""
+    others, where = dict(variables), (to.params, to.state, to.key)
+    given, at = (others.pop("params"), others, key), cast(NamedSharding, to.step)
+    if at.is_fully_addressable and trace_state_clean():
+        params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
+    else:  # device_put copies no array of several processes
+        params, others, key = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=where)(given)
+    count, opt_state = jax.jit(first, out_shardings=(to.step, to.opt_state))(params)
+    return TrainState(count, params, opt_state, others, key)
 
 
 def checked_key(key: Any) -> Any:

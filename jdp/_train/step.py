@@ -38,7 +38,9 @@ from .state import (
     checked_key,
     checked_optimizer,
     first_difference,
+    first_shapes,
     first_state,
+    first_values,
     interrupted,
     opt_shapes,
     refuse_no_arrays,
@@ -161,7 +163,7 @@ class TrainStep(Step[TrainState]):
         super().__init__(dp, loss_fn, loss, tx, lambda params: params, options, in_axes)
         self._shapes: TrainState | None = None  # of the states that the step takes; None before the first one
         self._inner_shardings = self._program.inner_shardings  # where the parameters of the last state lie
-        self._first = first_state(tx)
+        self._first = first_values(tx)
 
     @outside_of_mesh
     def init(self, variables: Mapping[str, Tree], key: jax.Array | None = None) -> TrainState:
@@ -212,11 +214,11 @@ class TrainStep(Step[TrainState]):
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
         self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
-        shapes = jax.eval_shape(self._first, variables, key)
+        shapes = first_shapes(self._first, variables, key)
         check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
-        state = jax.jit(self._first, out_shardings=self._program.shardings(shapes))(variables, key)
+        state = first_state(self._first, variables, key, self._program.shardings(shapes))
         if mesh.exchange is not None and not traced:  # the optimizer of each process has made its own
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes

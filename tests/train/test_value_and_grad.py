@@ -1239,6 +1239,7 @@ def test_a_loss_that_is_reduced_already(refused):
         lambda *args: jdp.Sum(lax.psum(jnp.sum(vector(*args)), "data")),
         lambda *args: jdp.Mean(lax.psum(jnp.sum(vector(*args)), "data"), lax.psum(5, "data")),
         lambda *args: lax.psum(scalar(*args), "data"),
+        lambda *args: jax.jit(lambda x: lax.psum(x, "data"))(scalar(*args)),
     ):
         with refused(ValueError, "value_and_grad", match):
             wrapper(2).value_and_grad(again)(*GOOD)
