@@ -12,8 +12,8 @@ MOST = {  # files, and changes from one to another
     # Two changes of each are the question whether an array is freed: XLA may end the process for one.
     "apply": {"first": (18, 96), "uneven": (19, 119), "known": (6, 9)},
     # What a scalar is made of is read from its jaxpr, equation by equation: four files, and most of the changes.
-    "value_and_grad": {"first": (28, 196), "uneven": (27, 201), "known": (7, 10)},
-    "train_step": {"first": (28, 180), "uneven": (27, 206), "known": (6, 12)},
+    "value_and_grad": {"first": (28, 194), "uneven": (27, 196), "known": (7, 10)},
+    "train_step": {"first": (28, 178), "uneven": (27, 202), "known": (6, 12)},
 }
 
 

@@ -135,7 +135,7 @@ def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
 
 
 def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
-    """Returns the order of the indices by which rows are picked, as `order_of_places`; 0 where they are no places.
+    """Returns the order of the indices that pick rows, as `order_of_places`; 0 where they are no places.
 
     An axis with several entries for each row does not tell: `x[2 * arange(b)]` may be each row's first one.
     """
@@ -285,8 +285,8 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
     lost = next((v.lasting for v in values if v.lasting is not None), None)
     if None in picked:
         return UNKNOWN
-    if name == "stack" and sorted(map(sorted, picked)) == [[i] for i in range(count.size)]:
-        order = [next(iter(one)) for one in picked if one]
+    order = [row for one in picked for row in one or () if len(one or ()) == 1]
+    if name == "stack" and len(picked) == len(order) and sorted(order) == [*range(count.size)]:
         return RowValue(Kind.ROWS, place=place_in_turn(order))
     if lost is not None:
         return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)

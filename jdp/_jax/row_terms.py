@@ -392,7 +392,7 @@ class Reader:
         return Fault("nonlinear", self.at(), lasts) if fault is None else fault._replace(lasts=fault.lasts or lasts)
 
     def place(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> Any:
-        """Returns of which rows the entries are, or in which order places are, as `RowValue.place` has it."""
+        """Returns of which rows the entries are, or the order of places, as `RowValue.place` has it."""
         if any(v.kind > Kind.SHARED for v in values):
             return row_pairs.place_of(self.rows, self.around, values, rows, out) if rows or self.loops else 0
         are_places = any(v.degree is None or v.place for v in values)

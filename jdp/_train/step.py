@@ -393,9 +393,7 @@ class TrainStep(Step[TrainState]):
             ValueError: these are cut, and the caller has passed `shard_params=False`.
         """
         config = self._program.config
-        grouped = bool(
-            config.mesh.inner_axes
-        )  # `note_shardings` refuses parameters there that are cut over the replicas
+        grouped = bool(config.mesh.inner_axes)  # `note_shardings` refuses what is cut over the replicas there
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(
