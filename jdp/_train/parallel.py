@@ -196,11 +196,11 @@ def _axes_of_arguments(
 def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: ReplicaMesh) -> Replicas:
     """Replicates the arguments that are not cut: returns those that are donated, and the rest with the NNX objects."""
     whole = _without_objects(whole)
+    _refuse_deleted({p: x for p, x in whole.items() if p in donate}, mesh)
     placed = broadcast(whole, mesh, VERB, "args")
     given, donated = ({p: x for p, x in tree.items() if p in donate} for tree in (whole, placed))
     # An array that was moved may share memory with the caller's, which stays. One that was in place is given away.
     donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)
-    _refuse_deleted(donated, mesh)
     held = {p: x for p, x in placed.items() if p not in donate}
     graph, state = nnx.split(nodes) if nodes else (None, None)
     return donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects"))
