@@ -392,7 +392,6 @@ def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -
     if are_freed(leaves):
         i = next(i for i, x in enumerate(leaves) if issubclass(type(x), jax.Array) and x.is_deleted())
         raise RuntimeError(
-            f"jdp.{verb}: {name(i)} has been freed, as what is donated to a program is; a training step frees the "
-            f"state that goes into it. Keep a copy from before the step, jax.tree.map(jnp.copy, state.params), "
-            f"or make the step with donate=False."
+            f"jdp.{verb}: {name(i)} has been freed; a training step frees the state that it gets. Keep a copy from "
+            f"before the step, jax.tree.map(jnp.copy, state.params), or make the step with donate=False."
         )

@@ -3,7 +3,7 @@
 A value knows of which rows its entries are: of those at their places (0), of those so many places further on, of those
 at the same places from the end (TURNED), in an order that is computed from their places (ORDERED), or of the row of a
 loop's round (ROUND); None if that is lost. `x.reshape(2, -1)` has the halves of the rows side by side (BLOCKS). Where
-two values meet that differ in this, rows meet other rows. Places themselves, `arange(b)`, are 0 or ORDERED, too.
+two values meet that differ in this, rows meet other rows. Places themselves, as `arange(b)`, are 0, TURNED or ORDERED.
 
 A loop of Python picks row after row, by their numbers: `Picked` has those that a value is made of. One may meet itself,
 and all of them may be added up, or stacked.
@@ -90,7 +90,7 @@ def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], 
 
 
 def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
-    """Returns 0 for places among the rows, one for each row in order, TURNED for those from the end, else ORDERED.
+    """Returns the order of places among the rows: 0 of `arange(b)`, TURNED from the end, ORDERED of all others.
 
     A choice between places and others is taken for the places, because JAX counts negative indices from the end.
     """

@@ -351,7 +351,7 @@ def test_freed_parameters_are_refused_by_name(door, n, rows):
     call, rows_of_x = DOORS[door](dp), X[:rows]
     for _ in range(2):  # so that the call is a known one
         call(jdp.replicate(VARIABLES, dp.devices), rows_of_x)
-    with pytest.raises(RuntimeError, match=r"^jdp\.\w+: .*\['(w|b)'\] has been freed, .*jnp\.copy"):
+    with pytest.raises(RuntimeError, match=r"^jdp\.\w+: .*\['(w|b)'\] has been freed; .*jnp\.copy"):
         call(freed_by_a_step(n), rows_of_x)
     call(jdp.replicate(VARIABLES, dp.devices), rows_of_x)
 
