@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from .._core.layout import Tree
+from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value
 from .directory import Quiet, absolute
@@ -337,6 +338,7 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     try:
         check_data(data)
         leaves = leaves_of(state)
+        refuse_freed([*leaves.values()], VERB, lambda i: f"state{[*leaves][i].removeprefix('state')}")
         prepare()
         if jax.process_count() == 1:
             return leaves, data, False

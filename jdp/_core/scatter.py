@@ -29,7 +29,7 @@ from .inputs import (
     refuse_rows_of_numbers,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
-from .programs import SIZES, Layouts, capturing
+from .programs import SIZES, Layouts, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import Scattered, in_host_memory, leaf_by_leaf, on_mesh, placed
 
@@ -71,6 +71,8 @@ def scatter(
     in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
     check_dim("scatter", dim)
+    found = jax.tree_util.tree_leaves_with_path(inputs)
+    refuse_freed([x for _, x in found], "scatter", lambda i: f"inputs{jax.tree_util.keystr(found[i][0])}")
     return split(inputs, Cutting(mesh_of("scatter", devices), dim, "scatter", "inputs", sizes=chunk_sizes))
 
 

@@ -165,7 +165,7 @@ class Reader:
         if summed and name == "reduce_sum" and values[0].entries == "diagonal":
             summed -= 1  # all but one entry for each row are zero
         if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
-            values = [v._replace(fault=v.fault or Fault("sum", self.at(), True)) for v in values]
+            values = [v._replace(fault=v.fault or Fault("part", self.at(), True)) for v in values]
         if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
             if parameter(eqn, "axis") in self.rows.axes(out):
                 if values[0].kind == Kind.CONST:

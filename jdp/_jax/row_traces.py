@@ -130,7 +130,8 @@ class Traced:
                 if fault is None and kind == "rows" and value.kind == Kind.ROWS and value.place not in (0, None):
                     fault = Fault("order", value.at)
             elif fault is None and value.degree != (kind != "mean"):
-                fault = Fault("sum", value.at)
+                is_place = bool(value.at) and value.at[0].primitive.name == "iota"
+                fault = Fault("count" if is_place else "sum", value.at)
             if fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
             else:

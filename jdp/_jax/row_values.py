@@ -21,7 +21,7 @@ from . import row_primitives as primitives
 from .callers import source_line
 from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
-Blame = Literal["sum", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order"]
+Blame = Literal["sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
 """Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
 

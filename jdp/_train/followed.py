@@ -20,6 +20,7 @@ Said = TypeVar("Said")
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
+    "part": "a sum over some of the rows, or over more entries than rows, and each replica leaves out, or adds, its own",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
     "number": "made of rows and a number computed from all rows, and a replica sees only its own",
@@ -35,6 +36,8 @@ _FIRST = {
     "row": "If all rows are equal, pass that array once and whole (in_axes=None); else ",
     "number": "Compute that number before the step and pass it in the batch as a 0-d array, or ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
+    "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
+    "count": "Pass the places of the rows with the batch (np.arange(len(x)), an array that is cut as it is), or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added first, or ",
 }
 

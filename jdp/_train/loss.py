@@ -276,21 +276,27 @@ def results_of(out: Any, reserved: Sequence[str], forms: tuple[str, ...] = FORMS
             f"Return one of these."
         )
     loss, metrics, updates = (*parts, *[None] * (3 - len(parts)))
-    return loss, checked_metrics(metrics, reserved), updates
+    return loss, checked_metrics(metrics, reserved, loss), updates
 
 
-def checked_metrics(metrics: Any, reserved: Sequence[str]) -> dict[str, Any]:
-    """Returns the metrics as a dict; raises a `TypeError` for anything else, a `ValueError` for a reserved name."""
+def checked_metrics(metrics: Any, reserved: Sequence[str], loss: Any) -> dict[str, Any]:
+    """Returns the metrics as a dict; raises a `TypeError` for anything else, a `ValueError` for a reserved name.
+
+    The loss itself, one number, may be among them as "loss", and is left out: the step gives it anyway.
+    """
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         what = "n array alone" if isinstance(metrics, jax.Array) else f" {type(metrics).__name__}"
         raise TypeError(
             f"jdp.{VERB}: the metrics are a{what}; each has a name. Return them as a dict, {{'accuracy': ...}}."
         )
+    if metrics.get("loss") is loss and not (is_number(loss) and jnp.ndim(loss)):
+        metrics = {name: x for name, x in metrics.items() if name != "loss"}
     clash = [name for name in reserved if name in metrics]
     if clash:
         raise ValueError(
-            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Give yours another."
+            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Leave it out, or give "
+            f"it another name."
         )
     return dict(metrics)
 
@@ -381,7 +387,7 @@ def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: S
     """Returns `(loss, metrics)` of a step's criterion, which returns the loss or such a pair."""
     out = called(VERB, criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    metrics = checked_metrics(metrics, reserved)
+    metrics = checked_metrics(metrics, reserved, loss)
     for path, x in jax.tree_util.tree_leaves_with_path(metrics):
         if not is_number(x):
             raise TypeError(

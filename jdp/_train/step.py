@@ -200,13 +200,13 @@ class TrainStep(Step[TrainState]):
         self._match_shards(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
-        mesh, given = self._program.config.mesh, (variables, key)
+        mesh, given, rest = self._program.config.mesh, (variables, key), {**variables, "(key)": key}
         if self._program.options.shard_params:
-            params = sharded(variables["params"], mesh, VERB, "['params']")
-            rest, key = broadcast(({k: x for k, x in variables.items() if k != "params"}, key), mesh, VERB)
-            variables = {"params": params, **rest}
+            params = sharded(rest.pop("params"), mesh, VERB, "['params']")
+            variables = {"params": params, **broadcast(rest, mesh, VERB, "variables")}
         else:
-            variables, key = broadcast((variables, key), mesh, VERB)
+            variables = broadcast(rest, mesh, VERB, "variables")
+        key = variables.pop("(key)")
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
         if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
             found: Tree = (variables, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from .._model.nnx import enter, in_evaluation, put_nodes, take_nodes
 from .._train.forms import Form, Forms
 from .._train.gradients import Loss, forms_of, run_loss
 from .._train.loss import Roles, assign_roles, loss_of
+from .._train.state import TrainState
 from .batches import Batches
 from .prefetch import Prefetched, prefetch, refuse_one_batch
 
@@ -149,10 +151,12 @@ def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram
         label = getattr(metrics_fn, "__name__", "metrics")
 
         def none_and_metrics(*args: Any) -> tuple[None, dict[str, Any]]:
-            metrics = metrics_fn(*args)
+            with _state_explained(args[0], label):
+                metrics = metrics_fn(*args)
             if not isinstance(metrics, Mapping):
+                what = "an array alone" if isinstance(metrics, jax.Array) else f"a {type(metrics).__name__}"
                 raise TypeError(
-                    f"jdp.{VERB}: {label} returns a {type(metrics).__name__}; each metric has a name. Return a dict, "
+                    f"jdp.{VERB}: {label} returns {what}; each metric has a name. Return a dict, "
                     f"{{'accuracy': jdp.Mean(hits, count)}}."
                 )
             return None, dict(metrics)
@@ -161,6 +165,20 @@ def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram
         return ReplicaProgram(on_replicas(_totals(loss), label, verb=VERB))
 
     return made_once(metrics_fn, (VERB, weakref.ref(config), roles), make)
+
+
+@contextlib.contextmanager
+def _state_explained(variables: Tree, label: str) -> Iterator[None]:
+    """Adds a note to the error of a metrics function that gets the state of a step, and takes it for variables."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(variables, TrainState):
+            error.add_note(
+                f"jdp.{VERB}: {label} gets a jdp.TrainState, as it was passed. Pass the variables in it, "
+                f"{{'params': state.params, **state.state}}."
+            )
+        raise
 
 
 def _totals(loss: Loss) -> CallOf:

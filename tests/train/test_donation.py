@@ -1,5 +1,7 @@
 """Only arrays that a step made are donated: what anybody else put into the state is copied first, and stays."""
 
+import tempfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -339,7 +341,14 @@ DOORS = {
     "replicate": lambda dp: lambda v, x: jdp.replicate(v, dp.devices),
     "check_replicas": lambda dp: lambda v, x: dp.check_replicas(v),
     "init": lambda dp: lambda v, x: dp.train_step(square, optax.sgd(0.1)).init(v),
+    "scatter": lambda dp: lambda v, x: jdp.scatter(v, dp.devices),
+    "save": lambda dp: lambda v, x: saved(v),
 }
+
+
+def saved(variables):
+    with tempfile.TemporaryDirectory() as folder, jdp.Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, variables)
 
 
 @pytest.mark.parametrize("rows", [16, 15], ids=["even", "uneven"])
@@ -354,6 +363,14 @@ def test_freed_parameters_are_refused_by_name(door, n, rows):
     with pytest.raises(RuntimeError, match=r"^jdp\.\w+: .*\['(w|b)'\] has been freed; .*jnp\.copy"):
         call(freed_by_a_step(n), rows_of_x)
     call(jdp.replicate(VARIABLES, dp.devices), rows_of_x)
+
+
+def test_the_names_of_freed_variables():
+    """As `step.init` gets them, and with a key beside them."""
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(2))
+    step = dp.train_step(lambda v, x, key: square(v, x), optax.sgd(0.1))
+    with pytest.raises(RuntimeError, match=r"variables\['params'\]\['\w'\] has been freed"):
+        step.init(freed_by_a_step(2), jax.random.key(0))
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -179,8 +179,8 @@ RETURNS = {
     "a string as a metric": (lambda loss: (loss, {"a": "b"}), r"\['a'\] is a str"),
     "updates as a list": (lambda loss: (loss, {}, [loss]), "the updates are a list"),
     "a metric of the step's name": (
-        lambda loss: (loss, {"loss": loss}),
-        "a metric is called 'loss'; .*Give yours another",
+        lambda loss: (loss, {"loss": 2 * loss}),
+        "a metric is called 'loss'; .*Leave it out, or give it another name",
     ),
 }
 
@@ -535,3 +535,36 @@ def test_a_criterion_with_the_arguments_of_torch_is_told_of_the_batch():
     with pytest.raises(TypeError) as error:
         step(step.init({"params": np.ones((3, 2), np.float32)}), (np.ones((8, 3), np.float32), np.zeros(8, np.int32)))
     assert any("gets the outputs of all rows and the whole batch" in note for note in error.value.__notes__)
+
+
+ITSELF = {"a number": lambda e: e.mean(), "a Mean": lambda e: jdp.Mean(e.sum(), e.shape[0])}
+
+
+@pytest.mark.parametrize("form", ITSELF.values(), ids=ITSELF.keys())
+def test_the_loss_itself_may_be_among_the_metrics(form):
+    """Many programs return it there, too; the step gives it under that name."""
+
+    def loss_and_metrics(v, x):
+        loss = form((x @ v["params"]["w"] - 1) ** 2)
+        return loss, {"loss": loss, "twice": 2 * loss}
+
+    state, metrics = (step := step_of(loss_and_metrics))(step.init(W), X)
+    expected, want = (plain := step_of())(plain.init(W), X)
+    assert sorted(metrics) == ["loss", "twice"]
+    np.testing.assert_allclose([metrics["loss"], metrics["twice"] / 2], [want["loss"]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-6)
+
+
+WAYS = {
+    "places": (lambda e: (e - jnp.arange(len(e))).mean(), r"places.*iota.*Pass the places of the rows with the batch"),
+    "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the places of the rows with the batch"),
+    "all but the last": (lambda e: e[:-1].mean(), r"a sum over some of the rows.*Multiply by a mask"),
+    "a sum": (lambda e: e.sum(), r"not divided by their number.*Return jdp\.Sum\(total\)"),
+}
+
+
+@pytest.mark.parametrize(("form", "words"), WAYS.values(), ids=WAYS.keys())
+def test_the_way_out_is_that_of_the_fault(refused, form, words):
+    step = step_of(lambda v, x: form(x @ v["params"]["w"]))
+    with refused(TypeError, "train_step", words):
+        step(step.init(W), X)

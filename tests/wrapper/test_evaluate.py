@@ -243,7 +243,7 @@ def changing(batch):
 
 TWO = [{"x": ROWS[:9], "y": LABELS[:9]}, {"x": ROWS[9:20]}]
 BAD = {
-    "no dict": (TypeError, lambda b: b["x"].mean(), "returns a .*each metric has a name. Return a dict"),
+    "no dict": (TypeError, lambda b: b["x"].mean(), "returns an array alone; each metric has a name. Return a dict"),
     "a standard deviation": (TypeError, lambda b: {"std": b["x"].std()}, r"\['std'\] is a scalar.*Return an entry for"),
     "a sum": (TypeError, lambda b: {"s": b["x"].sum()}, r"\['s'\] .*sum over the rows.*Return jdp.Sum\(total\)"),
     "an int": (TypeError, lambda b: {"n": (b["x"] > 0).sum()}, r"metrics\['n'\] is int32\[\]; metrics are 0-d floats"),
@@ -279,6 +279,19 @@ def test_metrics_that_are_refused(case, n, refused):
 def test_no_rows_at_all(batches, refused):
     with refused(ValueError, "evaluate", "the batches have no rows"):
         jdp.DataParallel(MODEL, range(4)).evaluate(linen_metrics, VARIABLES, batches)
+
+
+def test_a_training_state_in_place_of_variables(refused):
+    """A metrics function gets what was passed, and may take it as a state; if it does not, a note says what to pass."""
+    dp = jdp.DataParallel(MODEL, range(2))
+    step = dp.train_step(lambda v, b: MODEL.apply(v, b["x"]).mean(), optax.sgd(0.1))
+    state = step.init(VARIABLES)
+    with pytest.raises(Exception) as raised:
+        dp.evaluate(linen_metrics, state, cut_at())
+    assert any("Pass the variables in it, {'params': state.params, **state.state}" in x for x in raised.value.__notes__)
+    found = dp.evaluate(lambda s, b: linen_metrics({"params": s.params, **s.state}, b), state, cut_at())
+    expected = dp.evaluate(linen_metrics, VARIABLES, cut_at())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
 
 
 def test_arguments(refused):
