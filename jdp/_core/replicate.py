@@ -19,7 +19,7 @@ from .inputs import classify, refuse_deep
 from .layout import Tree
 from .programs import are_freed, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
-from .scattered import concrete, is_scattered, put_all
+from .scattered import concrete, has_values, is_scattered, put_all
 from .shards import axis_for_parameter, cut_axis_of, refuse_too_large, shard
 
 
@@ -93,6 +93,9 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
             continue
         leaves[i] = own_copies(leaves[i], target)
         _check(leaves[i], mesh, verb, tree, i, root)
+        if isinstance(leaves[i], Tracer) and not has_values():
+            away.remove(i)
+            continue
         if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])

@@ -174,7 +174,7 @@ def placed(s: Scattered) -> Scattered:
     """Puts the arrays of `s` on the devices they belong to; tracers under `jit` stay as they are."""
     mesh, arrays, away = s._layout.mesh, list(s._arrays), []
     for i, (x, to) in enumerate(zip(s._arrays, s._layout.shardings, strict=True)):
-        value = concrete(x) if isinstance(x, Tracer) else x
+        value = x if not isinstance(x, Tracer) else concrete(x) if has_values() else None
         if value is None or (found := getattr(value, "sharding", None)) == to:
             continue
         if to.is_fully_replicated and mesh.inner_axes and mesh.holds(found):
@@ -260,6 +260,14 @@ def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
 def concrete(x: Any) -> Any:
     """Returns the array that `x` is, or that a tracer of an eager transformation wraps; None under `jit` or `vmap`."""
     return concrete_value(x) if isinstance(x, Tracer) else x
+
+
+def has_values() -> bool:
+    """Returns False in the body of a scan, a loop or a branch, also of an eager one: not even constants have values.
+
+    What is put onto devices there is committed to them in the middle of a program of JAX's, as its gradient is.
+    """
+    return not isinstance(jnp.zeros(()), Tracer)
 
 
 def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import row_primitives as primitives
 from .jaxprs import parameter
-from .row_values import Fault, Kind, RowValue
+from .row_values import Fault, Kind, RowCount, RowValue
 
 
 def added_to_rows(value: RowValue) -> RowValue:
@@ -60,6 +60,18 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
         return None
     met = values[-1:] if name == "select_n" else values  # what chooses comes last, and what is chosen does not meet
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
+
+
+def writes_one_row(eqn: Any, values: Sequence[RowValue], rows: RowCount) -> bool:
+    """Returns True if a constant is written into certain rows, or added to them, as by `x.at[0].set(0)`.
+
+    The axis of the rows is indexed then, and not by an index for each row.
+    """
+    if "dimension_numbers" not in eqn.params or (values[0].kind, values[-1].kind) != (Kind.ROWS, Kind.CONST):
+        return False
+    indexed = getattr(parameter(eqn, "dimension_numbers"), "scatter_dims_to_operand_dims", ())
+    each, indices = rows.axes(eqn.invars[0]), eqn.invars[1]
+    return not {*each}.isdisjoint(indexed) and values[1].kind == Kind.CONST and not rows.axes(indices)
 
 
 def is_picked(value: RowValue) -> bool:

@@ -54,22 +54,13 @@ from .row_values import (
     either,
     is_divided,
     is_padded,
+    product_degree,
+    sum_degree,
 )
 
 
 def lasting(values: Sequence[RowValue]) -> Fault | None:
     return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
 
 
 class Reader:
@@ -146,6 +137,8 @@ class Reader:
         """Returns an output of an equation without a jaxpr inside."""
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
+        if row_numbers.writes_one_row(eqn, values, self.rows) and not is_made_in_module(self.around):
+            made = made._replace(fault=lasting(values) or Fault("row", self.at(), True))
         padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
 

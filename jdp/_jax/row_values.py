@@ -159,6 +159,17 @@ def either(a: RowValue, b: RowValue) -> RowValue:
     )
 
 
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
+
+
 def is_padded(name: str, values: Sequence[RowValue]) -> bool:
     """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
     padded = [v.padded for v in values]

@@ -253,6 +253,30 @@ def test_scan(where):
         close(got, jax.grad(lambda p: descend(model, p, xs)[1].sum())(PARAMS), rtol=1e-4)
 
 
+LOOPS = {
+    "scan": lambda call: lax.scan(lambda total, k: (total + call(k).sum(), None), 0.0, jnp.arange(1.0, 4))[0],
+    "fori_loop": lambda call: lax.fori_loop(1, 4, lambda i, total: total + call(i).sum(), 0.0),
+    "cond": lambda call: lax.cond(jnp.float32(1) > 0, lambda: call(2.0).sum(), lambda: (call(1.0) ** 2).sum()),
+    "map": lambda call: lax.map(call, jnp.arange(1.0, 4)).sum(),
+}
+
+
+@pytest.mark.parametrize("rows", ["host", "uncommitted"])
+@pytest.mark.parametrize("where", INSIDE)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_eager_gradient_of_a_loop_over_what_it_closes_over(loop, where, rows):
+    """The body is a program of JAX's: what is differentiated outside of it must not be committed to devices there."""
+    x = placed(rows, ROWS)
+
+    def of(apply):
+        return lambda params, x: LOOPS[loop](lambda k: apply(params, x * k))
+
+    got = jax.grad(of(DP), argnums=(0, 1))(placed(where), x)
+    close(got, jax.grad(of(model), argnums=(0, 1))(PARAMS, ROWS))
+    got = jax.grad(lambda params: of(DP)(params, x))(placed(where))
+    close(got, jax.grad(lambda params: of(model)(params, ROWS))(PARAMS))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["uncommitted", "replicated"])
 def test_checkpoint(where):
