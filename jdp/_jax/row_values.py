@@ -263,6 +263,8 @@ class RowCount:
         """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
         if self.prime:
             return prime_power(size, self.prime)
+        if size is _SYMBOL:  # as most are; arithmetic with symbols takes long
+            return 1
         power = 0
         while not isinstance(size, int):
             part = size // _SYMBOL
