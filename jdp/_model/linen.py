@@ -53,6 +53,9 @@ def linen_function(
                 "state are {'params': state.params, **state.state}."
             )
             raise
+        except (TypeError, ValueError) as error:
+            _explain_batch_axis(error, variables, args, state_axes)
+            raise
         if not is_stateful(kwargs):
             return mark_outputs(out, out_axes)
         out, state = out
@@ -66,6 +69,22 @@ def linen_function(
         return mark_outputs(out, out_axes), marked
 
     return apply
+
+
+def _explain_batch_axis(
+    error: Exception, variables: Mapping[str, Tree], args: Sequence[Any], state_axes: Mapping[str, int]
+) -> None:
+    """Adds a note to an error of shapes in a model that gets state of more rows than its batch has."""
+    rows = next((x.shape[0] for x in jax.tree.leaves(args) if is_array(x) and x.ndim), 0)
+    for name, collection in variables.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(collection if name not in {"params", *state_axes} else {}):
+            if "shape" in str(error) and is_array(x) and x.ndim > 1 and x.shape[0] > rows > 0:
+                error.add_note(
+                    f"jdp.DataParallel: each replica has {rows} rows of the batch, and all of the state "
+                    f"{name}{jax.tree_util.keystr(path)}, which is {x.shape}. If its first axis is that of the batch, "
+                    f"say so: state_axes={{{name!r}: 0}}."
+                )
+                return
 
 
 def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:

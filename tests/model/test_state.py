@@ -246,6 +246,16 @@ def test_rnn_carry_is_cut_and_gathered_like_the_batch(n, size):
         assert got["carry"]["count"] == step
 
 
+@pytest.mark.parametrize("size", [5, 6])
+def test_state_with_a_batch_axis_that_nobody_has_named(size):
+    dp = jdp.DataParallel(Counter(), devices=range(2))
+    variables = {"carry": {"h": np.zeros((size, 3), np.float32), "count": np.int32(0)}}
+    with pytest.raises((TypeError, ValueError), match="shape") as raised:
+        dp.apply(variables, ROWS[:size], mutable=["carry"])
+    (note,) = [x for x in raised.value.__notes__ if x.startswith("jdp.DataParallel")]
+    assert f"carry['h'], which is ({size}, 3)" in note and "state_axes={'carry': 0}" in note
+
+
 def test_carry_with_its_batch_in_another_axis_and_beside_batch_norm():
     class Net(nn.Module):
         @nn.compact
