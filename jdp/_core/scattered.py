@@ -174,13 +174,15 @@ def placed(s: Scattered) -> Scattered:
     """Puts the arrays of `s` on the devices they belong to; tracers under `jit` stay as they are."""
     mesh, arrays, away = s._layout.mesh, list(s._arrays), []
     for i, (x, to) in enumerate(zip(s._arrays, s._layout.shardings, strict=True)):
-        value = x if not isinstance(x, Tracer) else concrete(x) if has_values() else None
+        value = concrete(x) if isinstance(x, Tracer) else x
         if value is None or (found := getattr(value, "sharding", None)) == to:
             continue
         if to.is_fully_replicated and mesh.inner_axes and mesh.holds(found):
             continue  # cut inside of each replica, as the parameters are
         if mesh.size == 1 and found is not None and _is_there(found, to):
             continue  # a device of its own, which JAX has several names for
+        if value is not x and not has_values():
+            continue
         if value is not x:
             arrays[i] = reshard(jax.device_put(x, mesh.replicated), to)
         elif isinstance(x, jax.Array) and not x.is_fully_addressable:
