@@ -387,6 +387,10 @@ def test_numpy_outputs_are_arrays_and_generators_are_not(devices):
     np.testing.assert_array_equal(out, np.full((10, 2), 3.0))
     with pytest.raises(TypeError, match="generator"):
         jdp.DataParallel(lambda w, x: (y for y in [x]), devices[:4])(1.0, ramp(10))
+    with pytest.raises(TypeError, match=r"output\[1\] is of type str; .*Leave it out"):
+        jdp.DataParallel(lambda w, x: (x, "a"), devices[:4])(1.0, ramp(10))
+    with pytest.raises(ValueError, match=r"What dp\(\.\.\.\) returns is gathered already"):
+        jdp.gather(out)
     for outputs in ([], (x for x in [ramp(1)])):
         with pytest.raises(ValueError, match="at least one tree to gather"):
             jdp.gather(outputs)
@@ -506,6 +510,35 @@ def test_attributes_are_the_wrappers_own(devices):
         with pytest.raises(AttributeError, match=match):
             getattr(dp, name)
         assert getattr(dp.module, name) == 3
+
+
+def test_a_method_of_the_model_is_called_on_all_devices(devices):
+    """The error for one that the wrapper has not got says how, and what it says is right."""
+
+    class Linen(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(3)
+
+        def encode(self, x):
+            return self.dense(x)
+
+        __call__ = encode
+
+    class NNX(nnx.Linear):
+        def encode(self, x):
+            return self(x)
+
+    x, model = ramp(10).reshape(10, 1), NNX(1, 3, rngs=nnx.Rngs(0))
+    dp = jdp.DataParallel(model, devices[:4])
+    with pytest.raises(AttributeError, match=re.escape("jdp.DataParallel(lambda model, x: model.encode(x), devices)")):
+        dp.encode(x)
+    on_all = jdp.DataParallel(lambda model, x: model.encode(x), devices[:4])(dp.module, x)
+    np.testing.assert_allclose(on_all, model.encode(x), rtol=1e-6)
+    dp = jdp.DataParallel(Linen(), devices[:4])
+    variables = dp.init(jax.random.key(0), x)
+    with pytest.raises(AttributeError, match=re.escape("dp.apply(variables, x, method='encode')")):
+        dp.encode(x)
+    np.testing.assert_allclose(dp.apply(variables, x, method="encode"), Linen().apply(variables, x), rtol=1e-6)
 
 
 def test_casting_the_parameters_casts_the_model(devices):

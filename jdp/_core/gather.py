@@ -214,6 +214,11 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
 
 def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]], Any]:
     """Returns one list of arrays per leaf, in device order, and the treedef that all trees share."""
+    if isinstance(outputs, jax.Array) and verb == "gather":
+        raise ValueError(
+            "jdp.gather: outputs is an array, no list; Expected at least one tree to gather. What dp(...) returns is "
+            "gathered already: use it as it is; or pass a list with one array per device."
+        )
     if not isinstance(outputs, list | tuple) or not outputs:
         raise ValueError(
             f"jdp.{verb}: outputs is {'empty' if isinstance(outputs, list | tuple) else type(outputs).__name__}; "

@@ -291,8 +291,9 @@ def _concatenated(pieces: list[Any], axis: int) -> Any:
 
 
 def _blank(x: Any, rows: int, axis: int) -> Any:
-    zeros = (np if isinstance(x, np.ndarray) else jnp).zeros
-    return zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
+    shape = *x.shape[:axis], rows, *x.shape[axis + 1 :]
+    # Of a jax array of a weak type the padded one is of a weak type only if the padding is.
+    return np.zeros(shape, x.dtype) if isinstance(x, np.ndarray) else jax.lax.full_like(x, 0, shape=shape)
 
 
 _KEY = jax.dtypes.prng_key

@@ -175,11 +175,14 @@ def placed(s: Scattered) -> Scattered:
     mesh, arrays, away = s._layout.mesh, list(s._arrays), []
     for i, (x, to) in enumerate(zip(s._arrays, s._layout.shardings, strict=True)):
         value = concrete(x) if isinstance(x, Tracer) else x
-        if value is None or (found := getattr(value, "sharding", None)) == to:
+        if value is None:
+            _refuse_typed(x, mesh)
+            continue
+        if (found := getattr(value, "sharding", None)) == to:
             continue
         if to.is_fully_replicated and mesh.inner_axes and mesh.holds(found):
             continue  # cut inside of each replica, as the parameters are
-        if mesh.size == 1 and found is not None and _is_there(found, to):
+        if mesh.size == 1 and found is not None and _is_there(found, to) and not _axes_of_type(found):
             continue  # a device of its own, which JAX has several names for
         if value is not x and not has_values():
             continue
@@ -199,6 +202,25 @@ def placed(s: Scattered) -> Scattered:
 def _is_there(found: Any, to: NamedSharding) -> bool:
     """Returns True if what lies so on one device lies there: what JAX calls replicated over it, or its alone."""
     return found.device_set == to.device_set and found.memory_kind == to.memory_kind
+
+
+def _axes_of_type(found: Any) -> set[str]:
+    """Returns the Explicit axes over which an array is cut; they are part of its type."""
+    if not isinstance(found, NamedSharding) or not found.mesh.explicit_axes:
+        return set()
+    parts = [part if isinstance(part, tuple) else (part,) for part in found.spec]
+    return {axis for part in parts for axis in part if axis in found.mesh.explicit_axes}
+
+
+def _refuse_typed(x: Any, mesh: ReplicaMesh) -> None:
+    """Raises a `ValueError` for a tracer that a program around the call has typed by axes that jdp's mesh has not."""
+    axes = _axes_of_type(jax.typeof(x).sharding) - {mesh.axis_name, *mesh.inner_axes}
+    if axes:
+        raise ValueError(
+            f"jdp.DataParallel: traced (by jax.jit or the like) with a batch over the Explicit axis {axes.pop()!r}, "
+            f"{jax.typeof(x)}; values are typed by this axis, and the replicas' mesh has {mesh.axis_name!r}. Pass it to "
+            f"jax.jit uncut, or cut by NamedSharding(dp.mesh, P({mesh.axis_name!r})), whose axis is Auto."
+        )
 
 
 def in_host_memory(x: Any) -> Any:

@@ -363,6 +363,10 @@ class DataParallel(nnx.Module, Generic[M]):
             if name not in INSTEAD or "_config" not in vars(self):
                 has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
                 way = f"; its module has one. Read dp.module.{name}" if has else ""
+                if has and self._config.kind != "function" and callable(getattr(self.module, name)):
+                    runs = f"jdp.DataParallel(lambda model, x: model.{name}(x), devices)(dp.module, x)"
+                    runs = runs if self._config.kind == "nnx" else f"dp.apply(variables, x, method={name!r})"
+                    way = f"; its module has one. Call {runs}, or dp.module.{name} on one device"
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{way}")
             rule, others, of_nnx = INSTEAD[name]
             raise AttributeError(

@@ -1106,6 +1106,40 @@ def test_the_mesh_around_a_call_changes_nothing(rows, shape, names, kind, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, again, want)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_over_an_explicit_axis_of_another_name(n):
+    """`jax.make_mesh` makes such axes, which are part of the type of what jit traces."""
+    mesh = jax.make_mesh((n,), ("batch",), devices=jax.devices()[:n])
+    x = jax.device_put(np.arange(24.0, dtype=np.float32).reshape(8, 3), jax.NamedSharding(mesh, P("batch")))
+    w, plain = np.full(3, 2, np.float32), np.asarray(x)
+    dp = jdp.DataParallel(lambda w, x: jnp.sin(x * w), range(n))
+    loss = lambda w, x: jnp.sin(x * w).mean()  # noqa: E731
+    step = dp.train_step(lambda v, x: loss(v["params"], x), optax.sgd(0.1))
+    np.testing.assert_allclose(dp(w, x), np.sin(plain * w), rtol=1e-5)
+    np.testing.assert_allclose(dp.value_and_grad(loss)(w, x)[1], jax.grad(loss)(w, plain), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: dp(w, x).sum())(x), np.cos(plain * w) * w, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(step(step.init({"params": w}), x)[1]["loss"], loss(w, plain), rtol=1e-5)
+    np.testing.assert_allclose(dp.evaluate(lambda w, x: {"l": loss(w, x)}, w, [x])["l"], loss(w, plain), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"traced .* a batch over the Explicit axis 'batch', float32.*NamedSharding"):
+        jax.jit(dp)(w, x)
+    at_home = jax.device_put(plain, jax.NamedSharding(dp.mesh, P("data")))
+    np.testing.assert_allclose(jax.jit(dp)(w, at_home), np.sin(plain * w), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_weak_type_stays(n):
+    """What `jnp.where(mask, 1.0, 0.0)` gives takes the dtype of what it meets, however many rows there are."""
+    x, w = jnp.full((10, 4), 2.0), jnp.ones((), jnp.bfloat16)
+    assert x.weak_type and (x * w).dtype == jnp.bfloat16
+    dp, loss = jdp.DataParallel(lambda w, x: x * w, range(n)), lambda w, x: (x * w).mean()
+    step = dp.train_step(lambda v, x: loss(v["params"], x), optax.sgd(0.1))
+    (batch,) = dp.prefetch([x])
+    found = [dp(w, x), dp(w, batch), jax.jit(dp)(w, x), jdp.data_parallel(dp.module, w, x, range(n))]
+    found += [dp.value_and_grad(loss)(w, x)[0], step(step.init({"params": w}), x)[1]["loss"]]
+    assert [x.dtype for x in found] == [jnp.bfloat16] * 6
+    assert jdp.gather(jdp.scatter(x, range(n))).weak_type
+
+
 def test_another_mesh_around_a_program_is_an_error_that_says_so():
     dp = jdp.DataParallel(lambda w, x: x * w, range(4))
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AUTO,))
