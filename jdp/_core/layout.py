@@ -292,7 +292,7 @@ def _concatenated(pieces: list[Any], axis: int) -> Any:
 
 def _blank(x: Any, rows: int, axis: int) -> Any:
     shape = *x.shape[:axis], rows, *x.shape[axis + 1 :]
-    # Of a jax array of a weak type the padded one is of a weak type only if the padding is.
+    # A weakly typed array stays so only if its padding is weakly typed, too.
     return np.zeros(shape, x.dtype) if isinstance(x, np.ndarray) else jax.lax.full_like(x, 0, shape=shape)
 
 

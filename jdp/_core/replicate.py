@@ -95,8 +95,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         _check(leaves[i], mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not has_values():
             away.remove(i)
-            continue
-        if isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
+        elif isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient comes back to where the value came from, and from the host that is nowhere.
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
     values = [leaves[i] for i in away]

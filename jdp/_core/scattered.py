@@ -218,8 +218,8 @@ def _refuse_typed(x: Any, mesh: ReplicaMesh) -> None:
     if axes:
         raise ValueError(
             f"jdp.DataParallel: traced (by jax.jit or the like) with a batch over the Explicit axis {axes.pop()!r}, "
-            f"{jax.typeof(x)}; values are typed by this axis, and the replicas' mesh has {mesh.axis_name!r}. Pass it to "
-            f"jax.jit uncut, or cut by NamedSharding(dp.mesh, P({mesh.axis_name!r})), whose axis is Auto."
+            f"{jax.typeof(x)}; values are typed by this axis, and the replicas' mesh has {mesh.axis_name!r}. Pass it "
+            f"to jax.jit uncut, or cut by NamedSharding(dp.mesh, P({mesh.axis_name!r})), whose axis is Auto."
         )
 
 

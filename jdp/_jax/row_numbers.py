@@ -63,15 +63,14 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
 
 
 def writes_one_row(eqn: Any, values: Sequence[RowValue], rows: RowCount) -> bool:
-    """Returns True if a constant is written into certain rows, or added to them, as by `x.at[0].set(0)`.
+    """Returns True if a scatter writes a constant into certain rows, or adds it to them, as `x.at[0].set(0)` does.
 
     The axis of the rows is indexed then, and not by an index for each row.
     """
-    if "dimension_numbers" not in eqn.params or (values[0].kind, values[-1].kind) != (Kind.ROWS, Kind.CONST):
+    if [v.kind for v in values] != [Kind.ROWS, Kind.CONST, Kind.CONST] or rows.axes(eqn.invars[1]):
         return False
-    indexed = getattr(parameter(eqn, "dimension_numbers"), "scatter_dims_to_operand_dims", ())
-    each, indices = rows.axes(eqn.invars[0]), eqn.invars[1]
-    return not {*each}.isdisjoint(indexed) and values[1].kind == Kind.CONST and not rows.axes(indices)
+    indexed = parameter(eqn, "dimension_numbers").scatter_dims_to_operand_dims
+    return not {*rows.axes(eqn.invars[0])}.isdisjoint(indexed)
 
 
 def is_picked(value: RowValue) -> bool:

@@ -51,16 +51,26 @@ from .row_values import (
     RowValue,
     collected,
     constant,
+    cuts_off,
     either,
     is_divided,
     is_padded,
-    product_degree,
-    sum_degree,
 )
 
 
 def lasting(values: Sequence[RowValue]) -> Fault | None:
     return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
 
 
 class Reader:
@@ -137,7 +147,8 @@ class Reader:
         """Returns an output of an equation without a jaxpr inside."""
         padded = any(v.padded for v in values) and is_padded(name, values)
         made = self.by_its_rule(eqn, name, values, out, padded)
-        if row_numbers.writes_one_row(eqn, values, self.rows) and not is_made_in_module(self.around):
+        is_written = name.startswith("scatter") and row_numbers.writes_one_row(eqn, values, self.rows)
+        if is_written and not is_made_in_module(self.around):
             made = made._replace(fault=lasting(values) or Fault("row", self.at(), True))
         padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
@@ -171,7 +182,7 @@ class Reader:
                 self.steps.append((self.rows.step(eqn), self.at()))
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
-        if name == "convert_element_type" and _cuts_off(eqn, out) and values[0].kind > Kind.SHARED:
+        if name == "convert_element_type" and values[0].kind > Kind.SHARED and cuts_off(eqn, out):
             if values[0].degree != 1:  # of a sum it may be a count of ones
                 return self.nonlinear(eqn, "floor", values, out)
         if name in primitives.LINEAR:
@@ -428,12 +439,6 @@ class Reader:
         """Returns the outputs of a branch: each is chosen among those of all branches."""
         branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
         return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
-
-
-def _cuts_off(eqn: Any, out: Any) -> bool:
-    """Returns True if a conversion makes an integer of a number."""
-    dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
-    return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:

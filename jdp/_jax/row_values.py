@@ -159,15 +159,10 @@ def either(a: RowValue, b: RowValue) -> RowValue:
     )
 
 
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
+def cuts_off(eqn: Any, out: Any) -> bool:
+    """Returns True if a conversion makes an integer of a number."""
+    dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
+    return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
 
 
 def is_padded(name: str, values: Sequence[RowValue]) -> bool:

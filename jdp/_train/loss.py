@@ -295,8 +295,8 @@ def checked_metrics(metrics: Any, reserved: Sequence[str], loss: Any) -> dict[st
     clash = [name for name in reserved if name in metrics]
     if clash:
         raise ValueError(
-            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Leave it out, or give "
-            f"it another name."
+            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Leave it out, or "
+            f"give it another name."
         )
     return dict(metrics)
 

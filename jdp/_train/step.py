@@ -200,13 +200,13 @@ class TrainStep(Step[TrainState]):
         self._match_shards(variables["params"], "variables['params']")
         key = checked_key(key)
         check_signature(self._loss_fn, "variables", key is not None)
-        mesh, given, rest = self._program.config.mesh, (variables, key), {**variables, "(key)": key}
+        mesh, given, rest = self._program.config.mesh, (variables, key), dict(variables, **{"(key)": key})
         if self._program.options.shard_params:
             params = sharded(rest.pop("params"), mesh, VERB, "['params']")
-            variables = {"params": params, **broadcast(rest, mesh, VERB, "variables")}
+            rest = {"params": params, **broadcast(rest, mesh, VERB, "variables")}
         else:
-            variables = broadcast(rest, mesh, VERB, "variables")
-        key = variables.pop("(key)")
+            rest = broadcast(rest, mesh, VERB, "variables")
+        key, variables = rest.pop("(key)"), rest
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
         if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
             found: Tree = (variables, key)
