@@ -293,7 +293,7 @@ class OrderedOutput(collections.OrderedDict):
     "kind, way", [(Output, "a dict of its arrays (or register its class"), (OrderedOutput, "Return dict(x)")]
 )
 def test_outputs_of_classes_that_jax_does_not_know(kind, way):
-    with pytest.raises(TypeError, match=f"output is of type {kind.__name__}; outputs are arrays") as info:
+    with pytest.raises(TypeError, match=f"output is a {kind.__name__}; outputs are arrays") as info:
         wrap(lambda w, x: kind(logits=x @ w))(W, X)
     assert way in str(info.value)
 

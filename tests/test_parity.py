@@ -387,7 +387,7 @@ def test_numpy_outputs_are_arrays_and_generators_are_not(devices):
     np.testing.assert_array_equal(out, np.full((10, 2), 3.0))
     with pytest.raises(TypeError, match="generator"):
         jdp.DataParallel(lambda w, x: (y for y in [x]), devices[:4])(1.0, ramp(10))
-    with pytest.raises(TypeError, match=r"output\[1\] is of type str; .*Leave it out"):
+    with pytest.raises(TypeError, match=r"output\[1\] is a str; .*Leave it out"):
         jdp.DataParallel(lambda w, x: (x, "a"), devices[:4])(1.0, ramp(10))
     with pytest.raises(ValueError, match=r"What dp\(\.\.\.\) returns is gathered already"):
         jdp.gather(out)

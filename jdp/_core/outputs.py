@@ -66,8 +66,8 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
         if not isinstance(value, jax.Array) and not is_array(value):
             way = "Leave it out" if isinstance(value, str) or callable(value) else f"Return {way_out(value)}"
             raise TypeError(
-                f"jdp.parallel_apply: {output_path(treedef, i)} is of type {type(value).__name__}; outputs are arrays "
-                f"with rows, because they are gathered from all replicas. {way}."
+                f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays with "
+                f"rows, because they are gathered from all replicas. {way}."
             )
         if mark.alone is not None and len(layout.used) > 1:
             raise ValueError(mark.alone)
