@@ -35,7 +35,7 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and _knows:
 # JAX takes its own frames out of each traceback, and asks the file system about each frame for it: 30 ms an exception.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # A program that is lowered has at each operation the frames that called it; jdp finds the lines that its errors name in
-# jaxprs. Without the frames a test takes a fifteenth less.
+# jaxprs. Without the frames a test takes a twentieth less.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jdp
@@ -160,13 +160,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """What is imported stays: the garbage collector need not look at it again and again, which took a twentieth.
-
-    Nor need it look through the programs that JAX keeps after each 70,000 objects: that may take seconds.
-    """
+    """What is imported stays: the garbage collector need not look at it again and again, which took a twentieth."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
 
 
 @pytest.hookimpl(wrapper=True)
