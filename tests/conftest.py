@@ -52,15 +52,15 @@ import threading
 import jax
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
 from cases import some_of
 from guard import pytest_sessionstart  # noqa: F401  a hook of pytest's
 from hypothesis import Phase, settings
+from jax._src.interpreters import mlir
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401  likewise
 
+# JAX 0.12 lowers ten programs of a thread in one context of MLIR. 0.10 makes a context for each, which takes 3 ms and
+# nearly half of the memory of these tests.
 if importlib.metadata.version("jax").startswith("0.10."):
-    # JAX 0.12 lowers ten programs of a thread in one context of MLIR. 0.10 makes one for each, which takes 3 ms and half
-    # of the memory.
     _make_ir_context, _kept = mlir.make_ir_context, threading.local()
 
     def _ir_context():
