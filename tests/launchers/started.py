@@ -25,7 +25,7 @@ WORKER = [sys.executable, str(HERE / "launchers_worker.py")]
 GPT = [sys.executable, str(ROOT / "examples" / "char_gpt.py"), "--steps", "60", "--save-every", "4"]
 GPT += "--batch-size 16 --width 32 --layers 1 --context 32 --replicas 8 --deterministic --checkpoints run".split()
 MARK = "JDP_LAUNCHED"
-KEPT = re.compile(rf"PATH|HOME|LANG|TMPDIR|{guard.MARK}|JAX_(COMPILATION|PERSISTENT|DISABLE)_.*")
+KEPT = re.compile(rf"PATH|HOME|LANG|TMPDIR|{guard.MARK}|JAX_(COMPILATION|PERSISTENT|DISABLE)_.*|XLA_FLAGS")
 
 
 def environment(mark, **more):

@@ -261,7 +261,7 @@ state = step.init({"params": np.zeros(3, np.float32)})
 def run(tmp_path, body, *options, **environ):
     """The launcher's exit code, what each process said, as `[(rank, of JSON)]`, and its stderr."""
     (tmp_path / "script.py").write_text(HEAD + body)
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "NPROC")}
     env |= {"PYTHONPATH": str(ROOT), "NPROC": "4"} | environ
     command = [sys.executable, "-m", "jdp", "launch", *options, "script.py"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, cwd=tmp_path)

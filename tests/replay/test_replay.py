@@ -226,7 +226,8 @@ def test_a_job_of_two_processes(script, tmp_path):
     out = run(*launch, "-m", "jdp", "replay", "run", "--step", "8", path, "0", "4")
     again = [(tmp_path / f"log{i}").read_text().splitlines()[15:] for i in range(2)]
     assert again == [log[4:8] for log in logs] and out.count("it has the same bits") == 1
-    flags = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    flags = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     alone = run(sys.executable, "-m", "jdp", "replay", "run", "--step", "8", path, "0", "4", env=flags)
     norms = [float(re.search(r"norm (\S+)", text)[1]) for text in (alone, out)]
     np.testing.assert_allclose(*norms, rtol=1e-6)  # processes add up in another order

@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def check(path):
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    environ = {name: value for name, value in os.environ.items() if name != "NPROC"}
     command = [sys.executable, str(SCRIPT), "--check", str(path)]
     return subprocess.run(command, capture_output=True, text=True, cwd=path.parent, env=environ)
 

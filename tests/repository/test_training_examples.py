@@ -32,10 +32,8 @@ def command(script, *args):
     return [sys.executable, "-W", "error", str(EXAMPLES / script), *map(str, args)]
 
 
-def environment(computes=False, **more):
-    """A program that computes takes less time if LLVM has optimized it; most compile for longer than they compute."""
+def environment(**more):
     left_out = ["NPROC", "PJRT_NPROC"]  # conftest's, for 8 devices
-    left_out += ["XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"] if computes else []
     env = {k: v for k, v in os.environ.items() if k not in left_out}
     env["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), env.get("PYTHONPATH", "")])
     return env | more
@@ -117,7 +115,7 @@ def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
         "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    env = environment(computes=True, **cache)
+    env = environment(**cache)
     picture, folder = tmp_path / "digits.png", tmp_path / "checkpoints"
     whole = run("resnet.py", *RESNET, "--picture", picture, env=env)
     assert "the last  3 rows: 2, 1" in whole
