@@ -26,6 +26,7 @@ from .inputs import (
     no_further,
     normal_axis,
     refuse_cut_graphs,
+    refuse_deep,
     refuse_rows_of_numbers,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
@@ -71,6 +72,7 @@ def scatter(
     in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
     check_dim("scatter", dim)
+    refuse_deep(inputs, "scatter", "inputs")
     found = jax.tree_util.tree_leaves_with_path(inputs)
     refuse_freed([x for _, x in found], "scatter", lambda i: f"inputs{jax.tree_util.keystr(found[i][0])}")
     return split(inputs, Cutting(mesh_of("scatter", devices), dim, "scatter", "inputs", sizes=chunk_sizes))
