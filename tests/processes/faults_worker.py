@@ -295,11 +295,12 @@ def case_compiles():
         lowered.compile()
         return time.monotonic() - began
 
+    count = 100
+
     def compile():
-        count, seconds = 100, 0.0
-        while seconds < 11:  # the machine may be busy, or not
-            seconds = seconds_of(count)
-            count *= max(2, min(5, round(12 / seconds)))
+        nonlocal count
+        while (seconds := seconds_of(count)) < 11:  # the machine may be busy, or not
+            count = int(count * max(1.3, min(5, 10 / seconds)))  # XLA takes more than twice as long for twice as many
         note("compiled", seconds=seconds)
 
     ahead(at_the_step(compile))
