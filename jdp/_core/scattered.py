@@ -289,7 +289,8 @@ def concrete(x: Any) -> Any:
 def has_values() -> bool:
     """Returns False in the body of a scan, a loop or a branch, also of an eager one: not even constants have values.
 
-    What is put onto devices there is committed to them in the middle of a program of JAX's, as its gradient is.
+    JAX compiles such a body as a program of its own. An array that is put onto devices there commits that program, or
+    the one of its gradient, to these devices, and JAX refuses operands that lie on others.
     """
     return not isinstance(jnp.zeros(()), Tracer)
 

@@ -20,7 +20,7 @@ Said = TypeVar("Said")
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
-    "part": "a sum over some of the rows, or over more entries than rows, and a replica leaves out or adds its own",
+    "part": "a sum over fewer or more entries than rows, and each replica leaves out or adds some of its own",
     "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
     "nonlinear": "not linear in sums over the rows",
     "number": "made of rows and a number computed from all rows, and a replica sees only its own",

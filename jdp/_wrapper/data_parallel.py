@@ -363,7 +363,7 @@ class DataParallel(nnx.Module, Generic[M]):
             if name not in INSTEAD or "_config" not in vars(self):
                 has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
                 way = f"; its module has one. Read dp.module.{name}" if has else ""
-                if has and self._config.kind != "function" and callable(getattr(self.module, name)):
+                if has and self._config.kind != "function" and callable(getattr(type(self.module), name, None)):
                     runs = f"jdp.DataParallel(lambda model, x: model.{name}(x), devices)(dp.module, x)"
                     runs = runs if self._config.kind == "nnx" else f"dp.apply(variables, x, method={name!r})"
                     way = f"; its module has one. Call {runs}, or dp.module.{name} on one device"

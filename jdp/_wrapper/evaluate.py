@@ -175,7 +175,7 @@ def _state_explained(variables: Tree, label: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(variables, TrainState):
             error.add_note(
-                f"jdp.{VERB}: {label} gets a jdp.TrainState, as it was passed. Pass the variables in it, "
+                f"jdp.{VERB}: {label} gets what was passed, a jdp.TrainState. If it takes variables, pass "
                 f"{{'params': state.params, **state.state}}."
             )
         raise

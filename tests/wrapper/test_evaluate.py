@@ -288,7 +288,9 @@ def test_a_training_state_in_place_of_variables(refused):
     state = step.init(VARIABLES)
     with pytest.raises(Exception) as raised:
         dp.evaluate(linen_metrics, state, cut_at())
-    assert any("Pass the variables in it, {'params': state.params, **state.state}" in x for x in raised.value.__notes__)
+    assert any(
+        "If it takes variables, pass {'params': state.params, **state.state}" in x for x in raised.value.__notes__
+    )
     found = dp.evaluate(lambda s, b: linen_metrics({"params": s.params, **s.state}, b), state, cut_at())
     expected = dp.evaluate(linen_metrics, VARIABLES, cut_at())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
