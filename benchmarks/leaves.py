@@ -2,8 +2,9 @@
 
 The parameters are matrices of (8, 4), as many as the table says, and the loss the mean of x @ each of them; Adam. Both
 begin with parameters in numpy's memory, on the host. One process for each row: within it, each contender starts anew
-several times, after jax.clear_caches(). Each is made first as often as the other, because the known steps of the
-hand-written one are faster if it was made first. Figures are medians, and ratios of medians.
+several times, after jax.clear_caches(), and after a garbage collection, because a collection of everything takes 90 ms
+and would fall on either. Each is made first as often as the other, because the known steps of the hand-written one are
+faster if it was made first. Figures are medians, and ratios of medians.
 
     by hand        device_put of the parameters and the optimizer's state, replicated; a jit of value_and_grad and of
                    the update, which donates them; the batch cut by its in_shardings
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import statistics
 import subprocess
@@ -125,6 +127,7 @@ def one(leaves: int, n: int, starts: int) -> dict[str, float]:
         jax.clear_caches()
         task, made = Task(leaves), {}
         for name, make in [("by hand", task.by_hand), ("jdp", task.by_jdp)][:: 1 - 2 * (i % 2)]:
+            gc.collect()
             start = time.perf_counter()
             made[name] = make()
             init = time.perf_counter() - start

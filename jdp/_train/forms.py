@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.layout import Tree
+from .._core.layout import Layout, Tree
 from .._core.outputs import Marked, as_divisor
 from .followed import Followed
 from .terms import Combination, Mean, Sum, Term, described, is_number, is_term
@@ -92,10 +92,20 @@ class Forms:
         leaves = [form.marked(added, stacked, weight, counts) for form in self.each]
         return jax.tree.unflatten(self.treedef, leaves), counts
 
-    def over(self, counts: Sequence[Marked], weight: float) -> Any:
+    def has_shares(self, layout: Layout) -> bool:
+        """Returns True if each microbatch differentiates its share of the mean, so that gradients are only added up.
+
+        A row's cotangent is then what it is on one device, also for a backward pass of the user's own
+        (`jax.custom_vjp`), which need not be linear. In a loss of 16 bits a share would be rounded: there the gradient
+        of each microbatch's own mean is weighted by its rows, and the sum of all is divided.
+        """
+        return self.is_mean and layout.is_cut and self.each[0].dtype.itemsize > 2
+
+    def over(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
         """Returns the divisor for the sum of the loss's gradients over all rows; None if there is none."""
-        kind = self.each[0].kind
-        return counts[0].value if kind == "ratio" else weight if kind == "mean" else None
+        if self.has_shares(layout):
+            return 1.0
+        return counts[0].value if self.each[0].kind == "ratio" else weight if self.is_mean else None
 
 
 def loss_value(loss: Any, rows: int | None, verb: str) -> Any:

@@ -19,7 +19,7 @@ from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, first, reached, replayed, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, reached, replayed, varying
 from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, by_rows
@@ -95,12 +95,12 @@ def gradients(
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
-            over = None if loss.is_backward else added.forms.over(counts, weight)
+            over = None if loss.is_backward else added.forms.over(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)
                 if shards and cut_along != -1 and not shards.apart:
-                    total = shards.undivided(grad, not added.forms.is_mean)
+                    total = shards.undivided(grad, added.forms)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
                 # Gradients of microbatches, and of replicas on one device, are added in 32 bits. They may be narrow
                 # here because a replica may have only one microbatch.
@@ -237,17 +237,19 @@ def differentiate(
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
     traced = traces.get(0) if jaxpr is None and not loss.rows else None
-    if traced is None and jaxpr is None and (forms.is_mean or not loss.is_backward):
+    if traced is None and jaxpr is None and not loss.is_backward:
         jaxpr = jax.make_jaxpr(value)(whole, *rest)
     jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
-    has_backward = jaxpr is not None and first(jaxpr, "custom_vjp_call") is not None
-    cotangent, factor = _weights(loss, has_backward, number.dtype, forms, signature, size, weight)
+    # Where replicas share statistics, a gradient depends on the losses of all replicas, so each is weighted already.
+    cotangent, factor = 1.0, weight / seed if forms.is_mean else 1.0
+    if forms.has_shares(signature.layout):
+        cotangent, factor = size / sum(signature.layout.sizes) / seed, 1.0
     grads = pull(jnp.asarray(cotangent, number.dtype))
-    if factor != 1 and forms.is_mean:
+    if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
     return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
 
@@ -264,25 +266,7 @@ def _to_differentiate(
     if loss.inspect:
         loss.inspect(jaxpr, jax.tree.leaves(operands[0]))
     function = by_rows(function, jaxpr, shapes, signature, replica) if loss.sync else function
-    return shards.function(jaxpr, shapes, not shapes[1][0].is_mean) if shards else function, jaxpr
-
-
-def _weights(
-    loss: Loss, has_backward: bool, dtype: Any, forms: Forms, signature: Signature, size: int, weight: float
-) -> tuple[float, float]:
-    """Returns the cotangent of a microbatch's loss, and the factor of its gradient, which weight it together.
-
-    The finished gradient is weighted, because the loss may be computed in a narrow dtype (bfloat16). Where replicas
-    share statistics, a gradient depends on the losses of all replicas, so each loss is weighted already.
-
-    A backward pass of the user's own (`jax.custom_vjp`) need not be linear; it may clip. So it has to see the gradient
-    that it sees on one device: of the mean over all rows, and not of that over the microbatch.
-    """
-    seed = weight if loss.sync else 1
-    if not (has_backward and dtype.itemsize > 2 and forms.is_mean and signature.layout.is_cut):
-        return 1.0, weight / seed
-    share = size / sum(signature.layout.sizes)
-    return share / seed, weight / share
+    return shards.function(jaxpr, shapes, shapes[1][0]) if shards else function, jaxpr
 
 
 def run_loss(

@@ -14,6 +14,7 @@ from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
 from .._jax.pieces import ShardedOperand, run_in_pieces
+from .forms import Forms
 
 
 def axes_of_shards(signature: Signature) -> Tree:
@@ -48,15 +49,18 @@ class ShardedParams(NamedTuple):
     def mesh(self) -> ReplicaMesh:
         return self.signature.layout.mesh
 
-    def before(self, is_ratio: bool) -> float:
+    def before(self, forms: Forms) -> float:
         """Returns the divisor of a gradient that is sent in a narrow dtype: roughly the one that makes it a mean."""
-        return float(sum(self.signature.layout.sizes) if is_ratio else self.mesh.size)
+        layout = self.signature.layout
+        if forms.has_shares(layout):
+            return 1.0
+        return float(self.mesh.size if forms.is_mean else sum(layout.sizes))
 
-    def undivided(self, total: Any, is_ratio: bool) -> Any:
+    def undivided(self, total: Any, forms: Forms) -> Any:
         """Multiplies a sum over the replicas by its divisor `before`: in 32 bits, whose range it does not leave."""
         if self.sent_as(total.dtype) is None:
             return total
-        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(is_ratio)
+        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(forms)
 
     def shapes(self) -> Tree:
         """Returns the tree with the shape of the whole array for each leaf that is cut."""
@@ -75,10 +79,10 @@ class ShardedParams(NamedTuple):
         """Makes the shards depend on a microbatch number; otherwise the compiler gathers once, outside of the loop."""
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.apart else self
 
-    def function(self, jaxpr: Any, shapes: Tree, is_ratio: bool) -> Callable[..., Any]:
+    def function(self, jaxpr: Any, shapes: Tree, forms: Forms) -> Callable[..., Any]:
         """Returns the function that a jaxpr was traced from; it takes what `taken` returns, not the whole arrays."""
         name = self.signature.axis_name
-        gather_of = parts_of(name) if self.apart else summing(name, self.sent_as, self.before(is_ratio))
+        gather_of = parts_of(name) if self.apart else summing(name, self.sent_as, self.before(forms))
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 

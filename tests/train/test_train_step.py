@@ -1518,3 +1518,22 @@ def test_complex_parameters_are_not_cut(refused):
     step = jdp.DataParallel(lambda p, x: x, range(4)).train_step(lambda v, x: jnp.sum(x), SGD, shard_params=True)
     with refused(TypeError, "train_step", r"params'\]\['w'\] is of dtype complex64; .*shard_optimizer=True"):
         step.init(variables)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"reduce_dtype": jnp.float32}], ids=str)
+@pytest.mark.parametrize("rows", [8, 10, 3])
+def test_the_gradients_of_a_mean_are_added_up_and_no_more(options, rows):
+    """A replica differentiates its share of the mean, so a parameter costs no division or product, as by hand."""
+
+    def operations(count):
+        params = [np.full((8, 4), i, np.float32) for i in range(count)]
+
+        def loss(variables, x):
+            return (sum(x @ w for w in variables["params"]) ** 2).mean()
+
+        step = jdp.DataParallel(lambda v, x: x, devices=range(4)).train_step(loss, optax.identity(), **options)
+        text = step.lower(step.init({"params": params}), np.ones((rows, 8), np.float32)).as_text()
+        return [text.count(f"stablehlo.{name} ") for name in ("divide", "multiply", "dot_general")]
+
+    (divisions, products, dots), more = operations(1), operations(5)
+    assert more[:2] == [divisions, products] and more[2] > dots > 0
