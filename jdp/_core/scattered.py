@@ -177,6 +177,7 @@ def placed(s: Scattered) -> Scattered:
         value = concrete(x) if isinstance(x, Tracer) else x
         if value is None:
             _refuse_typed(x, mesh)
+            arrays[i] = _untyped(x, to) if _axes_of_type(jax.typeof(x).sharding) else x
             continue
         if (found := getattr(value, "sharding", None)) == to:
             continue
@@ -221,6 +222,17 @@ def _refuse_typed(x: Any, mesh: ReplicaMesh) -> None:
             f"{jax.typeof(x)}; values are typed by this axis, and the replicas' mesh has {mesh.axis_name!r}. Pass it "
             f"to jax.jit uncut, or cut by NamedSharding(dp.mesh, P({mesh.axis_name!r})), whose axis is Auto."
         )
+
+
+def _untyped(x: Any, to: NamedSharding) -> Any:
+    """Returns a tracer that has Explicit axes in its type as a value of jdp's mesh; its cotangent has them again."""
+    typed = jax.typeof(x).sharding
+    local = jax.shard_map(lambda x: x, mesh=to.mesh, in_specs=to.spec, out_specs=to.spec, check_vma=False)
+    back = lambda _, cotangent: jax.sharding.reshard(cotangent, typed)  # noqa: E731
+    try:
+        return jax.custom_derivatives.linear_call(lambda _, x: local(x), back, (), x)
+    except NotImplementedError:  # under jax.vmap, which takes it as it is
+        return x
 
 
 def in_host_memory(x: Any) -> Any:

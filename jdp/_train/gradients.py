@@ -245,9 +245,10 @@ def differentiate(
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
     # Where replicas share statistics, a gradient depends on the losses of all replicas, so each is weighted already.
-    cotangent, factor = 1.0, weight / seed if forms.is_mean else 1.0
     if forms.has_shares(signature.layout):
         cotangent, factor = size / sum(signature.layout.sizes) / seed, 1.0
+    else:
+        cotangent, factor = 1.0, weight / seed if forms.is_mean else 1.0
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)

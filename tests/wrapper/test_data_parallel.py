@@ -1126,6 +1126,37 @@ def test_a_batch_over_an_explicit_axis_of_another_name(n):
     np.testing.assert_allclose(jax.jit(dp)(w, at_home), np.sin(plain * w), rtol=1e-5)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_gradients_of_a_batch_over_an_explicit_axis_under_jit(n):
+    """The axis is part of the type of what jit traces, and of its cotangent; the replicas' program knows Auto axes."""
+    mesh = jax.make_mesh((n,), ("data",), (EXPLICIT,), devices=jax.devices()[:n])
+    plain, w = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3), np.array([1, 2, 3], np.float32)
+    x = jax.device_put(plain, jax.NamedSharding(mesh, P("data")))
+    numbers = np.arange(8)[:, None]
+    i = jax.device_put(numbers, jax.NamedSharding(mesh, P("data")))
+    model = jdp.DataParallel(lambda w, b: jnp.sin(b["x"] * w) * (b["i"] % 3), range(n))
+    dp, one = lambda w, x: model(w, {"x": x, "i": i}), lambda w, x: model.module(w, {"x": x, "i": numbers})
+
+    def square(apply):
+        return lambda w, x: jnp.sum(apply(w, x) ** 2)
+
+    def penalty(apply):
+        return lambda x: jnp.sum(jax.grad(square(apply), argnums=1)(w, x) ** 2)
+
+    def scaled(apply):
+        return lambda x: jax.vmap(lambda s: square(apply)(w, x * s))(jnp.arange(3.0))
+
+    def pushed(apply):
+        return lambda x: jax.jvp(lambda x: apply(w, x), (x,), (x,))
+
+    found = jax.jit(jax.grad(square(dp), argnums=(0, 1)))(w, x)
+    jax.tree.map(close, found, jax.grad(square(one), argnums=(0, 1))(w, plain))
+    assert n == 1 or found[1].sharding.is_equivalent_to(x.sharding, 2)
+    close(jax.jit(jax.grad(penalty(dp)))(x), jax.grad(penalty(one))(plain))
+    close(jax.jit(scaled(dp))(x), scaled(one)(plain))
+    close(jax.jit(pushed(dp))(x), pushed(one)(plain))
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_a_weak_type_stays(n):
     """What `jnp.where(mask, 1.0, 0.0)` gives takes the dtype of what it meets, however many rows there are."""
