@@ -149,7 +149,8 @@ def results_of_replica(
         mine = shards and shards.at(number)
         return differentiate(loss, signature, replica, part, diff, state, size, weight, mine)
 
-    return microbatches(one, steps, signature, replica, values, before), weight_of_all(signature.layout, steps)
+    weight_of_replicas = weight_of_all(signature.layout, steps)
+    return microbatches(one, steps, signature, replica, values, before), weight_of_replicas
 
 
 def weight_of_all(layout: Layout, steps: int) -> float:
@@ -236,6 +237,7 @@ def differentiate(
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
+    after = as_before(after, state)
     traced = traces.get(0) if jaxpr is None and not loss.rows else None
     if traced is None and jaxpr is None and not loss.is_backward:
         jaxpr = jax.make_jaxpr(value)(whole, *rest)
@@ -252,7 +254,7 @@ def differentiate(
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, after, forms)
 
 
 def _to_differentiate(
