@@ -32,10 +32,10 @@ _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the d
 
 
 Finish = Callable[[], tuple[tuple[int, ...], Outline]]
-"""Waits for the other processes, which are being told of a batch.
+"""Waits until the other processes have told about their batches.
 
-Returns the rows on each device, none if no process has a batch any more; and the batch of the others, if this process
-never had one.
+Returns the rows on each device (an empty tuple if no process has a batch any more), and the outline of the others'
+batch if this process never had one (else an empty outline).
 """
 
 
@@ -54,14 +54,14 @@ def begin(
         verb: the name of the call in errors.
         sizes: the rows on each device of this process.
         outline: what the batch is; None if this process has run out of data.
-        failure: what came instead of a batch: the others must not wait for one.
-        never: this process never had a batch, and asks what those of the others are.
+        failure: the error that this process has instead of a batch; the others are told, so that they do not wait.
+        never: this process never had a batch, and asks what the others' batches look like.
     """
     group = _group(mesh)
     batch = _FAILED if failure is not None else _digest(outline) if outline else _NEVER_A_BATCH if never else _NO_BATCH
     rows = sizes or [0] * len(mesh.own_indices)
-    # What comes before the first call of a kind (data that is loaded, a model that is made) takes one process longer
-    # than another; what comes between two steps does not.
+    # The first call of a kind gets the longer limit: loading the data or making the model may take one process much
+    # longer than another. Between two steps there is no such difference.
     seconds = limits.step if verb in group.calls else limits.start
     group.calls.add(verb)
     if group.last is None:
@@ -74,17 +74,17 @@ def begin(
 def _finish(
     group: _Group, call: Call, outline: Outline | None, failure: BaseException | None, gathered: Any, seconds: float
 ) -> tuple[tuple[int, ...], Outline]:
-    """Waits `seconds` for the other processes, whose words will be in `gathered`; see `Finish`.
+    """Waits up to `seconds` for `gathered`, the words of all processes; see `Finish`.
 
     Raises:
-        DesyncError: the processes' batches differ, or one does not come to this call.
+        DesyncError: the processes' batches differ, or a process does not make this call.
     """
     here, words = call.exchange.here, _read(group, call, gathered, seconds)
     sizes = tuple(words[:, -2].tolist())
     if words[0, 2] and (words[:, :4] == words[0, :4]).all():  # the same call, and the same batch but for its rows
         return sizes, ()
     if (words[:, :2] != words[0, :2]).any():
-        call.tell("", seconds)  # which raises: to the others it is another call
+        call.tell("", seconds)  # raises, because the processes are in different calls
     mesh = group.mesh
     batches = {p: tuple(words[mesh.indices_of(p)[0], 2:4].tolist()) for p in mesh.processes}
     if _FAILED in batches.values():
@@ -112,16 +112,16 @@ def _finish(
 
 
 def _text_of(failure: BaseException) -> str:
-    """Returns what the others are told of a failure, with jdp's own notes: which row it was."""
+    """Returns the text about a failure that the other processes get, with jdp's own notes (which row it was)."""
     notes = [note for note in getattr(failure, "__notes__", ()) if note.startswith("jdp.")]
     return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])
 
 
 def _read(group: _Group, call: Call, gathered: Any, seconds: float) -> np.ndarray:
-    """Returns the words of all devices, once they are there."""
+    """Returns the words of all devices, once they have arrived."""
 
     def is_there(within: float) -> bool:
-        # Not block_until_ready: it handles no signals, and does not look for absent processes.
+        # Not block_until_ready, which neither handles signals nor notices that a process is gone.
         began = time.monotonic()
         while not gathered.is_ready():
             waited = time.monotonic() - began
@@ -138,7 +138,7 @@ def _read(group: _Group, call: Call, gathered: Any, seconds: float) -> np.ndarra
 
 
 def _raise_absent(call: Call, error: Exception) -> NoReturn:
-    """Raises with the name of a process that has died or does not come, after a gather has failed on its connection."""
+    """Raises after a gather has failed on its connection; names the process that died or did not make the call."""
 
     def all_are_here(seconds: float) -> bool:
         time.sleep(seconds / 4)
@@ -156,7 +156,7 @@ _NAP = 1e-3  # seconds between two looks
 
 
 def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
-    """Tells the other processes, if there are any, of a failure in this one; while a program is traced, it does not."""
+    """Tells the other processes that this one has failed; does nothing if there are none, or while JAX traces."""
     if mesh.exchange is None or not trace_state_clean():
         return
     try:
@@ -166,15 +166,16 @@ def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
 
 
 class _Group:
-    """The processes of a mesh, and the gather that exchanges some words of each device between them."""
+    """The processes of a mesh, and the program that gathers a few words (32-bit numbers) of each device."""
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         devices = [*mesh.devices]
         self.mesh, self.exchange = mesh, exchange_of(mesh.processes)
         self.last: Any = None  # what was gathered last
-        self.calls: set[str] = set()  # those that were made before
-        # Not in the mesh's order, because Gloo has separate connections for each order. A process that makes another
-        # call is waited for then. On the same connections its bytes would be taken for these, and end both processes.
+        self.calls: set[str] = set()  # the verbs that were called before
+        # Gloo keeps separate connections for each order of devices, and this gather has its own order. So if another
+        # process makes a different call, this one waits for it, and can report it. In the mesh's order the bytes of
+        # that call would arrive here, be taken for words, and crash both processes.
         self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
         self.places = np.argsort(self._order)  # of the mesh's devices, in what was gathered
         self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
@@ -197,12 +198,12 @@ class _Group:
         self.last = self._array(np.zeros((len(self._order), 6), np.uint32), PartitionSpec())
 
     def gather(self, call: Call, own: tuple[_Words, ...], seconds: float) -> Any:
-        """Returns the words of all devices (`places` says where), and after each the number of this gather."""
+        """Starts a gather of all devices' words: row `places[i]` has those of device i, then the gather's number."""
         placed = self._placed(own)
         try:
             with self.exchange.dispatching(seconds):
                 self.last = self._program(placed, self.last)
-        except ValueError as error:  # as which a device that computes in this thread raises it
+        except ValueError as error:  # a device that computes in this thread raises the error of the connection so
             if "Gloo" not in str(error):
                 raise
             _raise_absent(call, error)
@@ -218,7 +219,7 @@ class _Group:
 
 
 def _gather_words(words: jax.Array, before: jax.Array) -> jax.Array:
-    # The number comes out of the gather before: so they run in the order of the calls, whatever else the devices do.
+    # The number is computed from the result of the gather before, so that gathers run in the order of the calls.
     number = before[:1, -1:] + 1
     return jax.lax.all_gather(jnp.concatenate([words, number], axis=1), "replicas", tiled=True)
 
@@ -238,7 +239,7 @@ def _digest(outline: Outline) -> _Words:
 
 
 def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root: str | tuple[str, ...]) -> Outline:
-    """Returns the containers, and path, dtype and shape of each leaf, with `*` for its rows; a Python value itself."""
+    """Returns the containers, and of each leaf the path with its dtype and shape (`*` for rows) or its Python value."""
     containers, paths = _containers(treedef, root)
     return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
 
@@ -260,7 +261,7 @@ def _containers(treedef: Any, root: str | tuple[str, ...]) -> tuple[tuple[str, s
 
 
 def skeleton(tree: Tree) -> Any:
-    """Returns the containers of a tree, as JSON has them; the name of the type for one that it has not."""
+    """Returns the containers of a tree in a form for JSON; a container that JSON does not have is named by its type."""
     if tree is None:
         return None
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
@@ -294,7 +295,7 @@ def without_rows(outline: Outline, verb: str) -> Tree:
 
 
 def _empty(what: str, verb: str) -> Any:
-    """Returns an array of no rows (or of zeros, where it has none); or the Python value."""
+    """Returns an array with no rows (zeros, if the leaf has no row axis), or the Python value."""
     kind, _, value = what.partition(" ")
     if kind in ("bool", "int", "float", "str"):
         return float(value) if kind == "float" else ast.literal_eval(value)  # literal_eval knows no nan
@@ -309,11 +310,11 @@ def _empty(what: str, verb: str) -> Any:
         key = jax.random.key(0, impl=dtype[len("key<") : -1])
         return jax.random.split(key, shape) if shape else key
     if what.endswith(" (of Python)") and not shape:
-        return jnp.asarray(np.zeros((), dtype).item())  # which takes the type of what it meets, as those do
+        return jnp.asarray(np.zeros((), dtype).item())  # weakly typed, as the others' values are
     return np.zeros(shape, jnp.dtype(dtype))
 
 
 def layout_of_all(own: Layout, mesh: ReplicaMesh, sizes: tuple[int, ...]) -> Layout:
-    """Returns the layout over all processes, of this one's and of the rows of each replica."""
+    """Returns the layout over all processes, given this process's own layout and the rows of each replica."""
     leaves = tuple(Cut(leaf.axis, sizes) if isinstance(leaf, Cut) else leaf for leaf in own.leaves)
     return Layout(own.treedef, leaves, sizes, mesh, own.dim, own.per_device)

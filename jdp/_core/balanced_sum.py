@@ -1,8 +1,9 @@
 """Adds over all replicas in one balanced tree: the sums have the same bits on any number of devices.
 
-Each replica runs alone, by one and the same program for one device. Its sums are added to its neighbour's, the two to
-the next two, and so on: first on a device, then between devices. Where a device ends changes nothing then.
-Where the loss itself sums over the replicas (`sync_batch_norm`), it is cut into one program before and one after.
+Each replica runs alone, and all run the same program, which is compiled for one device. The sums of two neighbours are
+added, then those of two pairs, and so on: first on each device, then between devices. The order of additions does not
+depend on where one device ends and the next begins. If the loss itself sums over the replicas (`sync_batch_norm`), its
+program is split at that sum: one part runs before it, one after it.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from .uneven import run_body, trace_bodies
 
 
 class Parts(NamedTuple):
-    """The results of one replica, or of several together, by how they become one value for all."""
+    """The results of one replica, or of several combined, grouped by how the replicas' values become one."""
 
     sums: list[Any]
-    """One vector for each dtype, with all that is added; their lengths are multiples of the number of replicas."""
+    """All results that are added, packed into one vector per dtype; lengths are multiples of the number of replicas."""
     of_primary: list[Any]
-    """Those of which the primary replica's is kept; each has a first axis of one entry."""
+    """Results of which the primary replica's is kept; each has a leading axis of size 1."""
     same: list[Any]
-    """Those that are equal on all replicas."""
+    """Results that are equal on all replicas."""
     rows: list[Any]
-    """Those that are gathered."""
+    """Results that are gathered."""
 
 
 def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outputs]]:
-    """Returns `run(replicas, inputs, kwargs, index)`: the parts of this replica, and what they are parts of.
+    """Returns `run(replicas, inputs, kwargs, index) -> (parts, outputs)` for one replica; `outputs` has shapes alone.
 
-    The layouts have all replicas on one device; the inputs are the chunk of this one, padded as all are.
+    The layouts are those of all replicas on one device. `inputs` is the chunk of this replica, padded like all chunks.
     """
     body = body_of(call_of, label)
 
@@ -75,13 +76,13 @@ class Segment(NamedTuple):
     """
 
     program: Any
-    """`(totals, values) -> (sums, made)`: it takes the last sum over all replicas, and gives its part of the next."""
+    """`(totals, values) -> (sums, made)`: takes the last sum over all replicas, returns its part of the next."""
     operands: tuple[list[Any], list[Any]]
     """The shapes of these totals and values."""
     reads: list[int]
     """The indices of the values that it reads, among those that the replica holds."""
     after: list[int]
-    """The indices of the values that the replica holds after it, among those that it held and those that were made."""
+    """The values that the replica holds afterwards: their indices in the list of those it held, then those made."""
 
     def run(self, program: Any, totals: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
         """Returns a replica's part of the next sum, and the values that it holds then (at the end: its results).
@@ -96,16 +97,16 @@ class Segment(NamedTuple):
 def segments(
     turn: Callable[..., Parts], operands: Sequence[Any], layout: Layout, label: str
 ) -> tuple[list[Segment], Parts]:
-    """Returns the programs of `turn(*operands)` of one replica between the sums of all, and the shapes of its parts.
+    """Splits the program `turn(*operands)` of a replica at its sums over all replicas; also returns its parts' shapes.
 
-    The first begins with the operands. Values that a later program reads are held between two programs.
+    The first segment begins with the operands. Values that a later segment reads are held between two segments.
     """
     axis_name, n = layout.mesh.axis_name, len(layout.devices)
     found: list[tuple[Segmented, Parts]] = []
 
     def of_one(fn: Callable[..., Any]) -> Callable[..., Any]:
-        # Under a mesh of one device, because the axis has a name there, and a wrapper that the function calls runs its
-        # model directly.
+        # Under a mesh of one device the axis has its name, and a wrapper that the function calls runs its model
+        # directly.
         mesh, whole = AbstractMesh((1,), (axis_name,)), PartitionSpec()
         return jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
@@ -127,7 +128,7 @@ def segments(
         shapes = jax.eval_shape(functools.partial(packed, n=n), [*map(_shape, met)]), [*map(_shape, mine)]
         if j < len(code.cuts):
             after = [i for i, v in enumerate([*have, *made]) if v in later]
-        else:  # what it makes are the parts
+        else:  # the last segment makes the parts
             after = [len(have) + i for i in range(len(jax.tree.leaves(parts)) - len(parts.sums))]
         result.append(Segment(jax.jit(of_one(program)), shapes, reads, after))
         have = [v for v in [*have, *made] if v in later]
@@ -217,7 +218,7 @@ def _as_parts(out: Outputs) -> Parts:
 
 
 def _divisor(rule: Marked, layout: Layout) -> float | None:
-    """Returns what a sum is divided by before it travels: in a narrow type it may leave the range of its mean."""
+    """Returns what a sum is divided by before it is sent in a narrow dtype, where it might overflow; else None."""
     if rule.reduce != "sum" or rule.wire is None:
         return None
     return rule.over if isinstance(rule.over, float) else float(max(1, sum(layout.sizes)))
@@ -233,7 +234,7 @@ def _widened(x: Any, dtype: Any) -> Any:
 
 
 def put_together(parts: Parts, out: Outputs) -> list[Any]:
-    """Returns the value of each output, of the parts of all replicas together; None for what is gathered."""
+    """Returns the value of each output, given the combined parts of all replicas; None for a gathered output."""
     ways, of_primary, same = out.ways, iter(parts.of_primary), iter(parts.same)
     each = [*zip(out.values, ways, out.rules, strict=True)]
     sums = iter(unpacked(parts.sums, [_sent(x, rule, out.layout) for x, way, rule in each if way == "sum"]))
@@ -252,7 +253,7 @@ def _sent(x: Any, rule: Marked, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals: list[Any]) -> Any:
-    """Returns what a sum comes to: divided, in its own dtype."""
+    """Returns the final value of a sum: divided as its rule says, in its dtype."""
     over = totals[rule.over] if isinstance(rule.over, int) else rule.over
     if before is not None:
         total = _widened(total, dtype)
@@ -262,7 +263,7 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
 
 
 def numbers_of_rows(out: Outputs) -> list[int]:
-    """Returns the numbers of the outputs that are gathered."""
+    """Returns the indices of the outputs that are gathered."""
     return [i for i, way in enumerate(out.ways) if way == "rows"]
 
 
@@ -274,7 +275,8 @@ def _add_lists(first: list[Any], second: list[Any]) -> list[Any]:
 def add_replica(waiting: list[tuple[int, list[Any]]], sums: list[Any]) -> None:
     """Adds a replica's sums to those that came before, as one adds 1 to a binary number.
 
-    `waiting` holds sums, each with its number of replicas; one is left if the number of all replicas is a power of two.
+    `waiting` holds partial sums, each with the number of replicas in it. In the end one is left, if the number of all
+    replicas is a power of two.
     """
     count = 1
     while waiting and waiting[-1][0] == count:
@@ -284,7 +286,7 @@ def add_replica(waiting: list[tuple[int, list[Any]]], sums: list[Any]) -> None:
 
 
 def exchange(mesh: ReplicaMesh, primary: int) -> Any:
-    """Returns the program that adds the devices' sums, and copies the values of device number `primary`."""
+    """Returns the program that adds the devices' sums, and copies the values of device `primary` to all devices."""
     axis_name = mesh.axis_name
 
     def local(sums: list[Any], of_primary: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -309,7 +311,7 @@ def _tree_sum(x: Any, axis_name: str, n: int) -> Any:
     """Returns the sum of a vector over n devices, neighbours first."""
     if x.size * x.dtype.itemsize * n > _SMALL:
         return _butterfly(x, axis_name, n)
-    # The bytes of a small one take no time. To wait for the others does, and here each waits once.
+    # With a small vector it is not the bytes that take time, but waiting for the others: here each device waits once.
     rows = jax.lax.all_gather(x, axis_name)
     while len(rows) > 1:
         rows = rows[::2] + rows[1::2]
@@ -319,7 +321,7 @@ def _tree_sum(x: Any, axis_name: str, n: int) -> Any:
 def _butterfly(x: Any, axis_name: str, n: int) -> Any:
     """Returns the sum of a vector over n devices, by recursive halving and doubling: neighbours first.
 
-    The bytes are those of a reduce-scatter and an all-gather, and the order of messages changes nothing.
+    It sends as many bytes as a reduce-scatter and an all-gather. The order of messages does not change the result.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
     """
@@ -328,7 +330,7 @@ def _butterfly(x: Any, axis_name: str, n: int) -> Any:
     def swapped(x: Any, step: int) -> Any:
         return jax.lax.ppermute(x, axis_name, [(i, i ^ (1 << step)) for i in range(n)])
 
-    for step in steps:  # each keeps the half that this digit of its index says, and sends the other
+    for step in steps:  # each device keeps the half that this bit of its index selects, and sends the other
         digit = (index >> step) & 1
         halves = x.reshape(2, -1)
         mine, other = (jax.lax.dynamic_index_in_dim(halves, i, keepdims=False) for i in (digit, 1 - digit))
@@ -341,7 +343,7 @@ def _butterfly(x: Any, axis_name: str, n: int) -> Any:
 
 
 def _from(primary: int, x: Any, index: Any, axis_name: str) -> Any:
-    """Returns one device's value on all, to the bit: as integers, of which a sum with zeros is exact."""
+    """Copies one device's value to all devices, bit for bit: as integers, whose sum with zeros is exact."""
     if is_key(x):
         data = _from(primary, jax.random.key_data(x), index, axis_name)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -355,7 +357,7 @@ def _from(primary: int, x: Any, index: Any, axis_name: str) -> Any:
 
 
 def picked(arrays: Sequence[Any], layout: Layout, number: Any) -> list[Any]:
-    """Returns the chunks of one replica out of what lies on its device; what is whole stays so."""
+    """Returns one replica's chunks of the arrays on its device; replicated arrays stay as they are."""
     found = []
     for x, leaf in zip(arrays, layout.arrays, strict=True):
         if leaf.axis is not None:

@@ -1,8 +1,8 @@
 """Remembers the calls of a door, which is a public entry point: a repeated call goes straight to its program.
 
-Scatter and replicate pass some arrays on as they are: parameters that are replicated, and those of a batch that is cut
-already, or that the program takes from the host. A call of such arrays alone is remembered by their types. If the next
-call has arrays of these types, it is a known one, and needs no scatter and no replicate.
+scatter and replicate pass some arrays on unchanged: replicated parameters, arrays of a batch that is cut already, and
+numpy arrays that the program itself places. A call that has no other arrays is remembered by their types (and the
+shardings of jax arrays). A later call with the same types skips scatter and replicate.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ to finish a repeated call: for value_and_grad, the roles of its arguments."""
 
 
 class Calls(Recent[Any, Recent[Any, Known]]):
-    """The calls of one door that ran: by what decides how a batch is cut, then by the treedef of the parameters."""
+    """The calls that one door has run, by what decides how the batch is cut, then by the treedef of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: Reads = {}  # the Python values that the door's function has asked for
-        self._module: Any = None  # the one that ran; calls of one that was replaced are dropped
+        self._module: Any = None  # the module of these calls; they are dropped if the user has replaced it
 
     def run_known(
         self, mesh: ReplicaMesh, module: Any, params: Tree, args: Args, kwargs: Kwargs
     ) -> tuple[FlatProgram, Any, tuple[Any, ...]] | None:
-        """Runs a call like one that ran; returns its program, what its door needs, and the result. None: it is new."""
+        """Runs a call like one before; returns its program, what its door needs, and the result. None: it is new."""
         if not self or module is not self._module or not trace_state_clean():
             return None
         key, arrays = key_of_call(args, kwargs)
@@ -63,7 +63,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
             return None
         placed = [x for x in arrays if type(x) is not np.ndarray]
         if placed and are_freed(placed) or inside is not None and are_freed(leaves):
-            return None  # the usual way says which
+            return None  # the ordinary path raises an error that names it
         run = program.run
         return program, extra, dispatch(run, mesh, [], leaves, *arrays) if program.waits else run([], leaves, *arrays)
 
@@ -96,7 +96,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         inside = None if lie else _shardings(found)
         ran = program().flat(of_replicas, inputs._layout, kw._layout)
         known[treedef] = ran, inside, extra
-        # XLA adds collectives for inner axes. JAX has the trace from the run.
+        # With inner axes XLA adds collectives that are not in the trace. JAX still has the trace from the run.
         ran.waits = mesh.may_deadlock and (
             bool(mesh.inner_axes) or communicates(ran.run.trace([], moved, *arrays).jaxpr)
         )
@@ -114,7 +114,7 @@ def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
 
 
 def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
-    """Keeps how a batch was cut, if its arrays are those that were passed, or were padded on the host."""
+    """Remembers how a batch was cut, if its arrays were passed on unchanged or only padded on the host."""
     layout = scattered._layout
     if scattered is batch or not _is_known_by_arrays(layout):
         return
@@ -135,7 +135,7 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _are_padded(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Returns True if the others are numpy arrays like these, of another length at most."""
+    """Returns True if both hold numpy arrays of the same dtypes; padding has changed the lengths at most."""
     return len(some) == len(others) and all(
         type(x) is type(y) is np.ndarray and x.dtype == y.dtype for x, y in zip(some, others, strict=True)
     )
@@ -156,9 +156,9 @@ def key_of_call(args: Args, kwargs: Kwargs) -> tuple[Any, Sequence[Any]]:
     key: list[Any] = [len(args)]
     arrays: list[Any] = []
     for x in (*args, kwargs) if kwargs else args:
-        if type(x) is Scattered:  # cut already; JAX itself looks at the types of a program's arrays
+        if type(x) is Scattered:  # cut already; JAX itself compares dtypes and shapes when the program is called
             key.append(x._layout)
-            # An array that jax.tree.map has put elsewhere is not one that the program takes.
+            # jax.tree.map may have put an array elsewhere, and then the program does not take it.
             key += [getattr(y, "sharding", None) for y in x._arrays]
             arrays += x._arrays
         elif not _add_leaves(x, key, arrays):

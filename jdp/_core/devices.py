@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     @runtime_checkable
     class Device(Protocol):
-        """A `jax.Device`. jaxlib comes without types, so that a checker would take anything for one."""
+        """A `jax.Device`. jaxlib's own class has no types, and a type checker would accept anything in its place."""
 
         @property
         def id(self) -> int: ...
@@ -74,7 +74,7 @@ def resolve_device(verb: str, device: DeviceLike, what: str) -> Device:
 
 
 def _virtual(count: int) -> str:
-    """Returns how a CPU becomes so many devices, where it has fewer."""
+    """Returns advice on how to make the CPU `count` devices, if it has fewer; otherwise an empty text."""
     if count <= len(jax.devices()) or jax.devices()[0].platform != "cpu":
         return ""
     return f" jdp.virtual_cpu_devices({count}), first in the program, makes the CPU {count} devices."
@@ -85,7 +85,7 @@ def names_of(devices: Sequence[Device]) -> str:
 
 
 def named_once(verb: str, devices: Devices, device_ids: Devices) -> Devices:
-    """Returns the devices, by jdp's name of the argument or by torch's."""
+    """Returns the argument that was passed, by jdp's name (`devices`) or torch's; a `TypeError` if it is both."""
     if device_ids is None:
         return devices
     if devices is not None:
@@ -134,7 +134,7 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
 
 
 def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
-    """Returns the devices of a mesh of one axis, or of numpy's; a `ValueError` where they have more than one axis."""
+    """Returns the devices of a mesh or numpy array with one axis; raises a `ValueError` if it has more axes."""
     if isinstance(devices, np.ndarray) and devices.ndim != 1:
         raise ValueError(
             f"jdp.{verb}: devices is an array of shape {devices.shape}; devices are a sequence. Pass a row of it, or "
@@ -162,7 +162,7 @@ def resolve_output(verb: str, output_device: DeviceLike | None) -> Device | str 
 
 
 def _own_device(device: Device) -> Device:
-    """Returns the device, or for one of another process (`output_device=0`) the one at the same place among our own."""
+    """Returns the device; if it is another process's (`output_device=0`), the one at the same place among our own."""
     if device.process_index == jax.process_index():
         return device
     theirs = [d for d in jax.devices(device.platform) if d.process_index == device.process_index]
@@ -215,7 +215,7 @@ def warn_imbalance(devices: tuple[Device, ...]) -> None:
 
 
 def outside() -> int:
-    """Returns the stacklevel of the user's own line: torch's points into torch, so that it shows once per process."""
+    """Returns the stacklevel of the user's own line, so that a warning points to it and shows once per line."""
     level, frame, others = 1, sys._getframe(1), ("jdp", "flax", "jax", "contextlib")
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in others:
         level, frame = level + 1, frame.f_back
@@ -223,7 +223,7 @@ def outside() -> int:
 
 
 def memory_bytes(device: Device) -> int | None:
-    """Returns what JAX may have of a device's memory; None where it does not say."""
+    """Returns how many bytes of the device's memory JAX may use; None if the device does not say."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except Exception:  # described devices (of an absent machine) have no memory to ask
@@ -233,7 +233,7 @@ def memory_bytes(device: Device) -> int | None:
 def virtual_cpu_devices(n: int) -> None:
     """Makes the CPU count as `n` devices, safely: `jdp.virtual_cpu_devices(8)`, before anything asks JAX for devices.
 
-    Other platforms are not touched: where there are GPUs, `jax.devices()` still is the GPUs. Besides
+    Other platforms are not touched: on a machine with GPUs, `jax.devices()` still returns the GPUs. Besides
     JAX's own `jax_num_cpu_devices` this gives XLA two threads for each device (`NPROC`), without
     which a plain loop of jitted steps with collectives deadlocks on few cores: XLA aborts the
     process after a minute, "Expected 8 threads to join the rendezvous".
@@ -271,7 +271,7 @@ def virtual_cpu_devices(n: int) -> None:
             f"jdp.virtual_cpu_devices({n}) first in the program, before jax.devices() and before any array."
         ) from None
     if "XLA_FLAGS" in os.environ:
-        os.environ["XLA_FLAGS"] = " ".join(kept)  # the older way to say it; JAX refuses two answers
+        os.environ["XLA_FLAGS"] = " ".join(kept)  # the older way to set the number; JAX refuses both at once
     if _threads() < 2 * n:
         os.environ["NPROC"] = str(2 * n)
         os.environ.pop("PJRT_NPROC", None)  # it would win over NPROC

@@ -20,16 +20,17 @@ from .layout import Tree, is_key
 from .programs import dispatch
 from .replica_mesh import ReplicaMesh, outside_of_mesh
 
-_NAMED = 3  # so many leaves are named in an error, and as many devices of each
+_NAMED = 3  # how many leaves an error names, and how many devices for each
 
 
 def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     """Raises a `ValueError` if a leaf does not hold the same bits on every replica.
 
-    A leaf that is cut over the devices of a replica has one part on each; the parts at the same place are compared.
+    If a replica is several devices and a leaf is cut over them, the parts at the same place of all replicas are
+    compared.
 
-    It names the leaves, and for each the processes and devices that the majority of the copies contradicts. Every
-    process has to call it, and raises the same error. Leaves with one copy only are left out.
+    The error names the leaves, and for each the processes and devices that differ from the majority. Every process has
+    to call this, and all raise the same error. Leaves with only one copy are left out.
     """
     start(tree, mesh, verb)(verb)
 
@@ -59,10 +60,10 @@ def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callab
 
 
 def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> None:
-    """Raises a `ValueError` if a leaf that each process has whole differs between them, before it is cut up.
+    """Raises a `ValueError` if the processes have different values of a leaf that will be cut over the devices.
 
-    Each device must have its part of one value; parts of several values would not be noticed. Leaves that are cut
-    already are left out. Every process has to call it, and raises the same error. `root` names the tree in it.
+    Once each device has only its part, such a difference can no longer be noticed. Leaves that are cut already are left
+    out. Every process has to call this, and all raise the same error. `root` names the tree in it.
     """
     if mesh.exchange is None:
         return
@@ -83,7 +84,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
 
 
 def _with_one_value(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:
-    """Returns the devices that have copies of one value: all of them, or those at one place of each replica."""
+    """Returns groups of devices that must agree on leaf `i`: all in one, or one group for each place in a replica."""
     return [*zip(*mesh.groups, strict=True)] if specs and any(specs[i]) else [mesh.all_devices]
 
 
@@ -97,13 +98,14 @@ def _finish_comparison(
 ) -> None:
     """Waits for the comparison, and raises as `check_replicas` does.
 
-    `specs` has how each leaf is cut over the devices of a replica; `extremes` has of each leaf's hashes the least and
-    the complement of the greatest, the same in every process; `own` each device's hashes, on that device.
+    `specs` says how each leaf is cut over the devices of a replica. `extremes` holds for each leaf the smallest hash of
+    all devices and the complement of the greatest; it is the same in every process. `own` holds each device's hashes,
+    on that device.
     """
     least, most = np.asarray(extremes)
     if (least == ~most).all():
         return
-    # Only now do the hashes of all devices travel. Every process comes here, because all have the same extremes.
+    # Only now are the hashes of all devices gathered. Every process comes here, because all have the same extremes.
     hashes = np.asarray(jax.jit(lambda x: x, out_shardings=mesh.replicated)(own))
     found = []
     for i, path in enumerate(paths):
@@ -124,7 +126,7 @@ def _finish_comparison(
 
 @functools.lru_cache(64)
 def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
-    """Returns the comparison of a list of leaves, or of what `_hash_each` gives of them."""
+    """Returns the program that compares a list of leaves, or (`are_hashed`) a list of what `_hash_each` returned."""
     axes, is_cut = mesh.jax_mesh.axis_names, np.array([any(spec) for spec in specs], bool)
 
     def compare(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
@@ -138,15 +140,15 @@ def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_ha
     of: Any = PartitionSpec(axes) if are_hashed else ([*specs],) if specs else PartitionSpec()
     out = (PartitionSpec(), PartitionSpec(axes))
     compare.__name__ = "check_replicas"
-    # Not checked: whether the copies are equal is the question.
+    # Without check_vma, because whether the copies are equal is what the program has to find out.
     program = jax.jit(jax.shard_map(compare, mesh=mesh.jax_mesh, in_specs=of, out_specs=out, check_vma=False))
-    # Processes with different trees would wait for each other, each in another collective.
+    # The processes compare their programs first. With different trees, each would wait in another collective.
     return mesh.same_program(program, ("tree",))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _hash_each(x: jax.Array, mesh: ReplicaMesh, spec: PartitionSpec) -> jax.Array:
-    """Returns the hashes of what each device has of an array, uint32[devices, 2], each on its device."""
+    """Returns the hash of each device's part of an array, uint32[devices, 2], each on its device."""
     specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.jax_mesh.axis_names), check_vma=False)
     return jax.shard_map(lambda x: hash_leaf(x)[None], mesh=mesh.jax_mesh, **specs)(x)
 
@@ -187,19 +189,19 @@ _ZERO = np.uint32(0)
 def fingerprint(tree: Tree) -> np.ndarray:
     """Returns a 64-bit hash of the bits of each leaf: equal leaves have equal ones, whatever devices they live on.
 
-    A change of one element changes it for certain (in a complex128: except once in 2**64, as any other change). Places
-    count, so two elements that change places change it (unless they are a multiple of 2**32 apart).
+    If one element changes, the hash changes for certain (for a complex128, and for any other change of the leaf, with
+    probability 1 - 2**-64). So it does if two elements swap places, unless these are a multiple of 2**32 apart.
     Zeros of either sign differ, and so do NaNs of different bits. Shapes and dtypes are not part of it.
 
-    The tree holds numbers and arrays, numpy's or jax's. For a leaf that is cut over devices every process has to call
-    this: the pieces are summed over all. Only the first copy of a replicated leaf is read, with which `check_replicas`
-    compares the others. The result is uint32 of shape (leaves, 2), on the host.
+    The tree holds numbers and arrays, numpy's or jax's. If a leaf is cut over devices, every process has to call this,
+    because the hash is a sum over all parts. Only the first copy of a replicated leaf is read; `check_replicas`
+    compares the copies. The result is uint32 of shape (leaves, 2), on the host.
     """
     leaves = jax.tree.leaves(tree)
     found: dict[int, Any] = {}
     cut: dict[Any, list[int]] = {}  # by the mesh
-    # A program for each shape compiles faster than one for all leaves. But of programs with collectives, which those
-    # of cut leaves have, few may be in flight: these are one.
+    # A program for each shape compiles faster than one for all leaves. But the programs of cut leaves have collectives,
+    # and only a few such programs may be in flight, so all cut leaves of a mesh share one.
     for i, x in enumerate(leaves):
         if not isinstance(x, jax.Array):
             found[i] = _hash_words(*_host_words(x))
@@ -215,7 +217,7 @@ def fingerprint(tree: Tree) -> np.ndarray:
 
 
 def hash_leaf(x: Any) -> jax.Array:
-    """Returns the hash of one array, uint32[2]; traceable: under `jit` of all of it, under `shard_map` of one copy."""
+    """Returns the hash of an array, uint32[2]; under `jit` of the whole array, under `shard_map` of a device's part."""
     return hash_words(*_words(x))
 
 
@@ -228,7 +230,7 @@ def hash_words(low: Any, high: Any = None) -> jax.Array:
     """Returns uint32[2]: sums over all elements of a bijection of the element's two words that depends on its place."""
     place = jnp.zeros(low.shape, jnp.uint32)
     stride = 1
-    # By axes, not as the one axis of a reshaped array: a leaf that is cut stays where it is then.
+    # Axis by axis, and not by a reshape to one axis, so that a leaf that is cut stays where it is.
     for axis in reversed(range(low.ndim)):
         step = np.uint32(stride * int(_PLACE) % 2**32)
         place += jax.lax.broadcasted_iota(jnp.uint32, low.shape, axis) * step
@@ -270,7 +272,7 @@ def _words(x: Any) -> tuple[Any, Any]:
 
 
 def _host_words(x: Any) -> tuple[Any, Any]:
-    """Returns `_words` of an array on the host, where JAX would take 64 bits for 32 by default."""
+    """Returns `_words` of a host array; numpy splits 64-bit values, which JAX by default would convert to 32 bits."""
     x = np.asarray(x)
     if x.dtype == np.complex128:
         x = np.stack([x.real, x.imag], axis=-1)

@@ -25,8 +25,8 @@ from .scattered import Scattered, concrete, holds_scattered, map_scattered, plac
 def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, dim: int = 0) -> Tree:
     """Concatenates the chunks of all replicas along `dim`, in input order: `gather(scatter(x)) == x`.
 
-    True sizes only: padding never shows. 0-d arrays become a vector with one entry per replica
-    used, in silence (torch warns). Leaves that are replicated come back as they are. Under `jax.jit` the
+    Padding is left out. 0-d arrays become a vector with one entry for each replica that has rows,
+    without a warning (torch warns). Replicated leaves come back as they are. Under `jax.jit` the
     values are the same, and stay on the replicas. With several processes, each gets the rows of its own
     devices.
 
@@ -42,7 +42,7 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
         One tree, with the rows of all chunks.
 
     Raises:
-        ValueError: an empty list, or trees that differ off `dim` (keys, shapes, dtypes).
+        ValueError: an empty list, or trees that differ other than in their size along `dim` (keys, shapes, dtypes).
         TypeError: a leaf of a list that is no array, with its path.
         IndexError: `dim` is out of range.
 
@@ -61,7 +61,7 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
 
 
 def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
-    """Gathers; arrays that were cut along another axis than `dim` are taken for a list with one for each replica."""
+    """Gathers; an array that was cut along another axis than `dim` is treated as a list with one array per replica."""
     layout = s._layout
     in_place = [
         not isinstance(leaf, Cut)
@@ -101,7 +101,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target: Any = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
-    if {*layout.mesh.all_devices} != {target}:  # else they are there
+    if {*layout.mesh.all_devices} != {target}:  # otherwise they are there already
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         bring = _through_the_host if target.platform == _HOST else _from_device_to_device
         arrays = bring(arrays, [target] * len(arrays))
@@ -109,7 +109,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
 
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
-    """Joins the chunks of this process; a replicated array stays so, or comes here as one copy."""
+    """Joins the chunks of this process; of a replicated array one copy is taken, or ("sharded") it stays as it is."""
     cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole | Shard)]
     if cut:
         layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
@@ -125,7 +125,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
 
 
 def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
-    """Returns an array that device_put brings to one device well."""
+    """Returns `x` in a form that device_put can bring to one device directly."""
     if isinstance(x, Tracer):
         return x if isinstance(leaf, Whole) else reshard(x, layout.mesh.replicated)
     if isinstance(leaf, Whole) and x.is_fully_replicated:
@@ -137,13 +137,13 @@ _HOST = "cpu"  # the platform whose devices share the host's memory
 
 
 def _through_the_host(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
-    """Returns the arrays on a device of the host. The caller has asked for that, so no transfer guard stops it."""
+    """Puts the arrays on a device of the host. The caller has asked for that, so no transfer guard may stop it."""
     with jax.transfer_guard_device_to_host("allow"):
         return put_all(arrays, where)
 
 
 def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
-    """Returns the arrays on one device, as `put_all` does, without the host in between.
+    """Puts the arrays on one device, as `put_all` does, without the host in between.
 
     `device_put` reads an array that is cut over several devices through the host, and waits there for the program that
     computes it. The parts on the devices are arrays themselves, and travel directly.
@@ -160,7 +160,7 @@ def _parts_of(x: Any) -> tuple[list[Any], int | None]:
     if isinstance(x, Tracer) or x.is_fully_replicated:
         return [x], None
     found = {tuple(part.start or 0 for part in shard.index): shard.data for shard in x.addressable_shards}
-    parts = [data for _, data in sorted(found.items())]  # one of each that several devices have
+    parts = [data for _, data in sorted(found.items())]  # one copy of each part
     axes = [axis for axis, size in enumerate(x.shape) if parts[0].shape[axis] != size]
     return (parts, axes[0]) if len(axes) == 1 else ([x], None)  # device_put joins what is cut along several axes
 
@@ -172,7 +172,7 @@ def _joined_parts(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[
 
 @functools.lru_cache(SIZES)
 def _trimming(layout: Layout, sharded: bool) -> Any:
-    """Returns a jitted function of a layout's arrays of its own, which goes when the layout is seldom seen."""
+    """Returns a function jitted for one layout's arrays; the cache drops it if the layout is not used for long."""
     what = trim if sharded else unpadded
     return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
 
@@ -250,7 +250,7 @@ def device_of(x: Any) -> Device | None:
 
 
 def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, replicas: int | None) -> Scattered:
-    """Returns as a `Scattered` a list with one tree per replica, as a subclass's `scatter` may return it in torch."""
+    """Returns a `Scattered` made of a list with one tree per replica, which a subclass's `scatter` returns in torch."""
     how = Cutting(mesh, dim, "DataParallel", root, replicas=replicas)
     n = mesh.own.size * how.per_device
     if not isinstance(trees, list | tuple) or not 0 < len(trees) <= n:
@@ -283,7 +283,7 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
 
 
 def _of_each(column: Sequence[Any], home: Device, n: int, dim: int, root: str) -> tuple[Any, Any]:
-    """Returns the devices' values of a leaf without rows, as one where they are equal, and the axis they are cut on."""
+    """Returns the value (common to all, or a stack if they differ) and the axis of a leaf without rows."""
     if all(map(functools.partial(_are_equal, column[0]), column)):
         return column[0], dim
     if not all(map(is_array, column)):
@@ -309,7 +309,7 @@ def _are_equal(x: Any, y: Any) -> bool:
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
-    """Returns an array over the devices that the trees came from: `output_device="sharded"`."""
+    """Cuts a gathered tree over the devices that the trees came from: `output_device="sharded"`."""
     devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
     if not devices:
         return whole

@@ -1,4 +1,4 @@
-"""Arrays over several processes: made of what lies on each one's own devices, and taken apart again."""
+"""Builds arrays that span several processes from the parts on each process's devices, and takes these out again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .replica_mesh import ReplicaMesh
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
-    """Returns the layout's global arrays, out of this process's rows (padded) and its copies of what is whole."""
+    """Returns the layout's global arrays, made of this process's (padded) rows and its copies of replicated arrays."""
     own = layout.here
     # An array that is global already came out of an earlier scatter, or is replicated.
     arrays = [
@@ -41,7 +41,7 @@ def _global_shape(x: Any, layout: Layout, i: int) -> tuple[int, ...]:
 
 
 def own_part(x: Any, axis: int | None, mesh: ReplicaMesh) -> Any:
-    """Returns this process's part of a global array that is cut along `axis`; one that is whole as it is."""
+    """Returns this process's part of a global array that is cut along `axis`; a replicated array (None) as it is."""
     if axis is None:
         return x
     own = mesh.own
@@ -49,18 +49,18 @@ def own_part(x: Any, axis: int | None, mesh: ReplicaMesh) -> Any:
 
 
 def _shape_over(mesh: ReplicaMesh, shape: Sequence[int], axis: int | None, before: ReplicaMesh) -> tuple[int, ...]:
-    """Returns the shape over one mesh, of that of as many rows on each device of another."""
+    """Converts an array's shape over the mesh `before` to that over `mesh`, with as many rows on each device."""
     return tuple(size // before.size * mesh.size if i == axis else size for i, size in enumerate(shape))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
     """Puts a value like `jax.device_put`, also over several processes; each passes the whole value, and all the same.
 
-    JAX's own function compares the values between the processes first, and sends all of them. `check_replicas` sends a
-    hash, once.
+    JAX's own function would send the whole value between the processes to compare it. `check_replicas` sends a hash,
+    once.
     """
     mesh: Any = sharding.mesh
-    if is_described(mesh.devices.flat[0]):  # nothing can be put there, and explain needs nothing there
+    if is_described(mesh.devices.flat[0]):  # no value can lie on such a device, and explain needs none there
         return x
     x = own_copies(x, NamedSharding(mesh, PartitionSpec()))
     if sharding.is_fully_addressable or isinstance(x, Tracer):
@@ -78,9 +78,10 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
-    """Returns a replicated array as one of this process's devices; anything else as it is.
+    """Returns an array that is replicated over several processes as an array of this one alone; anything else as it is.
 
-    On these devices, if they are some of its own; else on one, if they are other devices of its processes.
+    If the devices of `sharding` are among those that hold the array, the result is on them. If they are other devices
+    of the same processes, it is one copy on the first of this process's devices.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.is_fully_replicated:
         return x
@@ -104,7 +105,7 @@ def _processes(devices: set[Any]) -> set[int]:
 
 
 def refuse_traced(arrays: Sequence[Any], mesh: ReplicaMesh, verb: str) -> None:
-    """Raises a `ValueError` for outputs of one process of several under a transformation, which sees only these."""
+    """Raises a `ValueError` if a transformation traces a process's own outputs: it would miss the others' rows."""
     if mesh.spans_processes and any(isinstance(x, Tracer) for x in arrays):
         raise ValueError(
             f"jdp.{verb}: traced (by jax.grad, jax.jit or the like), and a process's outputs are those of its own rows "
@@ -123,7 +124,7 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         data = jax.random.key_data(x)
         trailing = data.shape[x.ndim :]
         return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
-    if not shape and getattr(x, "weak_type", False):  # a Python number, which takes the type of what it meets
+    if not shape and getattr(x, "weak_type", False):  # a Python number, which must stay weakly typed
         with jax.transfer_guard("allow"):
             return jax.jit(_identity, out_shardings=sharding)(x.item())
     mesh: Any = sharding.mesh
@@ -131,6 +132,6 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     if x.size:
         by_device = {s.device: s.data for s in x.addressable_shards}
         shards = [by_device[d] for d in own]
-    else:  # of an array without elements JAX keeps no shape of the parts
+    else:  # JAX does not keep the shape of an empty array's parts
         shards = [jax.device_put(np.zeros(sharding.shard_shape(shape), x.dtype), d) for d in own]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)

@@ -35,7 +35,7 @@ def is_sparse(x: Any) -> bool:
 
 
 def way_out(x: Any) -> str:
-    """Returns the expression that makes an array of `x`; errors advise it."""
+    """Returns the code that converts `x` to an array, for the advice in an error."""
     if is_sparse(x):
         return "x.todense()"
     if isinstance(x, Mapping):  # of a class that JAX does not look into
@@ -46,7 +46,7 @@ def way_out(x: Any) -> str:
 
 
 def no_further(x: Any) -> bool:
-    """Returns True where flattening stops: at what is scattered already, and at what `classify` must see whole."""
+    """Returns True where flattening a batch stops: at a `Scattered`, and at objects that `classify` must see whole."""
     # Nearly all objects are of the usual types, and isinstance of an abstract class is slow to say no.
     return type(x) not in USUAL and (is_scattered(x) or isinstance(x, Iterator) or is_sparse(x))
 
@@ -81,7 +81,7 @@ def flatten_batch(
     refuse_deep(inputs, verb, root)
     try:
         return jax.tree.flatten(inputs, is_leaf=stop)
-    except ValueError as error:  # that of JAX: dict keys do not compare
+    except ValueError as error:  # JAX's own: the keys of a dict cannot be compared
         raise ValueError(
             f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
             f"({error}); JAX sorts them. Pass keys of one type."
@@ -211,7 +211,7 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
     """Returns the number of rows that all cut arrays (array, axis, index) agree on."""
-    if verb != "scatter":  # of arguments; a tree that is only scattered may hold two such rows
+    if verb != "scatter":  # in an argument it is a key; in a tree that is only scattered it may be two rows
         _refuse_legacy_keys(cut, verb, name)
     first, axis, index = cut[0]
     rows = first.shape[axis]
@@ -256,7 +256,8 @@ def _or_axes(verb: str, name: str) -> str:
 def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
     """Raises a `TypeError` for rows as a list of Python numbers: each number would be replicated.
 
-    `rows` is None if nothing is cut: then the lists of a batch are its rows, and those of a call's arguments are not.
+    `rows` is None if nothing is cut. Then any list of numbers in a batch counts as rows, but none among a call's
+    arguments does.
     """
     is_batch = isinstance(root, str)
 
@@ -278,7 +279,7 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
 
 def refuse_loader(batch: Any, verb: str) -> None:
     """Raises a `TypeError` for a batch that is a loader, a dataset or an iterator."""
-    # What is a batch of another kind, or in a container that JAX does not know, has an error of its own.
+    # Other objects that are no batch, and containers that JAX does not know, are refused elsewhere.
     if isinstance(batch, (*ARRAYS, *NESTED, str, bytes, type)) or hasattr(batch, "__array__"):
         return
     if is_scattered(batch) or is_sparse(batch) or _holds_arrays(batch):

@@ -24,9 +24,9 @@ class Cut(NamedTuple):
     """A leaf that is cut along `axis`: replica i has `sizes[i]` rows, padded to the largest (or to `least`)."""
 
     axis: int
-    sizes: tuple[int, ...]  # none while scatter does not know the rows yet
-    # One row at least: the gradient of a shard_map over a zero-row operand does not compile. More, where these are
-    # the replicas of one process and another's has more rows.
+    sizes: tuple[int, ...]  # empty while scatter does not know the rows yet
+    # At least one row, because the gradient of a shard_map over a zero-row operand does not compile. More, if these are
+    # the replicas of one process, and another process has a replica with more rows.
     least: int = 1
 
     @property
@@ -47,9 +47,9 @@ class Whole(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A parameter that is cut along `axis` into equal parts, and replicated when it is used.
+    """A parameter that is cut along `axis` into equal parts, and gathered when it is used.
 
-    With `is_whole` the program has gathered it already.
+    `is_whole` says that the program has gathered it already.
     """
 
     axis: int
@@ -112,7 +112,7 @@ class Layout:
     holds_statics: bool
     """Whether some leaves are not arrays."""
     is_gathered: bool
-    """Whether the arrays, as a program returns them, are what gathering them over the replicas gives."""
+    """Whether a program's arrays are the gathered arrays already: no padding, and the rows are along axis 0."""
     used: tuple[int, ...]
     """The replicas that have rows. If nothing is cut: the primary, or with several processes the first of each."""
     fill: Callable[[Sequence[Any]], Tree]
@@ -130,7 +130,7 @@ class Layout:
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))
             found.is_cut = any(isinstance(leaf, Cut | Stack) for leaf in found.arrays)
-            # With several processes, the first of each is there, unless it has run out of data.
+            # If nothing is cut, several processes give a size of 1 to the first replica of each that still has data.
             found.used = tuple(itertools.compress(itertools.count(), found.sizes))
             if not found.is_cut and jax.process_count() == 1:
                 found.used = (0,)
@@ -141,7 +141,7 @@ class Layout:
                 for leaf in found.arrays
             )
             found.is_gathered = found.is_even and not any(isinstance(leaf, Cut) and leaf.axis for leaf in found.arrays)
-            # Without statics a tree is made of its arrays with no Python between.
+            # Without statics JAX makes the tree from its arrays, and no Python code runs.
             found.holds_statics = len(found.arrays) < len(found.leaves)
             found.fill = found._fill if found.holds_statics else found.treedef.unflatten
             found = _layouts.setdefault(key, found)
@@ -171,7 +171,7 @@ class Layout:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The replicas on this process's devices; of devices that are only described, all."""
+        """The replicas on this process's devices; all replicas if the devices are only described."""
         return tuple(i for i in range(len(self.devices)) if i // self.per_device in self.mesh.own_indices)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""A tree in a few lines: of each leaf what it is and where it lies, and never its values."""
+"""Describes a tree in a few lines: what each leaf is and where it lies, but never its values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def outline(name: str, tree: Tree) -> str:
 
 
 def outline_of_leaf(x: Any) -> str:
-    """Returns the dtype, shape and place of an array, and never its values; a short Python value itself."""
+    """Returns the dtype, shape and place of an array, but never its values; or the type and value of a Python value."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
         return type(x).__name__ + f" {text}" * (0 < len(text) < 40)
@@ -31,7 +31,7 @@ def outline_of_leaf(x: Any) -> str:
 
 
 def _place(x: Any) -> str:
-    """Returns where an array lies; of one that is freed nothing else can be asked."""
+    """Returns in words where an array lies, or that it is freed."""
     if isinstance(x, Tracer):
         return "traced"
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -47,7 +47,7 @@ def _place(x: Any) -> str:
 
 
 def page_of(title: str, facts: Sequence[tuple[str, object]], trees: Mapping[str, Tree]) -> Page:
-    """Returns a page with some facts, and of each tree its arrays and what they take of a device's memory.
+    """Returns a page with some facts, and for each tree its arrays and how much of a device's memory they take.
 
     It reads no value and waits for no device, so that a notebook may draw it at any time.
     """
@@ -70,7 +70,7 @@ _MANY = 200  # arrays
 
 
 def bytes_on_each(tree: Tree) -> int:
-    """Returns bytes of the arrays of a tree that lie on one device; of what is freed, none."""
+    """Returns how many bytes a tree's arrays take on one device; freed arrays take none."""
     size = 0
     for x in jax.tree.leaves(tree):
         is_here = isinstance(x, jax.Array) and not isinstance(x, Tracer)

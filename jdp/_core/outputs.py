@@ -28,16 +28,16 @@ or the primary's is kept."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marked:
-    """A leaf that a door's function returns with its own rule; to `jax.tree` it is a leaf, as is any object.
+    """An output with its own rule for how the replicas' values become one; for `jax.tree` it is a leaf.
 
-    With `axis` an int the replicas' values are concatenated along it. With `None` there is one value
-    for all: the primary replica's, the mean weighted by rows, or the sum. Replicas without rows give
-    `old`, which is what it was before. `over` divides it: a float, or the sum of the replicas' values of an
-    array that is an output, too. `wire` is the dtype of a sum that travels, `dtype` that of the result;
-    with `scatter` a sum comes back cut along that axis (a reduce-scatter), and what is "summed" is that
-    already. `alone` is the error if several replicas have rows: the value of one would not be that of all.
+    If `axis` is an int, the replicas' values are concatenated along it. If it is None, there is one value
+    for all, as `reduce` says: the primary replica's, the mean weighted by rows, or the sum. A replica without
+    rows returns `old`, the value before the call. The result is divided by `over`: a float, or another output,
+    whose sum over the replicas is taken. A sum is sent in the dtype `wire`, and the result has `dtype`.
+    With `scatter`, a sum comes back cut along that axis (a reduce-scatter); a "summed" value is cut so already.
+    `alone` is the text of the error if several replicas have rows, because one replica's value is not that of all.
 
-    In `Outputs.rules` it has no value; `old` is the number of an operand, and an int in `over` that of an output.
+    In `Outputs.rules`, `value` is None, `old` is the index of an operand, and an int in `over` that of an output.
     """
 
     value: Any
@@ -52,13 +52,13 @@ class Marked:
 
     @property
     def along(self) -> int | None:
-        """The axis along which the replicas have different parts of what comes out."""
+        """The axis along which each replica has its own part of the result; None if the result is replicated."""
         return self.axis if self.scatter is None else self.scatter
 
 
 def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
-    """Returns what a replica's call returned: the arrays of the tree, its treedef and one rule for each array."""
-    leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)  # whose buffers are no rows
+    """Returns, as `Outputs`, what a replica's call returned: arrays, treedef and one rule for each array."""
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)  # the buffers of a sparse array are no rows
     marks = [leaf if isinstance(leaf, Marked) else Marked(leaf, layout.dim) for leaf in leaves]
     rules = []
     for i, mark in enumerate(marks):
@@ -82,10 +82,10 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
                 )
             axis %= value.ndim
         if over is not None and not isinstance(over, float):
-            # The count itself, which comes last; the same array may also be the total of another mean.
+            # The index of the count. If the same array is also the total of another mean, the count is the last one.
             over = max(j for j, other in enumerate(marks) if other.value is over and other.over is None)
         old = next((j for j, x in enumerate(operands) if x is mark.old), None)
-        reduce: Reduce = "same" if value is mark.old else mark.reduce  # what did not change is equal as it is
+        reduce: Reduce = "same" if value is mark.old else mark.reduce  # not changed, so equal everywhere
         rules.append(dataclasses.replace(mark, value=None, axis=axis, reduce=reduce, old=old, over=over, alone=None))
     return Outputs([mark.value for mark in marks], treedef, tuple(rules), layout)
 
@@ -95,8 +95,8 @@ def refuse_other_axes(
 ) -> None:
     """Raises a `ValueError` for an output whose rows are along another axis than `dim`, along which all are joined.
 
-    `run(*operands)` has made the outputs of so many rows. Where their shapes leave it open which axis is that of the
-    rows, it is traced for any number of rows.
+    `out` is what `run(*operands)` has returned for `rows` rows. If the shapes do not show which axis holds the rows,
+    `run` is traced once more with a symbolic number of rows.
     """
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)
     open_ones = [i for i, x in enumerate(leaves) if is_array(x) and _may_be_elsewhere(x.shape, rows, dim)]
@@ -116,7 +116,7 @@ def refuse_other_axes(
 
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
-    """Returns True if another axis than `dim` may be that of the rows; False, a guess, if `dim` has as many as rows."""
+    """Returns True if another axis than `dim` may hold the rows. If `dim` has their number, it is taken to do so."""
     if not rows or not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
     return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
@@ -136,23 +136,23 @@ def _paths(treedef: Any) -> list[Any]:
 )
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """A replica's output arrays, and (as static data, so that it passes through `jit`) what they are."""
+    """A replica's output arrays. What they are (all other fields) is static data, so that it passes through `jit`."""
 
     values: list[Any]
     treedef: Any
     rules: tuple[Marked, ...]
     layout: Layout
     sizes: tuple[tuple[int, ...], ...] = ()
-    """For each array the rows on every replica, when they are known; none where it is not cut."""
+    """For each array its rows on every replica, once they are known; () if the array is not cut."""
 
     def is_mean(self, x: Any, rule: Marked) -> bool:
-        """Returns True if what is one for all is the mean over the replicas, weighted by their rows."""
+        """Returns True if an output's one value is the mean over the replicas, weighted by their rows."""
         has_rows = self.layout.is_cut and any(self.layout.rows)
         return rule.reduce == "mean" and has_rows and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
     @property
     def ways(self) -> list[Way]:
-        """For each output how the replicas' values become one."""
+        """For each output, how the replicas' values become one."""
 
         def way(x: Any, rule: Marked) -> Way:
             if rule.axis is not None:
@@ -164,9 +164,11 @@ class Outputs:
         return [way(x, rule) for x, rule in zip(self.values, self.rules, strict=True)]
 
     def reduce(self, index: Any) -> tuple[list[Any], list[Any]]:
-        """Returns, inside the program, the device's arrays of rows, that axis first, and those that are one for all.
+        """Reduces the outputs over all devices, inside the program; returns `(cut, whole)`.
 
-        The outputs are those of the device's replica, or of its replicas put together; `index` is the device's.
+        `cut` holds this device's part of each output that is cut, with the cut axis first; `whole` holds the outputs
+        with one value for all. `self` has the outputs of this device's replica, or of its several replicas put
+        together; `index` is the device's index.
         """
         cut, whole = [], []
         for x, rule in zip(self._summed(), self.rules, strict=True):
@@ -181,7 +183,7 @@ class Outputs:
         return cut, whole
 
     def _summed(self) -> list[Any]:
-        """Returns the values, with sums over the replicas in place of summands, and divided where a rule says so."""
+        """Returns the values; each that is a sum is summed over the replicas. They are divided as their rules say."""
         mesh = self.layout.mesh
         at = sorted({rule.over for rule in self.rules if isinstance(rule.over, int)})
         totals = dict(zip(at, _psum([self.values[i] for i in at], mesh), strict=True))
@@ -199,7 +201,8 @@ class Outputs:
 
     def _one_for_all(self, x: Any, rule: Marked, index: Any) -> Any:
         layout, axis_name = self.layout, self.layout.mesh.axis_name
-        # An idle replica has what went in, or zeros: then what is the same on the others comes from the primary.
+        # An idle replica returns the old value, or zeros if there is none. In the latter case a value that is the same
+        # on all other replicas is taken from the primary.
         is_same = rule.reduce == "same" and (rule.old is not None or len(layout.used) == len(layout.devices))
         if is_same or rule.reduce == "sum" or layout.mesh.size == 1:
             return x
@@ -220,7 +223,7 @@ class Outputs:
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 
     def scattered(self, cut: Sequence[Any], whole: Sequence[Any]) -> Scattered:
-        """Returns, outside of the program's body, the arrays as one `Scattered`."""
+        """Returns the arrays that came out of `reduce` as one `Scattered`, outside of the program's body."""
         layout, mesh, cuts, wholes = self.layout, self.layout.mesh, iter(cut), iter(whole)
         arrays: list[Any] = []
         leaves: list[Leaf] = []
@@ -232,7 +235,7 @@ class Outputs:
                 continue
             x = next(cuts)
             x = jnp.moveaxis(x, 0, axis) if axis else x
-            # A replica's device has all of the replica's rows, also where the model has cut them over the inner axes.
+            # Each device of a replica gets all rows of the replica, even if the model has cut them over the inner axes.
             arrays.append(jax.lax.with_sharding_constraint(x, mesh.along(axis)) if mesh.inner_axes else x)
             leaves.append(Shard(axis) if rule.scatter is not None else Cut(axis, sizes) if sizes else Stack())
         return Scattered(arrays, layout.of(self.treedef, leaves))
@@ -249,8 +252,8 @@ def _mean_or_sum(x: Any, rule: Marked, over: Any, path: Any, mesh: ReplicaMesh) 
     if rule.wire is None:
         x = divided(_sum_over_replicas(x, rule.scatter, name, mesh), over)
     else:
-        # A value that travels in a narrow type is divided before, because a sum of many may leave the range of that
-        # type; other values are divided after the sum, as pmean does.
+        # A value that is sent in a narrow type is divided before the sum, which might overflow otherwise; other values
+        # are divided after the sum, as pmean does.
         x = divided(x, over)
         x = _sum_over_replicas(x.astype(rule.wire), rule.scatter, name, mesh).astype(x.dtype)
     return x if rule.dtype is None else x.astype(rule.dtype)
@@ -264,10 +267,11 @@ def _sum_over_replicas(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -
     if axis is not None:
         with jax.named_scope(name):
             return jax.lax.psum_scatter(x, mesh.axis_name, scatter_dimension=axis, tiled=True)
-    # The gradient of a dense layer's kernel is the transpose of a product. With the sum behind the transpose, XLA's CPU
-    # compiler makes one product of both, of a form that it is slow at: a tenth of a small transformer's step. With
-    # larger and with smaller matrices the transposes take longer than that: a fifth of the step of a wide MLP, an
-    # eighth of that of one with 128 units. Between processes the sum is another operation: a fifth there, too.
+    # The gradient of a dense layer's kernel is the transpose of a product. If the sum comes after the transpose, XLA's
+    # CPU compiler merges product and transpose into a form that it computes slowly: a tenth of a small transformer's
+    # step. So matrices of such sizes are transposed before and after the sum. For larger and for smaller ones the two
+    # transposes cost more than that: a fifth of the step of a wide MLP, an eighth of that of one with 128 units. Between
+    # processes, where the sum is another operation, they would cost a fifth, too.
     on_cpu = mesh.devices[0].platform == "cpu" and not mesh.spans_processes
     is_turned = on_cpu and mesh.size > 1 and x.ndim == 2 and x.size in _TURNED
     x = jnp.matrix_transpose(x) if is_turned else x
@@ -292,11 +296,11 @@ def divided(x: Any, by: Any) -> Any:
     if by is None or is_inexact and isinstance(by, float) and by == 1:
         return x
     by = as_divisor(by, x)
-    # A mean of integers is no integer; one of 16-bit floats stays what it is.
+    # A mean of integers is a float; a mean of 16-bit floats keeps its dtype.
     return (x / by).astype(x.dtype) if is_inexact else x / by
 
 
 def as_divisor(by: Any, x: Any) -> Any:
-    """Returns a count as a divisor of x: strict type promotion divides no floats by an array of integers."""
+    """Returns a count in the dtype of x, because strict type promotion does not divide floats by integers."""
     is_count = hasattr(by, "dtype") and not jnp.issubdtype(by.dtype, jnp.inexact)
     return by.astype(x.dtype) if is_count and jnp.issubdtype(x.dtype, jnp.inexact) else by

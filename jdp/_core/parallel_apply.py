@@ -41,14 +41,14 @@ def parallel_apply(
     for each call is compiled for each call. Python scalars, strings and other objects among the
     inputs are part of the program: each new value compiles it again. The axis `"data"` is live
     inside, so that `fn` can run collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
-    on every replica but the primary. Outputs of chunks of unequal size are those of their true sizes.
+    on every replica but the primary. If chunks have unequal sizes, the outputs have their true sizes.
 
     Args:
         fn: the function; returns a pytree of arrays.
         replicas: its first argument, replicated (`jdp.replicate`); arrays on the host or
             on the primary device are replicated first.
         inputs: from `jdp.scatter`, or a batch from `dp.prefetch`; a tuple or list holds the positional arguments,
-            anything else is one, a NamedTuple too.
+            anything else, also a NamedTuple, is a single argument.
         kwargs: the keyword arguments, a dict; from the same sources.
 
     Returns:
@@ -56,8 +56,8 @@ def parallel_apply(
 
     Raises:
         TypeError: an output leaf is no array, with its path.
-        ValueError: outputs of replicas differ off `dim`; or `fn` runs collectives of its own and the
-            chunks are uneven.
+        ValueError: the replicas' outputs differ other than in their size along `dim`; or `fn` runs collectives of its
+            own and the chunks are uneven.
 
     Example:
         >>> import jdp, numpy as np
@@ -94,11 +94,11 @@ def _joined_batch(batch: Tree) -> Tree:
 GatherTime = Literal["as used", "at once", "in the call"]
 """When the parameters that are cut over the replicas are gathered."""
 OutputsOf = Callable[[Tree, Mapping[str, Any]], Tree]
-"""Returns those outputs, of what a function returned and its keyword arguments, that are concatenated along `dim`."""
+"""`gathered(returned, kwargs)` picks those outputs of a function that are concatenated along `dim`."""
 CallOf = Callable[[Signature, int], Callable[..., Tree]]
-"""`call_of(signature, replica)` is the function of the operands that a replica runs.
+"""`call_of(signature, replica)` returns the function that a replica runs on its operands.
 
-It is the same for all replicas with one size of chunk; `replica` is the first of them."""
+Replicas with chunks of the same size share one function; `replica` is the first of them."""
 
 
 def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
@@ -144,7 +144,7 @@ def on_replicas(
                 outputs = take_turns(functools.partial(body, mine), operands, mine, index)
             else:
                 outputs = run_chunks(functools.partial(body, mine), operands, mine, index, gather == "as used")
-            found.append(dataclasses.replace(outputs, values=[]))  # which must not outlive their trace
+            found.append(dataclasses.replace(outputs, values=[]))  # no tracer may outlive its trace
             return outputs.reduce(index)
 
         with jax.named_scope("DataParallel"):
@@ -156,9 +156,9 @@ def on_replicas(
 
 
 def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[PartitionSpec]) -> Callable[..., Tree]:
-    """Returns the program of all replicas: `local` on each, with `(outputs that are cut, outputs that are whole)`.
+    """Returns a function that runs `local` on all replicas; `local` returns `(cut outputs, replicated outputs)`.
 
-    Inside of a replica of several devices the compiler partitions it, as under `jax.jit`.
+    If a replica is several devices, the compiler partitions its work over them, as under `jax.jit`.
     """
     if mesh.size == 1 and mesh.inner_axes:
         # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be
@@ -395,7 +395,7 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
 
     is_one = lambda x: isinstance(x, PartitionSpec | Sharding)  # noqa: E731
     found = jax.tree.map(within, shardings, is_leaf=is_one)
-    # Flax's DenseGeneral makes its kernel with two axes first, and constrains that by a name for each axis of its own.
+    # Flax's DenseGeneral first makes its kernel with two axes, but constrains it with names for all its final axes.
     if isinstance(found, NamedSharding) and len(found.spec) > jnp.ndim(x):
         return x
     return _of_jax(x, found, *args, **kwargs)

@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class ReplicaProgram:
-    """A function that runs on all replicas (`on_replicas` made it), and its programs: one for each kind of arguments.
+    """A function that runs on all replicas (from `on_replicas`), and its programs: one for each kind of arguments.
 
-    With `donates` the replicas are a tuple, and a program frees the arrays in its first entry.
+    With `donates`, the argument `replicas` is a tuple, and a program frees the arrays in its first entry (donation).
     """
 
     def __init__(self, run: Callable[..., Scattered], donates: bool = False) -> None:
@@ -64,7 +64,7 @@ class ReplicaProgram:
         return found
 
     def _of_trees(self, inputs: Scattered, kwargs: Scattered | None) -> Callable[..., Scattered]:
-        """Returns the program of several processes, which tell each other its operands by their names."""
+        """Returns the program for several processes. It takes trees, because the processes compare operands by path."""
         key = inputs._layout, None if kwargs is None else kwargs._layout
         found = self.programs.used(key)
         if found is None:
@@ -80,7 +80,7 @@ class ReplicaProgram:
         return found
 
     def jitted(self, inputs: Scattered | None, kwargs: Scattered | None) -> Any:
-        """Returns the function of the trees themselves: names in it are those of the operands."""
+        """Returns the jitted function of the trees themselves, whose operands have names, for `explain`."""
         return jax.jit(self._run, in_shardings=(None, *_where(inputs, kwargs)))
 
 
@@ -89,10 +89,11 @@ def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
 
 
 class FlatProgram:
-    """A program that takes flat lists of arrays. The treedef of the replicas and the layouts of the batch are its own.
+    """A program that takes flat lists of arrays. It belongs to one treedef of the replicas and to one layout of inputs.
 
-    Each call flattens the parameters anyway, to see where they lie. JAX would flatten them again, and sort the keys of
-    every dict. `run` takes the replicas' leaves that are donated, the others, and the arrays of inputs and kwargs.
+    A call has flattened the parameters anyway, to see where they lie. With trees, JAX would flatten them once more and
+    sort the keys of every dict. `run` takes the donated leaves of the replicas, the other leaves, and the arrays of
+    inputs and kwargs.
     """
 
     def __init__(self, run: Callable[..., Scattered], replicas: Any, inputs: Layout, kwargs: Layout | None) -> None:
@@ -106,13 +107,14 @@ class FlatProgram:
             layout = out._layout
             if layout not in layouts:
                 layouts.append(layout)
-            # The number of leading Nones is the index of the layout. For a `Scattered` JAX would call Python code.
+            # A program cannot return a layout, so the number of leading Nones is its index. With a `Scattered` as the
+            # result, JAX would call Python code in every run.
             values = layout.fill(out._arrays) if layout.is_gathered else out._arrays
             return *[None] * layouts.index(layout), values
 
         of_leaves.__name__ = of_leaves.__qualname__ = run.__name__
         # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
-        # before it costs, and into the one program that placed arrays run as well.
+        # before it costs. Arrays that are on the devices already run the same program.
         where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
         self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), donate_argnums=0)
         self.waits: bool = True  # whether few runs may be in flight at a time, because replicas wait for each other
@@ -130,7 +132,7 @@ class FlatProgram:
 def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[Any]) -> Any:
     """Calls a program as part of the user's own `jax.jit`.
 
-    Where an argument of that is committed to one device, JAX refuses it later, in a text that ends with this name.
+    If an argument of that jit is committed to one device, JAX raises an error later, whose text ends with this name.
     """
     return program(*operands)
 
@@ -144,15 +146,15 @@ _settings: Any = jax.config
 # Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _made: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
-_held: list[tuple[Any, dict[int, Any]]] = []  # what cannot be referred to weakly, and its store; the last used last
+_held: list[tuple[Any, dict[int, Any]]] = []  # objects without weak references, and their stores; the last used last
 
 
 def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _made) -> T:
     """Returns `make(fn)`, made once per `fn` and `key`, and freed with `fn`.
 
-    `store` refers to `fn` weakly, and `make` gets a stand-in that calls `fn` and does not keep it alive. There is no
-    weak reference to an object of a class with `__slots__`: the last 16 of those that were used stay alive. Python
-    makes a bound method again at each access, so it is known by its object and its function.
+    `store` refers to `fn` weakly, and `make` gets a stand-in that calls `fn` and does not keep it alive. An object of a
+    class with `__slots__` has no weak references: the 16 that were used last are kept alive. Python makes a new bound
+    method at each access, so a method is known by its object and its function.
     """
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn, None)
     number = id(owner)
@@ -185,7 +187,7 @@ def _is_of_what_is_gone(key: Any) -> bool:
 
 
 def _hold(owner: Any, store: dict[int, Any]) -> None:
-    """Keeps alive what is known by its id, so that no other object gets it; drops what was used longest ago."""
+    """Keeps an object alive, so that no other object gets its id; drops the one that was used longest ago."""
     _held[:] = [x for x in _held if x[0] is not owner or x[1] is not store] + [(owner, store)]
     if len(_held) > MOST_HELD:
         oldest, its_store = _held.pop(0)
@@ -197,12 +199,12 @@ SIZES = 128
 
 
 class Recent(OrderedDict[K, T]):
-    """A dict of at most `SIZES` entries; a new one takes the place of the one that was asked for longest ago."""
+    """A dict of at most `SIZES` entries: a new entry replaces the one that was used longest ago (an LRU cache)."""
 
     def used(self, key: K) -> T | None:
-        """Returns the entry with this key, which is now the last to be dropped; None if there is no such entry."""
+        """Returns the entry with this key, and marks it as used; None if there is no such entry."""
         try:
-            if len(self) > 1:  # to find a key twice takes long where a large model's treedef is part of it
+            if len(self) > 1:  # looking a key up twice is slow if a large model's treedef is part of it
                 self.move_to_end(key)
         except KeyError:
             return None
@@ -222,11 +224,11 @@ Layouts = Recent[Any, Layout]
 # small output of each is held until then. All wrappers share the devices, so they share the queue.
 STEPS_IN_FLIGHT = 12
 _SIZE = operator.attrgetter("size")
-WAITED_FOR_AT_ONCE = 4  # the first wait costs most, because its code has left the caches
+WAITED_FOR_AT_ONCE = 4  # several at once, because the first wait costs most: its code has left the processor's caches
 _running: collections.deque[tuple[str, jax.Array]] = collections.deque()  # each with its program's name
 
 
-_ALONE = contextlib.nullcontext()  # what a dispatch runs in if there are no other processes
+_ALONE = contextlib.nullcontext()  # the context of a dispatch if there are no other processes
 
 
 def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
@@ -248,7 +250,7 @@ def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
 def dispatch_step(
     program: Callable[..., Any], mesh: ReplicaMesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
 ) -> tuple[S, dict[str, Any]]:
-    """Dispatches a training step; its loss stands for the run, because its state is donated to the next step."""
+    """Dispatches a training step. Later calls wait for its loss, because its state is donated to the next step."""
     exchange = mesh.exchange
     if exchange is None:
         found = run_and_keep(program, args, keep)
@@ -263,13 +265,14 @@ def dispatch_step(
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:
-    """Returns `keep(program(*args))`; no Ctrl-C comes between what the program frees and what `keep` stores.
+    """Returns `keep(program(*args))`; Ctrl-C cannot come between the program, which frees the old state, and `keep`.
 
-    Python runs the handler of a signal between any two of its instructions, those inside of JAX as well. In here the
-    first SIGINT waits until the result is kept. A second one does not wait.
+    Python may run the handler of a signal between any two instructions, also of JAX's code. In here the handler of a
+    first SIGINT is called after `keep`. A second SIGINT does not wait.
     """
     handler = getsignal(_SIGINT)
-    # Only the main thread gets signals. A handler of C's is not Python's to call, and ours is at work already.
+    # Only the main thread gets signals. Python cannot call a handler that C code has installed. If the handler is
+    # `_hold_back`, this call is inside of another one.
     if handler is _hold_back or not callable(handler) or threading.get_ident() != _MAIN_THREAD:
         return keep(program(*args))
     _held_back[:] = [handler]
@@ -299,7 +302,7 @@ def _deliver() -> None:
 
 
 def _wait_for_earlier(program: Any, output: Any) -> None:
-    """Keeps one output of a call that was just dispatched, and waits for the oldest of too many."""
+    """Keeps one output of a call that was just dispatched; if too many calls are in flight, waits for the oldest."""
     value = concrete(output)
     if value is None:
         return
@@ -314,7 +317,7 @@ def wait_for_all() -> None:
 
 
 def _wait(most: int) -> None:
-    """Waits for the oldest, until there are no more than that."""
+    """Waits for the oldest runs, until at most `most` are in flight."""
     while len(_running) > most:
         try:
             name, oldest = _running.popleft()
@@ -345,10 +348,11 @@ _interceptor: contextvars.ContextVar[_Interceptor] = contextvars.ContextVar("jdp
 
 @contextlib.contextmanager
 def intercept(take: Callable[..., None], *, shapes: bool, stepped: Callable[..., None] = _nobody) -> Iterator[None]:
-    """Gives `take` every program of replicas, and of a step, that is about to run in here, with its operands.
+    """Calls `take(program, *operands)` before each program of replicas, or of a training step, that runs in its body.
 
-    It may end the call by raising. With `shapes` the operands are shapes alone: nothing is asked of other processes, or
-    put anywhere. `stepped` gets every program of a step that has run, with the state after and the metrics.
+    `take` may raise, to end the call. With `shapes` the operands have shapes and no values: no array is put anywhere,
+    and the other processes are asked nothing. `stepped(program, state, metrics)` is called after the program of each
+    step has run.
     """
     token = _interceptor.set((take, shapes, stepped))
     try:
@@ -373,14 +377,14 @@ def is_watched() -> bool:
 
 
 def capturing() -> bool:
-    """Returns True if this call is made with shapes, so that its program can be looked at."""
+    """Returns True if operands have shapes and no values, because only the program is wanted (see `intercept`)."""
     return _interceptor.get()[1]
 
 
 def are_freed(leaves: Sequence[Any]) -> bool:
     """Returns True if an array among them has been freed, as those that were donated to a training step."""
     try:
-        # Every call checks every leaf, so no Python code runs per leaf, and no method is looked up.
+        # Every call checks every leaf, so this is written without Python code, or the look-up of a method, per leaf.
         return bool(leaves) and any(map(type(leaves[0]).is_deleted, leaves))
     except (AttributeError, TypeError):  # leaves of several types: a key among arrays; numbers, tracers
         kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # never a tracer's
@@ -388,7 +392,7 @@ def are_freed(leaves: Sequence[Any]) -> bool:
 
 
 def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -> None:
-    """Raises a `RuntimeError` for an array that has been freed, because XLA may crash on one; `name(i)` is a leaf's."""
+    """Raises a `RuntimeError` for a freed array, because XLA may crash on one; `name(i)` is the name of leaf i."""
     if are_freed(leaves):
         i = next(i for i, x in enumerate(leaves) if issubclass(type(x), jax.Array) and x.is_deleted())
         raise RuntimeError(

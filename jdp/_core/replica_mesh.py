@@ -27,7 +27,7 @@ HALVES = (jnp.bfloat16, jnp.float16)
 class ReplicaMesh:
     """A mesh of devices, and the axis of it that counts the replicas; one object for each pair (`replica_mesh`).
 
-    A replica is one device, or (of a mesh with further axes) the group of devices along the other axes.
+    A replica is one device or, if the mesh has other axes, the group of devices along these.
     """
 
     __slots__ = (
@@ -49,14 +49,14 @@ class ReplicaMesh:
         self.inner_axes: tuple[str, ...] = tuple(name for name in mesh.axis_names if name != axis_name)
         """The axes inside of a replica; none where a replica is one device."""
         self.processes: tuple[int, ...] = tuple(sorted({d.process_index for d in self.all_devices}))
-        # Devices of an absent machine (of a topology, to compile for) name processes as well, in a job of one.
+        # Devices that are only described (a topology, to compile for) have process indices, too, in a job of one.
         self.spans_processes: bool = jax.process_count() > 1 and len(self.processes) > 1
         """Whether other processes hold some of the devices, so that each has rows of its own."""
         self.exchange: Exchange | None = exchange_of(self.processes) if self.spans_processes else None
         """How this process tells the others what it does; None if there are no others."""
         here = jax.process_index()
         self.own_indices: tuple[int, ...] = self.indices_of(None if self.exchange is None else here)
-        """The numbers of the groups that are this process's; of devices that are only described, all."""
+        """The indices of this process's groups; those of all groups if the devices are only described."""
         self.is_described: bool = is_described(self.all_devices[0])
         """Whether the devices are those of a topology: programs are compiled for them, and do not run."""
         self.may_deadlock: bool = len(self.all_devices) > 1 and self.devices[0].platform == "cpu"
@@ -83,7 +83,7 @@ class ReplicaMesh:
         return self
 
     def indices_of(self, process: int | None) -> tuple[int, ...]:
-        """Returns the numbers of the groups that are a process's; None: all groups."""
+        """Returns the indices of the groups of a process; for None, of all groups."""
         return tuple(i for i, d in enumerate(self.devices) if process in (None, d.process_index))
 
     @property
@@ -149,7 +149,7 @@ def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
     """Returns the one object of a mesh and its replicas' axis; Explicit axes become Auto.
 
     Raises:
-        ValueError: a replica's devices belong to several processes, so that none has its rows.
+        ValueError: a replica's devices belong to several processes, so that none of these can pass its rows.
     """
     return _of_auto_axes(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
 
@@ -188,7 +188,7 @@ _on_meshes: weakref.WeakKeyDictionary[Any, tuple[ReplicaMesh, int | None]] = wea
 
 
 def will_run(wrapper: Any, mesh: ReplicaMesh, replicas: int | None) -> None:
-    """Registers a wrapper that runs on a mesh, as long as it lives; the user has chosen `replicas`, or it is None."""
+    """Registers a wrapper that runs on a mesh, while it lives; `replicas` is None if the user has not chosen them."""
     _on_meshes[wrapper] = mesh, replicas
 
 
@@ -204,7 +204,7 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-cut_off: list[int] = []  # the process that this one was forked from, where JAX's threads are
+cut_off: list[int] = []  # if this process was forked: the one it was forked from, which alone has JAX's threads
 
 
 def _after_fork() -> None:

@@ -60,7 +60,7 @@ OfShards = Literal["scattered", "whole", "kept"]
 
 
 def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
-    """Replicates a tree. What is `Scattered` in it (state with a batch axis) stays so; `root` is its name in errors.
+    """Replicates a tree. A `Scattered` in it (state with a batch axis) stays as it is; `root` names it in errors.
 
     `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
     gathers it, "whole", or "kept" as it is.
@@ -96,7 +96,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         if isinstance(leaves[i], Tracer) and not has_values():
             away.remove(i)
         elif isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
-            # A gradient comes back to where the value came from, and from the host that is nowhere.
+            # A gradient goes back to the device that the value came from. A value of the host has none, so it gets one.
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
     values = [leaves[i] for i in away]
     refuse_traced(values, mesh, verb)
@@ -107,7 +107,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
 
 
 def refuse_freed_in(tree: Tree, leaves: list[Any], verb: str, root: str) -> None:
-    """Raises a `RuntimeError` for a leaf that has been freed, also where it is differentiated."""
+    """Raises a `RuntimeError` for a leaf that has been freed, also for one that an eager transformation wraps."""
 
     def name(i: int) -> str:
         return root + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0]) or "params"
@@ -116,7 +116,7 @@ def refuse_freed_in(tree: Tree, leaves: list[Any], verb: str, root: str) -> None
 
 
 def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
-    """Returns which leaves do not lie on the replicas yet."""
+    """Returns the indices of the leaves that do not lie on the replicas yet."""
 
     def is_away(x: Any) -> bool:
         # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
@@ -158,12 +158,12 @@ def all_lie(leaves: list[Any], where: Sharding) -> bool:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none
         return False
-    # Most often it is one object for all of them, and another than `where`.
+    # Usually all leaves share one sharding object, which `count` compares by identity; so == runs only once.
     return not found or found[0] == where and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
-    """Returns True if the arrays of a tree are replicated over the mesh, by whatever name, or cut over it."""
+    """Returns True if the arrays of a tree are replicated over the mesh's devices (under any name), or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
     target = mesh.replicated
     return bool(values) and all(
@@ -180,7 +180,7 @@ def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
 
 
 def placed_like(tree: Tree, params: Tree, mesh: ReplicaMesh) -> Tree:
-    """Puts each array of a tree that lies on the replicas where the parameter at its place lies."""
+    """Puts each array of a tree where the parameter at the same path lies, if both lie on the replicas."""
 
     def place(x: Any, param: Any) -> Any:
         to, found = (getattr(concrete(one), "sharding", None) for one in (param, x))
@@ -208,7 +208,7 @@ def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: s
 
 
 def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
-    """Returns a parameter for replicas of several devices: one that is cut over Explicit axes, over this mesh.
+    """Returns a parameter for replicas of several devices; one on the same mesh with Explicit axes comes to this mesh.
 
     Raises:
         ValueError: it is cut over the replicas, or a program around the call has typed it by Explicit axes.

@@ -1,4 +1,4 @@
-"""scatter looks at a batch, cuts it and places the chunks: `gather(scatter(x)) == x`. The processes agree first."""
+"""scatter looks at a batch, cuts it and places the chunks: `gather(scatter(x)) == x`. Several processes agree first."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def scatter(
     which go to its own devices.
 
     Args:
-        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. What is `Scattered` in it
-            (over these devices) stays so.
+        inputs: a pytree; all its cut arrays have the same number of rows along `dim`. A `Scattered` in it (over these
+            devices) stays as it is.
         devices: the devices, the primary first; `None` is all of `jax.devices()`.
         dim: the axis to cut along, negative allowed.
         chunk_sizes: rows per device, if the devices are uneven; zeros allowed. Default: torch's rule.
@@ -68,8 +68,8 @@ def scatter(
         >>> s.sizes, s[0][0].shape, s[0][1]
         ((10,), (10, 3), 'mean')
 
-    Source: `scatter` in torch/nn/parallel/scatter_gather.py, where arrays that disagree drop rows
-    in silence; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
+    Source: `scatter` in torch/nn/parallel/scatter_gather.py, which silently drops rows if arrays
+    disagree; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
     check_dim("scatter", dim)
     refuse_deep(inputs, "scatter", "inputs")
@@ -79,7 +79,7 @@ def scatter(
 
 
 class Cutting(NamedTuple):
-    """How a batch is cut, and its names in errors."""
+    """How to cut a batch, and how errors name it."""
 
     mesh: ReplicaMesh
     dim: int
@@ -88,11 +88,11 @@ class Cutting(NamedTuple):
     axes: Tree = None  # an axis, or None for what is whole, for each leaf; default: dim for all
     sizes: Sequence[int] | None = None  # of the chunks; default: torch's rule
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
-    # Those of a wrapper, whose mesh, dim and axes do not change: a batch of known shapes is not looked at again.
+    # A wrapper's cache (its mesh, dim and axes do not change), so that batches of known shapes are not examined again.
     layouts: Layouts | None = None
-    place: bool = True  # else numpy arrays stay on the host, and the call of the program moves them
-    # The number of replicas, if it is fixed. Each process passes the rows of its replicas then, by torch's rule for the
-    # batch of all processes. None: one replica for each device, and each process passes the rows that it has.
+    place: bool = True  # if False, numpy arrays stay on the host, and the call of the program moves them
+    # The number of replicas, if the user has fixed it. Then torch's rule cuts the batch of all processes together, and
+    # each process must pass the rows of its replicas. None: one replica per device, and each process passes any rows.
     replicas: int | None = None
 
     @property
@@ -101,7 +101,7 @@ class Cutting(NamedTuple):
 
 
 def split(inputs: Tree, how: Cutting) -> Scattered:
-    """Scatters a batch as `how` says; what is `Scattered` already stays so."""
+    """Scatters a batch as `how` says; a `Scattered` in it stays as it is."""
     try:
         batch = prepare(inputs, how)
     except Exception as error:
@@ -152,7 +152,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     axes = [how.dim] * len(leaves) if how.axes is None else axes_of(how.axes, inputs, how.verb)
     values, specs = _look(leaves, axes, how, name)
     arrays = [x for x, spec in zip(values, specs, strict=True) if not isinstance(spec, Static)]
-    # All processes know the rows of what came scattered: its own, or that nothing is cut.
+    # If some leaves came scattered, all processes know the rows already (or know that nothing is cut).
     came = [x._layout for x in leaves if type(x) is Scattered]
     are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
     is_cut = any(are_cut)
@@ -199,9 +199,9 @@ def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, 
 
 
 def put_early(batch: Prepared) -> list[Any]:
-    """Puts the arrays on this process's own devices, unless they need padding, before the others send their rows."""
+    """Puts the arrays on this process's devices while it waits for the others' rows, unless they need padding."""
     own = batch.layout
-    if batch.outline is None or not own.is_even:  # how it is padded depends on the rows of the others
+    if batch.outline is None or not own.is_even:  # the padding depends on the rows of the others
         return batch.arrays
     return jax.device_put(batch.arrays, list(own.shardings))
 
@@ -216,7 +216,7 @@ def _called_while_traced(verb: str) -> str:
 
 
 def _key_of_batch(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns what decides how the leaves of a batch are cut, as a list, and the arrays in them."""
+    """Returns a list of all that decides how the leaves of a batch are cut, and the arrays in them."""
     key: list[Any] = []
     arrays: list[Any] = []
     for x in leaves:
@@ -224,7 +224,7 @@ def _key_of_batch(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             key.append(x._layout)
             arrays += x._arrays
         elif isinstance(x, ARRAYS):
-            key.append((x.shape, x.dtype, type(x) is np.ma.MaskedArray))  # which is refused
+            key.append((x.shape, x.dtype, type(x) is np.ma.MaskedArray))  # `classify` refuses it
             arrays.append(x)
         else:
             key.append(Static(x))
@@ -256,7 +256,7 @@ def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
 def _look(
     leaves: Sequence[Any], axes: Sequence[Any], how: Cutting, name: Callable[[int], str]
 ) -> tuple[list[Any], list[Leaf]]:
-    """Returns the leaves as JAX takes them, and what each is; a `Cut` of an array that came whole has no sizes yet."""
+    """Returns the leaves as JAX takes them, and what each is; a `Cut` of a leaf that came uncut has no sizes yet."""
     values: list[Any] = []
     specs: list[Leaf] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
@@ -290,7 +290,7 @@ def _look(
 
 
 def _rows_here(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
-    """Returns this process's rows of an array: all of them, or of a global one those on its devices."""
+    """Returns this process's rows of an array: all, or those on its devices if the array spans several processes."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_fully_addressable:
         return x
     if not x.sharding.is_equivalent_to(how.mesh.along(axis), x.ndim):
@@ -309,7 +309,7 @@ def _chunk_rows(
     how: Cutting,
     name: Callable[[int], str],
 ) -> tuple[int, ...]:
-    """Returns the rows of each chunk: those of what came scattered, or the sizes asked for, or by torch's rule."""
+    """Returns the rows of each chunk: as in leaves that came scattered, or as the user asked, or by torch's rule."""
     cut = [
         (x, spec.axis, i)
         for i, (x, spec) in enumerate(zip(values, specs, strict=True))
@@ -347,16 +347,16 @@ def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scatter
         arrays = [_pad_leaf(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if layout.mesh.spans_processes:
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
-    # In a job of several processes a program takes numpy arrays for replicated ones.
+    # In a job of several processes JAX treats numpy arrays as replicated, so they are placed here.
     as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
-    if as_it_is and not came <= {np.ndarray}:  # padded on the host; the way back is not the user's own
+    if as_it_is and not came <= {np.ndarray}:  # jdp padded them on the host; no guard may see them go back
         as_it_is = jax.config.jax_transfer_guard_host_to_device in (None, "allow")  # type: ignore[attr-defined]
     s = Scattered(arrays, layout)
     return s if as_it_is else placed(s)
 
 
 def _pad_leaf(x: Any, leaf: Leaf, n: int) -> Any:
-    if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # what came scattered is padded
+    if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # it came scattered, and is padded already
         return x
     x = in_host_memory(x)
     return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)

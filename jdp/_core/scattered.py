@@ -81,12 +81,12 @@ class Scattered(Sequence[Tree]):
             raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
-        """Returns the arrays of all replicas, and how they lie: what `jax.tree` calls."""
+        """Returns the arrays of all replicas, and their layout; `jax.tree` calls it."""
         return self._arrays, self._layout
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, arrays: Sequence[Any]) -> Scattered:
-        """Makes one of what `tree_flatten` returned."""
+        """Makes a `Scattered` of what `tree_flatten` returned."""
         return cls(arrays, layout)
 
     @property
@@ -101,7 +101,7 @@ class Scattered(Sequence[Tree]):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device of each chunk, the primary device first; one with several replicas stands there as often."""
+        """The device of each chunk, the primary device first; a device with several replicas is there several times."""
         return self._layout.devices[: len(self.sizes)]
 
     def __len__(self) -> int:
@@ -184,7 +184,7 @@ def placed(s: Scattered) -> Scattered:
         if to.is_fully_replicated and mesh.inner_axes and mesh.holds(found):
             continue  # cut inside of each replica, as the parameters are
         if mesh.size == 1 and found is not None and _is_there(found, to) and not _axes_of_type(found):
-            continue  # a device of its own, which JAX has several names for
+            continue  # on the one device already; JAX has several shardings that mean this
         if value is not x and not has_values():
             continue
         if value is not x:
@@ -201,7 +201,7 @@ def placed(s: Scattered) -> Scattered:
 
 
 def _is_there(found: Any, to: NamedSharding) -> bool:
-    """Returns True if what lies so on one device lies there: what JAX calls replicated over it, or its alone."""
+    """Returns True if two shardings of one device mean the same place: a mesh of that device, or the device itself."""
     return found.device_set == to.device_set and found.memory_kind == to.memory_kind
 
 
@@ -238,13 +238,13 @@ def _untyped(x: Any, to: NamedSharding) -> Any:
 def in_host_memory(x: Any) -> Any:
     """Returns an array of a CPU device as numpy's, in the same memory; anything else as it is.
 
-    Of a jax array `device_put` compiles the slices that it takes, a program for each shape, which JAX never drops.
+    To cut a jax array, `device_put` compiles a program of slices for each shape, which JAX never drops.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or is_key(x) or x.weak_type:
         return x
     (device, *more) = x.sharding.device_set
     as_it_is = more or device.platform != "cpu" or x.dtype != jax.dtypes.canonicalize_dtype(x.dtype)
-    return x if as_it_is else jax.device_get(x)  # np.asarray is what jax_transfer_guard disallows
+    return x if as_it_is else jax.device_get(x)  # jax_transfer_guard would stop np.asarray
 
 
 def on_mesh(s: Scattered, mesh: ReplicaMesh) -> Scattered:
@@ -269,8 +269,8 @@ def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Returns `x` on the same devices with another sharding.
 
-    It is for tracers, next to a device_put whose sharding names no axis: device_put fails if jacobians map it, or its
-    transpose, over one more axis.
+    A tracer is put onto the devices with a sharding that names no axis, and then resharded here. A device_put to a
+    sharding that names an axis fails if a jacobian maps it, or its transpose, over one more axis.
     """
     return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -285,7 +285,7 @@ def holds_scattered(tree: Tree) -> bool:
 
 
 def map_scattered(fn: Callable[[Scattered], Any], tree: Tree) -> Tree:
-    """Returns the tree with `fn` of each `Scattered` in it; what holds none stays as it is, an NNX object too."""
+    """Returns the tree with `fn` applied to each `Scattered` in it; anything else stays as it is, also NNX objects."""
 
     def stop(x: Any) -> bool:
         return is_scattered(x) or not holds_scattered(x)
@@ -299,7 +299,7 @@ def concrete(x: Any) -> Any:
 
 
 def has_values() -> bool:
-    """Returns False in the body of a scan, a loop or a branch, also of an eager one: not even constants have values.
+    """Returns False in the body of a scan, loop or branch, even outside of `jit`: not even constants have values there.
 
     JAX compiles such a body as a program of its own. An array that is put onto devices there commits that program, or
     the one of its gradient, to these devices, and JAX refuses operands that lie on others.
@@ -325,7 +325,7 @@ def _chunk(x: Any, leaf: Cut | Stack | Whole | Shard, i: int, layout: Layout) ->
 
 
 def value_of_replica(local: Any, leaf: Leaf, i: int) -> Any:
-    """Returns a replica's value, without the padding, of what lies on its device."""
+    """Returns a replica's value without the padding, given the array on its device."""
     if isinstance(leaf, Stack):
         return local[0]
     if isinstance(leaf, Cut) and leaf.sizes[i] != local.shape[leaf.axis]:
@@ -334,7 +334,7 @@ def value_of_replica(local: Any, leaf: Leaf, i: int) -> Any:
 
 
 def part_of_replica(local: Any, leaf: Leaf, turn: int, count: int) -> Any:
-    """Returns the part of one replica, with its padding, of what lies on a device that has `count` replicas."""
+    """Returns one replica's part, with its padding, of the array on a device that has `count` replicas."""
     if count == 1 or not isinstance(leaf, Cut | Stack):
         return local
     size = local.shape[leaf.axis] // count
@@ -346,8 +346,8 @@ class Signature(NamedTuple):
 
     treedef: Any
     layouts: tuple[Layout | None, ...]  # of each scattered tree; None is one replicated array
-    first_input: int  # the number of the operand that is the first after those of the replicas
-    layout: Layout  # the chunks that all agree on
+    first_input: int  # the index of the first operand that is not one of the replicas'
+    layout: Layout  # the chunks, which are the same for all inputs
     leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
     axis_name: str
     verb: str  # the door, in errors
@@ -362,7 +362,7 @@ class Signature(NamedTuple):
         return any(isinstance(leaf, Shard) and not leaf.is_whole for leaf in self.leaves)
 
     def values_of_replica(self, operands: Sequence[Any], replica: int) -> list[Any]:
-        """Returns the values of a replica, without the padding, of what lies on its device."""
+        """Returns a replica's values without the padding, given the arrays on its device."""
         return [value_of_replica(x, leaf, replica) for x, leaf in zip(operands, self.leaves, strict=True)]
 
     def fill(self, values: Sequence[Any]) -> tuple[Tree, Sequence[Any], dict[str, Any]]:
@@ -392,7 +392,7 @@ def flatten_call(
     layout = _common_layout([x for x in layouts if x])
     is_cut, is_one = any(x and x.is_cut for x in layouts), not layout.mesh.spans_processes
     if is_one and not is_cut and len(layout.sizes) > 1:
-        # Whole leaves of a batch whose other leaves are cut: with these alone, the model runs once.
+        # The caller has passed only the replicated leaves of a batch whose other leaves are cut: the model runs once.
         layout = Layout(layout.treedef, layout.leaves, (1,), layout.mesh, layout.dim, layout.per_device)
     return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_name, verb)
 
@@ -407,8 +407,8 @@ def fold_key(x: Any, index: Any) -> Any:
 
 
 def _common_layout(layouts: Sequence[Layout]) -> Layout:
-    """Returns the layout whose chunks all agree on."""
-    first = next((x for x in layouts if x.is_cut), layouts[-1])  # before the inputs there are parameters that are cut
+    """Returns the layout of the chunks, which must be the same in all layouts; else raises a `ValueError`."""
+    first = next((x for x in layouts if x.is_cut), layouts[-1])  # the first ones may be parameters that are cut
     for other in layouts:
         if other.mesh != first.mesh or other.is_cut and (other.sizes, other.devices) != (first.sizes, first.devices):
             raise ValueError(
@@ -432,7 +432,7 @@ def unpadded(s: Scattered) -> list[Any]:
 
 
 def trim(s: Scattered) -> Sequence[Any]:
-    """Returns, inside a program, the arrays without padding, over the replicas if their rows divide."""
+    """Returns, inside a program, the arrays without padding: cut over the replicas if their rows divide."""
     if s._layout.is_even:
         return s._arrays
     mesh, found = s._layout.mesh, []

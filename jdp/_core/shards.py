@@ -1,4 +1,4 @@
-"""Parameters that are cut over the replicas: where each is cut, and how a program makes it whole (ZeRO-3, FSDP)."""
+"""Parameters that are cut over the replicas: where each is cut, and how a program gathers it (ZeRO-3, FSDP)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .replica_mesh import ReplicaMesh
 from .scattered import Scattered, Signature, concrete
 
 Gather = Callable[[Any, int, Any], Any]
-"""The whole array of `(value, axis, dtype)`; it travels in the dtype."""
+"""`gather(x, axis, dtype)` returns the whole array, of which `x` is a part; the parts are sent in the dtype."""
 GatherOf = Callable[[str], Gather]
-"""That of the parameter with this name, which `explain` and a profile show."""
+"""`gather_of(name)` is the `Gather` of the parameter with this name, which `explain` and a profile show."""
 MOST_AT_ONCE = 32 << 20
 """Bytes of parameters that are gathered together; one parameter may be larger."""
 
@@ -33,8 +33,8 @@ Scanned = Collection[tuple[tuple[int, ...], int]]
 def axis_for_parameter(x: Any, n: int, scanned: Scanned = ()) -> int | None:
     """Returns the axis to cut a parameter along over n devices; None if it stays whole.
 
-    It is the first that n divides, because the parts lie one after the other then. With three or more axes, axis 0 is
-    the last choice: a scan may iterate over it.
+    It is the first axis whose size is a multiple of n, so that each part is contiguous in memory. With three or more
+    axes, axis 0 is the last choice, because a scan may iterate over it.
     """
     axes = [
         axis for axis, size in enumerate(x.shape) if size and size % n == 0 and (tuple(x.shape), axis) not in scanned
@@ -96,7 +96,7 @@ def cut_axis_of(x: Any, mesh: ReplicaMesh) -> int | None:
 
 
 def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
-    """Returns the operands, with the parameters whole that are cut, and the signature that says so."""
+    """Gathers all parameters that are cut; returns the signature that says so, and the operands."""
     gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
     whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
@@ -114,12 +114,12 @@ def names(signature: Signature) -> list[str]:
 
 
 def plain(axis_name: str) -> GatherOf:
-    """Returns, by name, functions that gather; their gradient is JAX's: the replicas' sum, cut in the same way."""
+    """Returns a `GatherOf` with JAX's own gradient: the sum over the replicas, cut in the same way."""
     return lambda name: functools.partial(_whole_array, axis_name, name)
 
 
 def _whole_array(axis_name: str, name: str, x: Any, axis: int, dtype: Any) -> Any:
-    """Returns an array whole, of the replicas' parts of it."""
+    """Gathers a whole array from the replicas' parts of it."""
     with jax.named_scope(f"gather.{name}"):
         return jax.lax.all_gather(x.astype(dtype), axis_name, axis=axis, tiled=True)
 
@@ -130,7 +130,7 @@ def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
 
 
 def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
-    """Returns what the body makes of whole parameters, each of which is gathered where it is used."""
+    """Runs the body, which takes whole parameters; each is gathered where the body uses it."""
     n, gather_of = signature.layout.mesh.size, plain(signature.axis_name)
     cut = [
         (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
@@ -145,10 +145,10 @@ def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Si
 
 
 def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
-    """Returns, by name, functions `(x, axis, dtype)` that gather; their gradient is the replicas' sum, cut as `x` is.
+    """Returns a `GatherOf` whose gradient is the sum over the replicas, cut as `x` is.
 
-    A gradient travels in the dtype that `sent_as` gives for its own. It is divided by `before` first, and comes back
-    divided, because a sum of many may leave the range of a narrow type.
+    `sent_as(dtype)` is the narrower dtype to send a gradient in, or None. In a narrower dtype the sum might overflow,
+    so such a gradient is divided by `before` first, and the result stays divided.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
@@ -170,10 +170,10 @@ def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> Gat
 
 
 def parts_of(axis_name: str) -> GatherOf:
-    """Functions `((x, like), axis, dtype)` that gather `x`, and whose gradient is that of `like`, whole as it is.
+    """Returns a `GatherOf` of pairs `(x, like)`: it gathers `x`; the gradient goes to `like`, whole and not reduced.
 
-    `like` is zeros in the place of the whole array, which are never made: the gradients of several microbatches are
-    added as they are, and their sum is reduced once.
+    So the gradients of several microbatches can be added first, and their sum is reduced over the replicas once.
+    `like` is zeros of the shape of the whole array; XLA never makes them.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))

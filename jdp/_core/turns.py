@@ -1,4 +1,4 @@
-"""Several replicas on a device take turns; they run side by side if they meet, or if a loop asks for their index."""
+"""Runs several replicas on a device in turns; side by side if they communicate, or if a loop asks for their index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Turn = Callable[[Any, Sequence[Any]], Outputs]
 
 
 def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, device: Any) -> Outputs:
-    """Returns the outputs of a device's replicas, put together as those of one: chunks one after the other, sums added.
+    """Runs a device's replicas; returns their outputs as if there were one: chunks one after the other, sums added.
 
     `body_of(replica)` is the user's function on that replica's size of chunk; `device` is the device's index.
     """
@@ -44,7 +44,7 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
         return run
 
-    # Side by side JAX itself knows a replica's index, in loops too.
+    # Side by side (under vmap), JAX itself knows a replica's index, also in loops.
     is_hidden = any(asks_inside_of(body.jaxpr, axis_name) is not None for body in bodies.values())
     if not is_hidden and not _meet(bodies, axis_name):
         return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
@@ -52,13 +52,13 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
 
 def _taken_apart(x: Any, axis: int, count: int) -> Any:
-    """Returns an array of a device with a new first axis, which has an entry for each of the device's replicas."""
+    """Splits an array of a device into the parts of its replicas, stacked along a new first axis."""
     parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     return jnp.moveaxis(parts, axis, 0)
 
 
 def _meet(bodies: Bodies, axis_name: str) -> bool:
-    """Returns True if the replicas wait for each other somewhere."""
+    """Returns True if the replicas run collectives."""
     jaxprs = [body.jaxpr.jaxpr for body in bodies.values()]
     return any([*collectives(jaxpr, axis_name, synced)] for jaxpr in jaxprs for synced in (False, True))
 
@@ -78,7 +78,7 @@ def weighted(out: Outputs, index: Any) -> Outputs:
 
 
 def _one_of_all(x: Any, way: Way, rule: Marked, layout: Layout) -> Any:
-    """Makes one value of those of a device's replicas, which lie along the first axis."""
+    """Combines the values of a device's replicas, stacked along the first axis, into one."""
     if way == "sum":
         return x.sum(0, dtype=x.dtype)
     if way == "rows":
@@ -92,11 +92,11 @@ def _turn_of_primary(layout: Layout) -> int:
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """Runs the replicas in a loop, in the memory of one: sums, and values of the primary, exist once."""
+    """Runs the replicas in a loop, in the memory of one: of sums and of the primary's values there is one copy."""
     numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     each = [*zip(out.values, out.ways, out.rules, strict=True)]
-    # The others are stacked: what has rows, and keys, because a loop cannot begin with a key of zeros.
+    # Outputs with rows are stacked; so are keys, because the loop's carry would have to begin with a key of zeros.
     are_carried = [way == "sum" or way != "rows" and not is_key(x) for x, way, _ in each]
 
     def step(before: list[Any], xs: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
@@ -125,7 +125,7 @@ _LANES = "jdp_replicas_of_a_device"
 
 
 def _side_by_side(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """Runs the replicas at once, in the memory of all, along an axis of their own."""
+    """Runs the replicas at once, in the memory of all, as the lanes of a vmap."""
     found: list[Outputs] = []
 
     def run(number: Any, mine: Sequence[Any]) -> list[Any]:
@@ -139,7 +139,7 @@ def _side_by_side(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
 
 
 def _over_all(jaxpr: Any, axis_name: str, layout: Layout) -> Any:
-    """Returns the jaxpr of a replica whose collectives reach the others of its device, and those elsewhere."""
+    """Returns a replica's jaxpr with collectives that reach the other replicas of its device, and those elsewhere."""
 
     def refuse(name: str) -> ValueError:
         return ValueError(

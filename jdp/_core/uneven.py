@@ -62,7 +62,7 @@ def run_chunks(
     if gather_as_used and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
-        if not _settings.jax_disable_jit:  # the body is jitted, so that it is traced once all the same
+        if not _settings.jax_disable_jit:  # the body is jitted, so this trace serves the call below, too
             _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n, signature.layout.mesh)
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
@@ -76,8 +76,8 @@ def _is_cut(x: Any, rule: Marked) -> bool:
 def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
     """Returns the body of the largest chunks if every replica may run it: if each row is computed alone. Else None."""
     layout, rows = signature.layout, signature.layout.rows
-    # The user has made some chunks much smaller than others, perhaps because a device is slower: filling them up would
-    # give it the work of the largest.
+    # If the user has made some chunks much smaller than others, perhaps for a slower device, filling these up would
+    # give that device the work of the largest.
     if 3 * max(rows) * len(rows) > 4 * sum(rows) or len(layout.used) < len(rows):
         return None
     largest = bodies[max(bodies)]
@@ -124,7 +124,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
     first = {_sizes_of_operands(signature, i): i for i in reversed(layout.used)} or {(): 0}
     bodies = {}
     for sizes, replica in sorted(first.items(), key=lambda item: item[1]):
-        # Traced by hand, not by switch: for the shapes, and to look for collectives.
+        # Traced here, before lax.switch does, to know the shapes of outputs and to look for collectives.
         mine = _at_size(operands, signature, replica)
         jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
         _refuse_what_needs_devices(jaxpr, n, layout.mesh)
@@ -216,7 +216,7 @@ def _on_no_rows(
     signature: Signature,
     index: Any,
 ) -> list[Any]:
-    """Runs a batch without rows: the primary computes the outputs that are not made of rows; all others are zeros."""
+    """Runs a batch without rows: the primary computes each output that is one for all and has no old value."""
     _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:
@@ -227,7 +227,7 @@ def _on_no_rows(
 
 
 def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
-    """Returns the rows of a replica, which weight its results, and the rows of each cut operand on it."""
+    """Returns the key of a replica's body: its rows (they weight its results), and its rows of each cut operand."""
     return signature.layout.rows[replica], *(leaf.sizes[replica] for leaf in signature.leaves if isinstance(leaf, Cut))
 
 
@@ -349,10 +349,11 @@ def run_segments(
     idle: list[Any],
     layout: Layout,
 ) -> list[Any]:
-    """Runs `lax.switch(which, jaxprs, *operands)`, but collectives run between the switches.
+    """Computes `lax.switch(which, jaxprs, *operands)` as several switches, with the collectives between them.
 
-    An index beyond the jaxprs is an idle replica: it gives zeros to the collectives, and `idle` in the end.
-    `finish` pads the outputs to one shape.
+    So all replicas meet at each collective (of `sync_batch_norm`), also those that take different branches. An index
+    beyond the jaxprs is an idle replica: it adds zeros to the collectives, and returns `idle`. `finish` pads the
+    outputs to one shape.
     """
 
     def in_a_loop(eqn: Any) -> ValueError:
@@ -391,9 +392,10 @@ def run_segments(
 
 
 def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:
-    """Runs segment j of part k: returns the operands of the collective, and what is kept.
+    """Runs segment j of part k: returns the operands of the collective, and the values to keep for later segments.
 
-    The parts keep values of different shapes, and a switch wants equal ones: each gives zeros for those of the others.
+    The parts keep values of different shapes, but the branches of a switch must return equal shapes. So each part
+    returns zeros for the values of the others.
     """
     env = _run_segment(parts[k], k, j, *so_far)
     sent = [jnp.asarray(read(env, v)) for v in parts[k].cuts[j].invars]

@@ -15,15 +15,15 @@ def _frames(eqn: Any) -> list[Any]:
 
 
 def is_made_in(eqn: Any, function: str) -> bool:
-    """Returns True if a function of this name made an equation; False where JAX has not kept that."""
+    """Returns True if an equation was made in a function of this name; False if JAX has not kept its traceback."""
     return any(x.function_name.split(".")[0] == function for x in _frames(eqn))
 
 
 def is_made_in_module(around: Sequence[Any]) -> bool:
-    """Returns True if a module made an equation, in its `__call__` or as one of Linen; False where that is not kept.
+    """Returns True if an equation was made in a module: in a `__call__` that is not JAX's, or in Linen's code.
 
-    `around` has the equations that it is in, the outermost first, and then itself. Those inside a `jit` are not asked,
-    because JAX may have kept them from another caller's trace.
+    `around` has the equations that it is in, the outermost first, and then itself. Equations inside of a `jit` are not
+    asked, because JAX may have cached them from another caller's trace. False if JAX has not kept the traceback.
     """
     jax_folder, linen, own = (_folders(name) for name in ("jax", "flax.linen", __name__.partition(".")[0]))
     for eqn in around:
@@ -39,7 +39,7 @@ def is_made_in_module(around: Sequence[Any]) -> bool:
 
 
 def _folders(*packages: str) -> tuple[str, ...]:
-    """Returns where packages lie, if they are loaded, each with a separator behind."""
+    """Returns the folders of the packages that are loaded, each with a separator at its end."""
     loaded = [sys.modules[name] for name in packages if name in sys.modules]
     return tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in loaded)
 
@@ -49,7 +49,7 @@ def source_line(eqn: Any) -> str:
     libraries = _folders("jax", "flax", __name__.partition(".")[0])
     frames = [(os.path.abspath(x.file_name), x.line_num) for x in _frames(eqn)]
     frames = [x for x in frames if not x[0].startswith(libraries) and "importlib" not in x[0]]
-    # What is installed, as optax is, is called by a line of the user's, most often.
+    # A frame of an installed library, such as optax, is only the second choice: a line of the user's has called it.
     for path, line in [x for x in frames if "site-packages" not in x[0]] or frames:
         return f"{os.path.basename(path)}:{line}"
     return ""

@@ -1,4 +1,4 @@
-"""Convolutions in the one layout that is fast on a CPU, and all their derivatives, too."""
+"""Rewrites convolutions, and all their derivatives, into the one layout that is fast on a CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def canonical(jaxpr: Any) -> Any:
 
     XLA:CPU transposes convolutions into the layout of its kernels (batch, space, features) only in the
     entry computation of a program. Inside a `scan` or a `switch` they stay as they are, and the gradient of
-    a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So it is
-    done here. Transposes that are not needed cost nothing: the compiler takes them out. Where JAX has changed what
-    this needs, the jaxpr stays as it is, and slow.
+    a convolution, whose layout is another, takes the slow path: ten times slower on a small CNN. So they are
+    transposed here. Transposes that are not needed cost nothing, because the compiler removes them. If a version of
+    JAX has changed what this needs, the jaxpr stays as it is, and slow.
     """
     try:
         if first(jaxpr, "conv_general_dilated") is None:
@@ -42,10 +42,10 @@ def _rule(eqn: Any) -> Callable[..., Any] | None:
 
 @functools.cache
 def _primitive() -> Any:
-    """Returns a primitive in place of JAX's own, with the same parameters, which is transposed when it is compiled.
+    """Returns a primitive that replaces JAX's own, with the same parameters; it changes the layout when it is compiled.
 
-    If it were transposed before, JAX would make convolutions of other layouts in its derivatives. So its transposes and
-    batches are those of JAX's own primitive, rewritten in turn.
+    If the layout were changed earlier, JAX would derive convolutions in other layouts from it. So the rules to
+    transpose and to batch it are those of JAX's own primitive, whose results are rewritten in turn.
     """
     from jax.interpreters import ad, batching, mlir
 
@@ -60,7 +60,7 @@ def _primitive() -> Any:
 
 @functools.cache
 def _try() -> None:
-    """Raises an error where JAX does not differentiate, batch and compile the primitive as it did."""
+    """Raises an error if this version of JAX cannot differentiate, batch and compile the primitive."""
 
     def loss(x: Any, kernel: Any) -> Any:
         return jax.extend.core.jaxpr_as_fun(rewrite(plain, _rule))(x, kernel)[0].sum()
@@ -96,7 +96,7 @@ def _transpose(linear: Callable[..., Any], x: Any, cotangent: Any) -> Any:
 
 
 def _run_rewritten(function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what the function gives, with its convolutions rewritten."""
+    """Runs a function with its convolutions rewritten."""
     return jax.extend.core.jaxpr_as_fun(rewrite(jax.make_jaxpr(function)(*operands), _rule))(*operands)[0]
 
 

@@ -1,8 +1,8 @@
 """Jaxprs: walks their equations, runs them one by one, and tells which values differ between replicas.
 
-What is assumed here of equations and their parameters JAX does not promise. Where an assumption fails, what needs it
-raises an error, or is left out; `tests/jax/test_private.py` has a test for each. The same holds for the modules that
-stand on this one: `rewrites.py`, `segments.py`, `pieces.py` and those of the rows.
+JAX does not promise what is assumed here about equations and their parameters. If an assumption fails, the code that
+needs it raises an error, or its feature is left out; `tests/jax/test_private.py` has a test for each. The same holds
+for the modules that build on this one: `rewrites.py`, `segments.py`, `pieces.py` and `row_*.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def first(jaxpr: Any, primitive: str) -> Any:
 
 def opened(jaxpr: Any) -> Any:
     """Returns the open jaxpr of a closed one, and an open one as it is."""
-    # JAX 0.12 has one class for open and closed jaxprs, of which `jaxpr` is the object itself.
+    # JAX 0.12 has one class for open and closed jaxprs; its attribute `jaxpr` is the object itself.
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -53,7 +53,7 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_literal(v: Any) -> bool:
-    """Returns True if an equation's operand is a value that stands there itself, and no variable."""
+    """Returns True if an equation's operand is a literal value, and no variable."""
     return hasattr(v, "val")
 
 
@@ -65,7 +65,7 @@ def _changed(eqn: Any, name: str) -> NotImplementedError:
 
 
 def parameter(eqn: Any, name: str) -> Any:
-    """Returns a parameter of an equation; raises a `NotImplementedError` where this version of JAX has none such."""
+    """Returns a parameter of an equation; raises a `NotImplementedError` if this version of JAX does not have it."""
     if name not in eqn.params:
         raise _changed(eqn, name)
     return eqn.params[name]
@@ -81,11 +81,11 @@ def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]
     return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
 
 
-# Calls whose body may be put in their place.
+# Calls that may be replaced by their bodies.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
-# What these give is the same on every replica.
+# Collectives whose result is the same on every replica.
 REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
@@ -93,10 +93,10 @@ COLLECTIVES = {*REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_inde
 
 
 def axes(eqn: Any) -> tuple[Any, ...]:
-    """Returns the axes that an equation communicates over, or asks its place on; none for all that is no collective."""
+    """Returns the axes of a collective, or of an `axis_index`; () for any other equation."""
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     if names is None:
-        if eqn.primitive.name in COLLECTIVES:  # else one that is not seen would run where it must not
+        if eqn.primitive.name in COLLECTIVES:  # one that is overlooked would run where it must not
             raise _changed(eqn, "axes")
         return ()
     return tuple(names) if isinstance(names, tuple | list) else (names,)
@@ -108,7 +108,7 @@ def is_sum_over(eqn: Any, axis_name: str) -> bool:
 
 
 def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
-    """Returns True where each sum over the axis is divided by its `n` members at once, as `lax.pmean` does."""
+    """Returns True if each sum over the axis is divided right away by `n`, its number of members, as in `lax.pmean`."""
     jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("psum") and axis_name in axes(eqn):
@@ -129,12 +129,12 @@ def replayed(jaxpr: Any, shapes: Any) -> Callable[..., Any]:
 
 
 def communicates(jaxpr: Any) -> bool:
-    """Returns True if there is a collective in it: devices wait for each other there."""
+    """Returns True if a jaxpr has a collective, where devices wait for each other."""
     return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
 
 
 def ordered(jaxpr: Any) -> Any:
-    """Returns the first equation that prints or calls in order, which JAX does on one device only; else None."""
+    """Returns the first equation with an ordered effect (print, callback), which JAX allows on one device only."""
     jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns if any(map(_is_ordered, jaxpr.effects)) else ():
         if any(map(_is_ordered, eqn.effects)):
@@ -148,7 +148,7 @@ def _is_ordered(effect: Any) -> bool:
 
 @functools.cache
 def _ordered_effects() -> tuple[type, ...]:
-    # JAX has no public name for them, so they are those of what is printed and called in order.
+    # JAX has no public name for these types, so they are taken from an ordered print and an ordered callback.
     traced = [
         jax.make_jaxpr(lambda: jax.debug.print("", ordered=True))(),
         jax.make_jaxpr(lambda: jax.experimental.io_callback(lambda: None, None, ordered=True))(),
@@ -157,7 +157,7 @@ def _ordered_effects() -> tuple[type, ...]:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns what an equation makes of these values."""
+    """Returns the results of an equation for these values."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
@@ -167,7 +167,7 @@ Env = dict[Any, Any]
 
 
 def env_of(jaxpr: Any, operands: Sequence[Any]) -> Env:
-    """Returns the values of what a jaxpr has closed over, and of what comes in."""
+    """Returns the values of a jaxpr's constants and of its inputs."""
     inner, consts = opened(jaxpr), getattr(jaxpr, "consts", ())
     return dict(zip([*getattr(inner, "constvars", ()), *inner.invars], [*consts, *operands], strict=True))
 
@@ -178,7 +178,7 @@ def read(env: Env, v: Any) -> Any:
 
 
 def evaluate_eqn(eqn: Any, env: Env) -> None:
-    """Adds what an equation makes to the values."""
+    """Evaluates an equation, and adds its results to the values."""
     env.update(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
 
 
@@ -186,9 +186,9 @@ class ReplicaValue(NamedTuple):
     """How a value depends on the replica: whether it may differ between replicas, and what it comes from."""
 
     varying: bool
-    reduced: Any = None  # the last collective; of what differs, one that gave it the parts of other replicas, too
-    sources: int = 0  # a bit for each marked input that it depends on, through whatever collectives
-    groups: Any = None  # of what differs and came through collectives within groups of replicas only: those
+    reduced: Any = None  # the last collective that it came through; if it varies, one that brought in other parts
+    sources: int = 0  # a bit for each marked input that it depends on, also through collectives
+    groups: Any = None  # if it varies, and came only through collectives within groups of replicas: these groups
 
 
 SAME, VARYING = ReplicaValue(False), ReplicaValue(True)
@@ -197,9 +197,9 @@ SAME, VARYING = ReplicaValue(False), ReplicaValue(True)
 def varying(
     jaxpr: Any, inputs: Sequence[ReplicaValue], axis_name: str, of: Sequence[Any] | None = None
 ) -> list[ReplicaValue]:
-    """Returns what is known of the outputs of a jaxpr (or `of` other variables in it), given that of its inputs.
+    """Returns the `ReplicaValue` of each output of a jaxpr (or of each variable in `of`), given those of its inputs.
 
-    JAX's own types (`check_vma=True`) would tell, but real models do not pass that check.
+    JAX's own types (`check_vma=True`) would tell what varies, but real models do not pass that check.
     """
     jaxpr = opened(jaxpr)
     known: dict[Any, ReplicaValue] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -213,8 +213,8 @@ def varying(
     return [read(v) for v in (jaxpr.outvars if of is None else of)]
 
 
-# What these give has the parts of all their operands, as a sum that goes round a ring of replicas does; but not of
-# the indices, which stand there.
+# The results of these contain the parts of all operands, as in a sum that is passed around a ring of replicas. The
+# slice selects the operands that are only indices.
 _COLLECTORS = {
     "add": slice(0, 0),
     "add_any": slice(0, 0),
@@ -228,7 +228,7 @@ _COLLECTORS = {
 def _equation(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[ReplicaValue]:
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.outvars)
     if axis_name in axes(eqn):
-        # A collective of several arrays is one of each.
+        # A collective of several arrays acts on each array alone.
         return [_collective(eqn, v) for v in (inputs if len(inputs) == n else [_joined_values(inputs)] * n)]
     if name == "scan":
         return _scan_rule(eqn, inputs, axis_name)
@@ -241,7 +241,7 @@ def _equation(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[Repl
     if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(inputs), n):
         return varying(inner[0], inputs, axis_name)
     joined = _joined_values(inputs)
-    # Something in it communicates over the axis, or asks for the replica's index.
+    # Something in its body communicates over the axis, or asks for the replica's index.
     if any(axis_name in axes(e) for body in inside(eqn) for e in equations(body)):
         return [ReplicaValue(True, None, joined.sources)] * n
     if name in _COLLECTORS:
@@ -258,13 +258,13 @@ def _collective(eqn: Any, value: ReplicaValue) -> ReplicaValue:
         return ReplicaValue(eqn.primitive.name not in REDUCERS, eqn, value.sources)
     if not value.varying or value.reduced is not None:
         return ReplicaValue(True, eqn, value.sources)
-    # One round within groups leaves the rows of the others out; a second, across them, brings them in.
+    # One collective within groups leaves out the rows of the other groups; a second one, across these, brings them in.
     groups = _connected([*(value.groups or ()), *map(frozenset, eqn.params["axis_index_groups"])])
     return ReplicaValue(True, eqn if len(groups) == 1 else None, value.sources, groups)
 
 
 def _connected(groups: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
-    """Returns the groups, with those that have a replica in common as one."""
+    """Merges the groups that have a replica in common."""
     found: list[frozenset[int]] = []
     for group in groups:
         apart = [g for g in found if g.isdisjoint(group)]
@@ -287,7 +287,7 @@ def _joined_values(values: Sequence[ReplicaValue]) -> ReplicaValue:
 def _scan_rule(eqn: Any, inputs: list[ReplicaValue], axis_name: str) -> list[ReplicaValue]:
     body, length = parameter(eqn, "jaxpr"), parameter(eqn, "length")
     consts, carry, xs = parts_of_scan(eqn, inputs)
-    while True:  # each round more is known to differ, or to depend on something, or it is the last
+    while True:  # until nothing more is found to vary, or to depend on something
         outputs = varying(body, [*consts, *carry, *xs], axis_name)
         after = [_joined_values([a, b]) for a, b in zip(carry, outputs, strict=False)]
         if _alike(after, carry):
@@ -317,15 +317,15 @@ def _alike(a: Sequence[ReplicaValue], b: Sequence[ReplicaValue]) -> bool:
 
 
 def is_exchanged(value: ReplicaValue) -> bool:
-    """Returns True if a collective has brought something of other replicas into it."""
+    """Returns True if a collective has brought parts of other replicas into a value."""
     return value.reduced is not None and value.reduced.primitive.name != "axis_index"
 
 
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
     """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
 
-    A maximum with other variables is one such sum, and so is a choice between the input and something else, of which
-    it is what decides. None where the output is no such sum, as an average with a momentum is none.
+    A maximum with other variables counts as such a sum. So does a choice between the input and something else; for it,
+    the variable that decides is returned. None if the output is anything else, such as an average with a momentum.
     """
     jaxpr = opened(jaxpr)
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -339,7 +339,7 @@ def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
     if eqn is None or not any(uncast(v) is before for v in eqn.invars):
         return None
     first, *others = eqn.invars
-    if eqn.primitive.name == "select_n":  # which of them is the choice
+    if eqn.primitive.name == "select_n":  # the operand that decides
         return [first]
     if eqn.primitive.name in _ADDS_TO_FIRST:
         is_descent = eqn.primitive.name == "sub" and jnp.issubdtype(first.aval.dtype, jnp.inexact)
@@ -357,9 +357,9 @@ _ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min",
 
 
 def reached(jaxpr: Any, inputs: Sequence[bool], through: Callable[[Any], bool] = lambda _: True) -> list[bool]:
-    """Returns for each output whether it depends on one of the inputs that are marked, by values that go `through`.
+    """Returns for each output whether it depends on a marked input, by way of values whose type `through` accepts.
 
-    What an equation with a loop or a branch in it gives is taken to depend on all that goes in.
+    Each result of a loop or a branch counts as dependent on all of its operands.
     """
     jaxpr = opened(jaxpr)
     known = {v: mark and through(v.aval) for v, mark in zip(jaxpr.invars, inputs, strict=True)}
@@ -381,14 +381,14 @@ _MOVES = {"reshape", "squeeze", "broadcast_in_dim"}
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Returns for each output which input it is, passed on unchanged; None if it was computed, or has turned axes.
+    """Returns for each output which input it is, passed on unchanged; None if it was computed, or transposed.
 
-    A function that is jitted or rematerialised passes on what its own outputs are. `MAYBE` stands for what is not
-    followed: outputs of loops and branches, and inputs in another shape.
+    Functions that are jitted or rematerialised are looked into. `MAYBE` stands for what is not followed: outputs of
+    loops and branches, and inputs in another shape.
     """
     jaxpr = opened(jaxpr)
     axes_of = [tuple(range(getattr(v.aval, "ndim", 0))) for v in jaxpr.invars]
-    # For each value: the input that it is, and the order of its axes, which is None where it is not known.
+    # For each value: the input that it is, and the order of its axes (None: not known).
     known: dict[Any, tuple[int, tuple[int, ...] | None] | None] = dict(
         zip(jaxpr.invars, enumerate(axes_of), strict=True)
     )

@@ -1,9 +1,10 @@
 """Runs a traced function whose parameters are cut over the replicas: each is gathered where it is used.
 
-A piece is a part of the program, with the parameters that it uses. They are dropped after it, and gathered again in the
-backward pass. Products with parameters, convolutions, random numbers and the like are kept for the backward pass. It
-computes again what is made of them element by element, and products of rows with each other. What a scan runs over is
-gathered in its body, one iteration at a time. Pieces are the units of Zhao et al., "PyTorch FSDP" (2023).
+A piece is a part of the program, with the parameters that it uses. They are gathered before it, dropped after it, and
+gathered again in the backward pass. Products with parameters, convolutions, random numbers and the like are kept for
+the backward pass; results of elementwise operations, and products of rows with each other, are computed again there.
+Parameters that a scan iterates over are gathered in its body, one iteration at a time. Pieces are the units of Zhao et
+al., "PyTorch FSDP" (2023).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, parts_o
 class ShardedOperand(NamedTuple):
     """An operand that is cut along `axis`: `gather(value, axis, dtype)` returns the whole array.
 
-    The value is an array, or a tree of arrays of one rank. It travels in `dtype`, which may be narrower than its own.
+    The value is an array, or a tree of arrays of one rank. It is sent in `dtype`, which may be narrower than its own.
     """
 
     value: Any
@@ -32,9 +33,9 @@ class ShardedOperand(NamedTuple):
 
 
 def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: bool = False) -> list[Any]:
-    """Returns the outputs of a closed jaxpr. Operands that are `ShardedOperand` are gathered where they are used.
+    """Runs a closed jaxpr; returns its outputs. Operands that are `ShardedOperand` are gathered where they are used.
 
-    A piece has parameters of at most so many bytes, or one parameter, or is one iteration of a scan.
+    A piece uses parameters of at most `most` bytes, or one larger parameter, or is one iteration of a scan.
     """
     if not any(isinstance(x, ShardedOperand) for x in operands):
         return jax.extend.core.jaxpr_as_fun(jaxpr)(*operands)
@@ -59,7 +60,7 @@ _JITS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 def without_calls(jaxpr: Any) -> Any:
-    """Returns the closed jaxpr, with the bodies of what is jitted in place of the calls."""
+    """Returns the closed jaxpr with each call of a jitted function replaced by its body."""
 
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
@@ -76,14 +77,14 @@ def without_calls(jaxpr: Any) -> Any:
 
 
 class _View(NamedTuple):
-    """A parameter, or the result of casts and transposes of it, which are done again in each piece that uses it."""
+    """A parameter after some casts and transposes, which are done again in each piece that uses it."""
 
     source: Any
     eqns: tuple[Any, ...] = ()
 
     @property
     def narrow(self) -> Any:
-        """The dtype that the parameter travels in: the first one that it is cast to, if that is narrower."""
+        """The dtype that the parameter is sent in: the first one that it is cast to, if that is narrower."""
         own = self.source.aval.dtype
         casts = [eqn.outvars[0].aval.dtype for eqn in self.eqns]
         found = next((dtype for dtype in casts if dtype != own), own)
@@ -104,7 +105,7 @@ _VIEWS = {"convert_element_type", "transpose"}
 class _Piece:
     eqns: list[Any] = dataclasses.field(default_factory=list)
     views: dict[Any, _View] = dataclasses.field(default_factory=dict)
-    within: Sequence[Any] = ()  # of a scan or a checkpoint alone: the views that are gathered in its body
+    within: Sequence[Any] = ()  # of a piece that is a scan or a checkpoint: the views that are gathered in its body
 
     @property
     def sources(self) -> list[Any]:
@@ -156,9 +157,10 @@ def _pieces(jaxpr: Any, sharded: dict[Any, ShardedOperand], most: int) -> list[_
 
 
 def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, ShardedOperand]) -> list[Any]:
-    """Returns the views that an equation has a body for, where they can be gathered.
+    """Returns the views that can be gathered in the body of an equation.
 
-    A checkpoint has a body for all. A scan has one for parameters that are cut along another axis than its own.
+    For a checkpoint these are all views; for a scan, the parameters that it iterates over, if they are cut along
+    another axis than that of the iterations.
     """
     if eqn.primitive.name in _CHECKPOINTS:
         return [*views]
@@ -174,8 +176,8 @@ _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 _SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
 
 
-# What is made element by element, or reduced from such. To make it again, in what reads it, is less work than to keep
-# it in memory: of a scan that would be each iteration's, on CPUs a fourth of the step (benchmarks/shard.py).
+# Elementwise operations, and reductions. To compute their results again, where they are read, is less work than to keep
+# them in memory: a scan would keep those of each iteration, on CPUs a fourth of the step (benchmarks/shard.py).
 _CHEAP = set(
     """
     abs add add_any and argmax argmin broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p cos
@@ -188,18 +190,18 @@ _CHEAP = set(
 
 
 def _keeps(piece: _Piece) -> Callable[..., bool]:
-    """Returns what is kept for the backward pass: not what the piece gathers or another view of it, not a product of
-    rows with each other, and nothing that is `_CHEAP`.
+    """Returns the policy of what is kept for the backward pass: not what the piece gathers or another view of it, not a
+    product of rows with each other, and no result of a `_CHEAP` operation.
 
-    Of a value only the shape is known: an activation of as many elements as a parameter is made again, too. What is
-    printed, or given to a callback, is kept: JAX would print it once more when it is made again.
+    A policy sees only shapes, so an activation with as many elements as a parameter is computed again, too. A piece
+    that prints or calls back keeps cheap results, because JAX would print them once more if it computed them again.
     """
     sizes = {view.source.aval.size for view in piece.gathered.values()}
     cheap = () if any(eqn.effects for eqn in piece.eqns) else _CHEAP
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         is_view = primitive.name in _SEEN and avals[0].size in sizes
-        # A product of each row with itself, as attention's scores are, is as large as it is quickly made.
+        # A batched product, such as the scores of attention, is large, and quickly computed again.
         is_batched = primitive.name == "dot_general" and bool(params["dimension_numbers"][1][0])
         of_rows = is_batched and not any(x.size in sizes for x in avals)
         return not is_view and not of_rows and primitive.name != "all_gather" and primitive.name not in cheap
@@ -216,7 +218,7 @@ def _run_piece(
     shards: Sequence[Any],
     values: Sequence[Any],
 ) -> list[Any]:
-    """Returns what a piece makes, of the shards of its parameters and of what else is given."""
+    """Runs a piece on the shards of its parameters and the `values` of `given`; returns the values of `outs`."""
     env: Env = dict(zip(given, values, strict=True))
     mine = {v: sharded[v]._replace(value=x) for v, x in zip(piece.sources, shards, strict=True)}
     for source in dict.fromkeys(view.source for view in piece.gathered.values()):
@@ -242,7 +244,7 @@ def _seen(x: Any, view: _View) -> Any:
 
 
 def _turned(sharded: dict[Any, ShardedOperand], view: _View) -> ShardedOperand:
-    """Returns a view of what is cut, cut itself."""
+    """Returns a view of a sharded operand as a sharded operand."""
     value, axis, gather = sharded[view.source]
     order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
     is_cast = any(dtype != view.source.aval.dtype for dtype in dtypes)
@@ -258,7 +260,7 @@ def _turned(sharded: dict[Any, ShardedOperand], view: _View) -> ShardedOperand:
 
 
 def _checkpoint(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int) -> list[Any]:
-    """Returns a checkpoint of the user's own, with its body in pieces."""
+    """Runs a checkpoint of the user's own, with its body in pieces."""
     (jaxpr,) = inside(eqn)
     cut = [None if is_literal(v) else within.get(v) for v in eqn.invars]
     values = [x.value if x else read(env, v) for v, x in zip(eqn.invars, cut, strict=True)]
@@ -272,7 +274,7 @@ def _checkpoint(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int
 
 
 def _loop(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int) -> list[Any]:
-    """Returns a scan, with its body in pieces."""
+    """Runs a scan, with its body in pieces."""
     (jaxpr,), params = inside(eqn), eqn.params
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)
     cut = [None if is_literal(v) else within.get(v) for v in xs]
@@ -292,11 +294,11 @@ def _loop(eqn: Any, env: Env, within: dict[Any, ShardedOperand], most: int) -> l
 
 
 def run_over(jaxpr: Any, count: int) -> set[tuple[int, int]]:
-    """Returns which of its first operands a closed jaxpr's scans run over, each with the axis."""
+    """Returns which of the first `count` operands of a closed jaxpr its scans iterate over, each with the axis."""
     found: set[tuple[int, int]] = set()
 
     def look(jaxpr: Any, operands: Sequence[tuple[int, tuple[int, ...]] | None]) -> None:
-        """Follows `operands` through the jaxpr: which one each value is, or a part of, and which of its axes it has."""
+        """Follows `operands` through the jaxpr: which one each value is, or is part of, and which axes it still has."""
         inner = without_calls(jaxpr).jaxpr
         known = {v: x for v, x in zip(inner.invars, operands, strict=False) if x}
         for eqn in inner.eqns:

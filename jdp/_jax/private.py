@@ -1,8 +1,7 @@
-"""What JAX, jaxlib and Flax do not promise, and jdp uses all the same: eleven names, each behind a function or
-constant.
+"""Private names of JAX, jaxlib and Flax that jdp uses all the same: eleven names, each behind a function or constant.
 
-Where a new version has dropped a name, a feature is gone, or is slower, and the function here says which; no number
-changes. `tests/jax/test_private.py` has a test for each name, which fails where a new version changes it.
+If a new version drops a name, a feature is lost or becomes slower, and the function here says which; no number changes.
+`tests/jax/test_private.py` has a test for each name, which fails if a new version changes it.
 
 1. `jax._src.core.trace_state_clean`: `trace_state_clean`
 2. `to_concrete_value` of a tracer: `concrete_value`
@@ -40,7 +39,7 @@ Tried: nothing public says where it is kept; `nnx.capture` itself sets it, and r
 
 
 def _found(module: str, name: str) -> Any:
-    """Returns what a module has by this name, dots in it allowed; None where this version has it not."""
+    """Returns a module's attribute (the name may have dots); None if this version does not have it."""
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
@@ -106,10 +105,10 @@ def compilations(jitted: Iterable[Any]) -> int | None:
 def is_described(device: Any) -> bool:
     """Returns True if the device is one of a topology: programs are compiled for it, and do not run.
 
-    Without it `jdp.topology` raises, and with it `jdp plan` for machines that are not there.
+    Without it `jdp.topology` raises, and so does `jdp plan` for machines that are not there.
 
-    Tried: `device in jax.devices(device.platform)`. It starts JAX's backends, and knows a real device for a described
-    one where a plugin's name is not that of its platform.
+    Tried: `device in jax.devices(device.platform)`. It starts JAX's backends, and mistakes a real device for a
+    described one if the name of a plugin is not that of its platform.
     """
     return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
 
@@ -150,11 +149,11 @@ def found_by_cluster(
 ) -> tuple[str | None, int | None, int | None]:
     """Returns where the processes meet, how many they are and which this is, completed by JAX's detection of clusters.
 
-    Without it, `jdp.distributed.initialize` must be told the three, but for what it knows itself (`jdp launch`, JAX's
-    variables, torchrun).
+    Without it, `jdp.distributed.initialize` must be told the three, except for what it finds itself (`jdp launch`,
+    JAX's variables, torchrun).
 
-    Tried: `jax.distributed.initialize` detects as well, and raises where there is no cluster, and in a job of one
-    where JAX has started; jdp's `initialize` must do nothing there.
+    Tried: `jax.distributed.initialize` detects clusters, too. But it raises if there is none, or if JAX has started in
+    a job of one process; jdp's `initialize` must do nothing in these cases.
 
     Raises:
         NotImplementedError: this version of JAX has no such detection. A guess that there is one process would make
@@ -173,10 +172,10 @@ def found_by_cluster(
 
 @contextlib.contextmanager
 def absent_are_named(seconds: int) -> Iterator[None]:
-    """Makes JAX's coordination service, if it starts in here, wait so long for all processes, and name the absent ones.
+    """Makes JAX's coordination service, if it starts in here, wait `seconds` for all processes and name absent ones.
 
-    JAX lets it wait for an hour. Without this the processes that have come end all the same, when their own time is
-    over, and only the names of the absent are lost.
+    JAX lets it wait for an hour. Without this, the processes that have come still end when their own time is over, but
+    nothing names the absent ones.
 
     Tried: no argument of `jax.distributed.initialize` leads there.
     """
@@ -199,7 +198,7 @@ def gloo_goes_by(interface: str) -> None:
 
 
 def _give(name: str, **more: Any) -> Callable[[], None]:
-    """Makes JAX call this function of jaxlib with further arguments, if it takes them. Returns what undoes it."""
+    """Makes JAX call this function of jaxlib with more arguments, if it takes them. Returns a function to undo that."""
     module = _found("jax._src.lib", "_jax")
     call = getattr(module, name, None)
     if call is None:
@@ -216,7 +215,7 @@ def _give(name: str, **more: Any) -> Callable[[], None]:
 
 
 def is_tabulated(wrapper: Any) -> bool:
-    """Returns True if `nnx.tabulate` calls this NNX object; every method is then one that describes its arguments.
+    """Returns True if `nnx.tabulate` calls this NNX object, whose methods it has wrapped to describe their arguments.
 
     Without it `nnx.tabulate(dp, ...)` fails in Flax.
 
@@ -228,12 +227,12 @@ def is_tabulated(wrapper: Any) -> bool:
 def keep_programs(programs: Any, folder: str) -> bool:
     """Makes JAX call `programs.get(key)` before it compiles, and `programs.put(key, data)` after it.
 
-    False where this version of JAX has no place for that: then each start compiles its programs again.
+    Returns False if this version of JAX does not allow that: then each start compiles its programs again.
 
-    Tried: JAX's own cache, by its options. It writes into the final file, so a process that is killed then leaves a
-    damaged one. JAX reads it, and warns of it, at every start from then on. Its files have no checksum: with the
-    package zstandard, of 30 flipped bits four ended the process and one gave other numbers. Only process 0 writes. On
-    CPU each process has its own keys, so all others compile everything at every start.
+    Tried: JAX's own cache, by its options. It writes into the final file, so a process that is killed while it writes
+    leaves a damaged file, which JAX reads, with a warning, at every later start. Its files have no checksum: of 30
+    flipped bits (with the package zstandard), four ended the process and one gave other numbers. Only process 0 writes.
+    On CPU each process has its own keys, so all others compile everything at every start.
     """
     make = _found("jax._src.compilation_cache", "get_file_cache")
     if make is None:
@@ -251,14 +250,15 @@ def keep_programs(programs: Any, folder: str) -> bool:
         every = types.FunctionType(write.__code__, {**write.__globals__, "distributed": alone}, write.__name__)
         module = importlib.import_module("jax._src.compiler")
         module._cache_write = every
-    jax.config.update("jax_compilation_cache_dir", folder)  # else JAX does not ask
+    jax.config.update("jax_compilation_cache_dir", folder)  # otherwise JAX uses no cache
     return True
 
 
 def callbacks() -> list[types.FrameType]:
-    """Returns the calls back into Python that programs on the devices make now: one for each thread at most.
+    """Returns the frames of callbacks into Python that programs on the devices are running now, one per thread at most.
 
-    Without the name none is seen, and processes that wait for a callback which blocks say so after half an hour only.
+    Without the name none is found, and processes that wait for a callback that blocks report it only after half an
+    hour.
 
     Tried: nothing public says that a device waits for Python; the output of the program is merely not ready.
     """

@@ -1,8 +1,8 @@
-"""Rewrites of jaxprs: other functions in place of equations, bodies in place of calls, an index in place of a question.
+"""Rewrites jaxprs: replaces equations by functions, calls by their bodies, and `axis_index` by a known index.
 
-`rewrite` keeps loops and branches, and puts one function in the place of each equation that a rule names.
-`with_pairs_cut` does so to tell XLA how a product of all pairs of rows is cut. `inlined` takes the calls and loops
-around some equations away, so that what comes before and after them can be run apart.
+`rewrite` keeps loops and branches, and replaces each equation that a rule accepts by one function. `with_pairs_cut`
+uses it to tell XLA how to cut a product of all pairs of rows over the devices. `inlined` removes the calls and loops
+around some equations, so that the code before and after these can be run separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .jaxprs import (
 )
 
 Rule = Callable[[Any], Callable[..., Any] | None]
-"""For an equation the function to put in its place, or None where it stays."""
+"""Returns the function that replaces an equation, or None if the equation stays."""
 
 
 def rewrite(jaxpr: Any, rule: Rule) -> Any:
@@ -70,15 +70,15 @@ def with_pairs_cut(
 ) -> Any:
     """Returns the closed jaxpr with each product of all pairs of rows cut along the first of its two axes of rows.
 
-    `have_rows` marks the inputs that have `rows` rows. `constrained(x, axis)` cuts an array along an axis, or with None
-    makes it whole. Rows that are joined for such a product become whole before they are joined, if the result is no
-    larger than each operand, and so do their labels: XLA would exchange these rows, and then gather them. They are
-    whole as they leave the join, too, and the product's first operand is cut: each device then takes its rows from
-    what it has.
+    `have_rows` marks the inputs that have `rows` rows. `constrained(x, axis)` cuts an array along an axis over the
+    devices, or replicates it (None). If rows are concatenated before such a product, and the result is no larger than
+    each of the product's operands, they are replicated before and after the concatenation, and so are their labels.
+    Otherwise XLA would exchange these rows first, and gather them later. The product's first operand is cut, so that
+    each device takes its part of the rows from its own copy.
     """
-    products: dict[int, tuple[int, int]] = {}  # by the equation's id the axes to cut: of its first operand, and its own
-    whole: set[int] = set()  # the ids of the equations that join rows for a product
-    lists: set[int] = set()  # the ids of those that join numbers, one for each row, as labels
+    products: dict[int, tuple[int, int]] = {}  # by the equation's id: axes to cut of the first operand, the result
+    whole: set[int] = set()  # the ids of the equations that concatenate rows for a product
+    lists: set[int] = set()  # the ids of those that concatenate one number per row, such as labels
 
     def follow(jaxpr: Any, inputs: Sequence[_Joined]) -> list[_Joined]:
         jaxpr = opened(jaxpr)
@@ -114,7 +114,7 @@ def with_pairs_cut(
 def _rule_to_cut(
     whole: set[int], products: dict[int, tuple[int, int]], constrained: Callable[[Any, int | None], Any], eqn: Any
 ) -> Callable[..., Any] | None:
-    """Returns how an equation is evaluated whose operands and results are told how they are cut; None for others."""
+    """Returns the function that replaces an equation by itself with constraints on how it is cut; None: it stays."""
 
     def all_whole(values: Sequence[Any]) -> list[Any]:
         return [constrained(x, None) for x in values]
@@ -128,7 +128,7 @@ def _rule_to_cut(
 
 
 _Joined = dict[int, int] | None
-"""The equations that have joined rows for a value that is made of rows: by their ids, the sizes of their results."""
+"""For a value made of rows, the concatenations of rows that it comes from: the size of each result, by equation id."""
 
 
 def _joins_rows(eqn: Any, rows: int) -> bool:
@@ -160,9 +160,10 @@ _OF_ALL = {"psum", "pmax", "pmin"}
 
 
 def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callable[[str], Exception]) -> Any:
-    """Returns the closed jaxpr for devices that each stand for several members of the axis, along the axis `inner`.
+    """Returns the closed jaxpr with its collectives over the axis extended to `inner`, an axis of `size` members.
 
-    Raises `refuse(its name)` for a collective that does not go over both.
+    Each device then stands for `size` members of the axis. Raises `refuse(its name)` for a collective that cannot be
+    extended.
     """
 
     def rule(eqn: Any) -> Callable[..., Any] | None:
@@ -180,9 +181,10 @@ def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callabl
 
 
 def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], Exception], unroll: bool = False) -> Any:
-    """Returns the closed jaxpr with the wanted equations at its top; raises `refuse(loop or branch)` around one.
+    """Returns the closed jaxpr with the wanted equations at its top level, where calls around them are inlined.
 
-    With `unroll` a scan around one becomes its iterations, one after the other.
+    Raises `refuse(eqn)` for a loop or branch around one. With `unroll`, a scan around one is replaced by its
+    iterations.
     """
 
     def inline(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
@@ -212,12 +214,12 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
 
 
 def _asks(eqn: Any, axis_name: str) -> bool:
-    """Returns True if an equation asks for its place on the axis."""
+    """Returns True if an equation is an `axis_index` of the axis."""
     return eqn.primitive.name == "axis_index" and axis_name in axes(eqn)
 
 
 def asks_inside_of(jaxpr: Any, axis_name: str) -> str | None:
-    """Returns the name of a loop or a branch that asks for its place on the axis; None if there is none."""
+    """Returns the name of a loop or a branch with an `axis_index` of the axis in it; None if there is none."""
     for eqn in opened(jaxpr).eqns:
         bodies = [*inside(eqn)]
         if not any(_asks(e, axis_name) for body in bodies for e in equations(body)):
@@ -230,7 +232,7 @@ def asks_inside_of(jaxpr: Any, axis_name: str) -> str | None:
 
 
 def with_index(jaxpr: Any, axis_name: str, index: Any) -> Any:
-    """Returns the closed jaxpr with `index` as its place on the axis; no loop or branch in it may ask for the place."""
+    """Returns the closed jaxpr with `index` in place of `axis_index`, which must not be inside of a loop or branch."""
     if not any(_asks(eqn, axis_name) for eqn in equations(jaxpr)):
         return jaxpr
     flat = inlined(jaxpr, lambda eqn: _asks(eqn, axis_name), lambda eqn: ValueError(eqn.primitive.name))

@@ -1,7 +1,7 @@
-"""Tells which backward passes of a user's own (`jax.custom_vjp`) are made of several rows, where the function is not.
+"""Finds backward passes of the user's own (`jax.custom_vjp`) that combine rows, although their function does not.
 
-One that divides the cotangents by their norm, or subtracts their mean, sees those of one replica's rows alone. A
-BatchNorm with a backward pass of its own is no offence: the function itself is made of all rows.
+A backward pass that divides the cotangents by their norm, or subtracts their mean, would see the cotangents of one
+replica's rows alone. A BatchNorm with its own backward pass is accepted, because its function combines rows, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ OfRows = Callable[[Any], bool]
 
 
 def backward_of(eqn: Any) -> Any:
-    """Returns the jaxpr of a `custom_vjp_call`'s backward pass, with what its function computes; None if there is none.
+    """Returns the jaxpr of a `custom_vjp_call`'s forward and backward pass; None if it cannot be traced.
 
-    Its inputs are the operands and the cotangents of the results, as far as they are no integers.
+    Its inputs are the operands, and the cotangents of the results that are not integers.
     """
     chosen = [i for i, v in enumerate(eqn.invars) if _has_cotangent(v)]
 
@@ -39,14 +39,14 @@ def backward_of(eqn: Any) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):
             return jax.make_jaxpr(run)([v.aval for v in eqn.invars], [v.aval for v in eqn.outvars if _has_cotangent(v)])
-    except Exception:  # the user's own function may raise anything, as where it asks for its number of rows
+    except Exception:  # the user's own function may raise anything, for example if it needs the number of rows
         return None
 
 
 def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: Read, of_rows: OfRows) -> bool:
-    """Returns True if a backward pass is made of several rows, and its function is not.
+    """Returns True if a backward pass combines several rows, and its function does not.
 
-    `read` tells what is known of a jaxpr's outputs, and `of_rows` whether a variable has a value for each row.
+    `read(jaxpr, inputs)` returns what is known of the outputs; `of_rows(v)` tells whether a variable has rows.
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
@@ -72,14 +72,14 @@ def _has_cotangent(v: Any) -> bool:
 
 
 def _cotangent(output: RowValue) -> RowValue:
-    """Returns what is known of a cotangent: that of a parameter is a sum over the rows, that of such a sum a number."""
+    """Returns what is known of an output's cotangent: a constant has a sum over the rows, and a sum has a constant."""
     if output.kind == Kind.CONST:
         return RowValue(Kind.SUMMED, 1)
     return RowValue(Kind.ROWS) if output.kind == Kind.ROWS else CONST
 
 
 def _is_mixed(cotangent: RowValue) -> bool:
-    """Returns True for what is made of several rows, and no sum over them; the largest of all may be a statistic."""
+    """Returns True if a gradient combines rows other than by a sum. The largest of all rows is accepted."""
     if cotangent.kind == Kind.ROWS:
         return cotangent.met_all or cotangent.lasting is not None
     return cotangent.kind == Kind.SUMMED and cotangent.fault is not None and not is_largest(cotangent)

@@ -1,8 +1,8 @@
-"""Tells what a loop over the rows keeps at its end: a sum over them, or something that is none.
+"""Finds whether what a loop over the rows carries is a sum over the rows at its end, or something else.
 
-Such a loop hands numbers on from row to row. `total + f(row)` is a sum over the rows, as one that `jnp.sum` computes;
-`jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` are none. `sums_at_end` goes through the body, and knows of
-each value how it depends on each number that is handed on: linearly, with a factor, or not.
+Such a loop carries numbers from row to row. `total + f(row)` becomes a sum over the rows, as `jnp.sum` computes it;
+`jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` do not. `sums_at_end` goes through the body, and finds for
+each value how it depends on each carried number: linearly with a factor, not linearly, or not known how.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan,
 from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either, repeated
 
 Parts = dict[int | str, float | None]
-"""What a value in a loop is made of: of numbers that are handed on, by index, each with its factor there. That is nan
-where the value is not linear in the number, and None where that is not followed. ROW stands for the row of the round,
-and PLACE for the number of the round.
+"""What a value in a loop depends on. The keys are the indices of carried numbers; ROW is the row of the round, and
+PLACE the number of the round. The value is the factor if the dependence is linear, nan if it is not, and None if it
+cannot be followed.
 """
 
 Axes = Callable[[Any], list[int]]
@@ -30,7 +30,7 @@ _MOVES = primitives.LINEAR - primitives.ADDS - {"concatenate", "stack", "pad", "
 
 
 def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-    """Returns the outputs of a scan, which may run over the rows."""
+    """Returns what is known of the outputs of a scan, which may iterate over the rows."""
     by_rows, body = reader.rows.counts_rounds(eqn), parameter(eqn, "jaxpr")
     consts, carry, xs = parts_of_scan(eqn, values)
     places = {x.place for x in xs if x.kind == Kind.ROWS}
@@ -55,10 +55,10 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 
 
 def _meets_others(made: RowValue, consts: Sequence[RowValue], xs: Sequence[RowValue]) -> bool:
-    """Returns True if a round makes something of its own row and of other rows; `made` is a number of all rows.
+    """Returns True if a round combines its own row with other rows; `made` is a number that it makes of all rows.
 
-    A round that gets the number of its row in place of the row itself may pick that row among all rows, and one that
-    only adds up rows may do so by a mask: both are accepted.
+    Two cases are accepted. A round that gets the number of its row, and not the row itself, may pick that row out of
+    all rows. A round that only adds up rows may do so under a mask.
     """
     gets_its_row = any(x.kind == Kind.ROWS for x in xs) and not any(x.kind == Kind.SUMMED for x in consts)
     return made.lasting is not None or gets_its_row and (made.fault is not None or made.degree == 0)
@@ -69,8 +69,8 @@ def _rounds(
 ) -> tuple[list[RowValue], list[RowValue]]:
     """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
     mixed = len(reader.mixed)
-    while True:  # each round less is known of the carry, or it is the last
-        del reader.mixed[mixed:]  # what an earlier round found, of a carry that was taken for a constant
+    while True:  # until what is known of the carry stays the same; each time it is less
+        del reader.mixed[mixed:]  # found by an earlier pass, which still took the carry for a constant
         outputs = reader.read(body, [*consts, *carry, *xs])
         after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
         if by_rows:
@@ -83,7 +83,7 @@ def _rounds(
 def _at_end(
     reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]
 ) -> list[RowValue]:
-    """Returns the carry at the end of a loop over the rows: sums over them, and what is none, or not followed."""
+    """Returns what is known of the carry at the end of a loop over the rows: which parts are sums over the rows."""
     factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
     zero = RowValue(Kind.CONST, number=0.0)
     count = zero._replace(place=ROUND)  # the number of the round, or of the rows so far
@@ -109,7 +109,7 @@ def _at_end(
 
 
 def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-    """Returns the carry of a `while`, whose number of rounds may depend on the rows."""
+    """Returns what is known of the carry of a `while`, whose number of rounds may depend on the rows."""
     first = parameter(eqn, "cond_nconsts")
     last = first + parameter(eqn, "body_nconsts")
     cond, consts, carry = values[:first], values[first:last], values[last:]
@@ -133,8 +133,9 @@ def sums_at_end(
 ) -> list[float | None]:
     """Returns for each part of the carry of a loop over the rows whether it is a sum over the rounds at the end.
 
-    It is 1.0 for a sum, nan for what is none, and None where that is not followed, as for all that has an axis of the
-    rows, which may hold all of them. What is made of rows is looked at first, and then what counts the rounds.
+    1.0 stands for a sum, nan for anything else, and None for what cannot be followed: an array with an axis of the
+    rows, for example, may hold all of them. Parts made of rows are looked at first, and then those that count the
+    rounds.
     """
     invars, inputs = opened(body).invars[len(consts) :], [*consts, *carry, *xs]
     of_rows = [v.kind in (Kind.SUMMED, Kind.ROWS) for v in inputs]
@@ -157,7 +158,7 @@ def sums_at_end(
 
 
 def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
-    """Returns for the first values whether each is itself and what the rounds add, and nothing of the others."""
+    """Returns for each carried value whether a round only adds to it, and adds nothing of other carried values."""
 
     def own(i: int) -> float | None:
         if [*found[i]] == [ROW]:
@@ -170,7 +171,7 @@ def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
         factors = [own(i), *(found[i][j] for j in others)]
         if any(map(_is_nan, factors)):
             return math.nan
-        # A sum of sums counts each row several times; what is made of a number that is not followed is not, either.
+        # A sum of running sums counts a row several times. What depends on an unknown number is unknown, too.
         is_lost = None in [*factors, *map(own, others)]
         return None if is_lost else math.nan if others else 1.0
 
@@ -178,7 +179,7 @@ def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
 
 
 def _parts_made(jaxpr: Any, inputs: Sequence[Parts]) -> list[Parts]:
-    """Returns what the outputs of a jaxpr are made of."""
+    """Returns the `Parts` of a jaxpr's outputs, given those of its inputs."""
     jaxpr = opened(jaxpr)
     known: dict[Any, Parts] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -191,7 +192,7 @@ def _parts_made(jaxpr: Any, inputs: Sequence[Parts]) -> list[Parts]:
 
 
 def _made(eqn: Any, operands: list[Parts]) -> list[Parts]:
-    """Returns what the results of an equation are made of."""
+    """Returns the `Parts` of an equation's results."""
     name, count = eqn.primitive.name.replace("-", "_"), len(eqn.outvars)
     if name in CALLS:
         return _parts_made(next(inside(eqn)), operands)
@@ -223,7 +224,7 @@ def _is_nan(factor: float | None) -> bool:
 
 
 def _mixed(operands: Sequence[Parts], factor: float | None) -> Parts:
-    """Returns what a value is made of that has all that is in the operands, with one factor."""
+    """Returns the parts of all operands together, each with the same factor."""
     return {key: factor for parts in operands for key in parts}
 
 
@@ -243,7 +244,7 @@ def _added(a: Parts, b: Parts) -> Parts:
 
 
 def _chosen(which: Parts, cases: Sequence[Parts]) -> Parts:
-    """Returns what one of the cases is made of; a choice by a number that is handed on is not linear in it."""
+    """Returns the parts of a choice among cases; if a carried number decides, the choice is not linear in it."""
     found: Parts = {}
     for key in {key for parts in cases for key in parts}:
         factors = {parts.get(key, 0.0) for parts in cases}
@@ -252,24 +253,24 @@ def _chosen(which: Parts, cases: Sequence[Parts]) -> Parts:
 
 
 def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
-    """Returns what a product or a quotient is made of; one by a number that is known keeps the factors."""
+    """Returns the parts of a product or a quotient; a literal number only scales the factors."""
     for v, other in ((eqn.invars[1], a), (eqn.invars[0], b)):
         if is_literal(v) and (name == "mul" or other is a) and not getattr(v.aval, "shape", ()):
             if jnp.issubdtype(v.aval.dtype, jnp.complexfloating):
                 return _mixed([other], None)
             by = float(v.val) if name == "mul" else 1 / float(v.val or math.nan)
             return _scaled(other, by)
-    # By a place, as in a mean that is computed as it goes, or by a row, or by a number that is not known.
+    # By the number of the round, as in a running mean (not followed), or by a row or a carried number (not linear).
     by_place = any(PLACE in parts and ROW not in parts for parts in ((b,) if name == "div" else (a, b)))
     return _mixed([a, b], None if by_place else math.nan)
 
 
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Axes) -> list[bool]:
-    """Returns for each output of a scan over the rows, except its carry, whether it is made of rows before its own.
+    """Returns for each output of a scan over the rows, except its carry, whether it depends on earlier rows.
 
-    It is, if the rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. What has
-    an axis of the rows in the carry does not count, because each round may take its own row from it; nor do integers,
-    which are places.
+    It does if rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. A carried
+    array with an axis of the rows does not count, because each round may take its own row from it; nor do integers,
+    which are positions.
     """
 
     def made_of(inputs: Sequence[bool]) -> list[bool]:

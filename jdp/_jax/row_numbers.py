@@ -1,13 +1,14 @@
-"""Tells what comes of rows that meet a number made of all rows: a normalization, or what is no mean.
+"""The rules for rows that are combined with a number made of all rows: it is a normalization, or the loss is no mean.
 
-A BatchNorm subtracts means from rows and divides by roots of variances, for each feature, and that is no offence. All
-else that is linear after it is one: in `(v * f(v.mean())).mean()` the number of all rows stands before a sum over the
-rows, so that it is a product of two sums.
+A BatchNorm subtracts means from rows and divides by roots of variances, for each feature; that is accepted. Otherwise,
+if all that follows is linear, the result is no mean: in `(v * f(v.mean())).mean()` the number of all rows is a factor
+of a sum over the rows, so that the whole is a product of two sums.
 
-What is not linear after it depends on the number. With numbers for each feature it is a layer of a model, and is
-accepted. With one number of all rows it is a loss: of a relativistic GAN, `softplus(v - u.mean())`, or of a policy
-gradient, whose advantages one number has normed, and other rows multiply. It is a model again if a layer is behind it
-(a product with parameters), or if a module does it in its own call, which `Reader.read` asks for.
+If something that follows is not linear, it depends on the number. Numbers for each feature belong to a layer of a
+model, and are accepted. One number of all rows belongs to a loss, and is refused: that of a relativistic GAN,
+`softplus(v - u.mean())`, or of a policy gradient whose advantages are normalized by one number and multiplied by other
+rows. It is accepted again if a layer (a product with parameters) follows, or if the code is in the call of a module,
+which `Reader.read` finds out.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .row_values import Fault, Kind, RowCount, RowValue
 
 
 def added_to_rows(value: RowValue) -> RowValue:
-    """Returns what is known of a summand of rows: one number that is no mean, as a root of one, is none among them.
+    """Returns a summand of rows. One number of all rows that is no mean is a fault if all that follows is linear.
 
-    A BatchNorm adds numbers of its own for each feature.
+    Numbers for each feature, as a BatchNorm adds them, are none.
     """
     if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
         return value
@@ -39,33 +40,33 @@ def is_largest(value: RowValue) -> bool:
 def is_average(value: RowValue) -> bool:
     """Returns True for a mean of all rows, or a sum: one number, or one for each feature.
 
-    Rows with it as a summand have a mean; as soon as other rows multiply them, there are two sums in a product.
+    Rows that it is added to still have a mean. But if other rows multiply them, the result is a product of two sums.
     """
     return value.kind == Kind.SUMMED and value.fault is None
 
 
 def is_threshold(value: RowValue) -> bool:
-    """Returns True for one number of all rows that rows may be compared with; that with the largest finds its place."""
+    """Returns True for one number of all rows, but not the largest: a comparison with that only finds its position."""
     return value.kind == Kind.SUMMED and value.is_number and not is_largest(value)
 
 
 def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> Fault | None:
-    """Returns the fault of rows that meet a certain row, as in `relu(v - v[0])`: each device has a different one.
+    """Returns the fault of rows combined with one particular row, as in `relu(v - v[0])`: each device has another one.
 
-    `rows` are the axes of the rows. The certain row may be joined to the others along these axes, as by `jnp.roll`, and
-    it may take the place of some, as under a mask.
+    `rows` are the axes of the rows. The particular row may be concatenated with the others along these axes, as by
+    `jnp.roll`, and it may replace some of them, as under a mask.
     """
     name = eqn.primitive.name
     if name in primitives.PLACES or name == "concatenate" and parameter(eqn, "dimension") in rows:
         return None
-    met = values[-1:] if name == "select_n" else values  # what chooses comes last, and what is chosen does not meet
+    met = values[-1:] if name == "select_n" else values  # the last one decides; the cases are not combined
     return next((Fault("row", v.fault.at, True) for v in met if v.fault is not None and is_picked(v)), None)
 
 
 def writes_one_row(eqn: Any, values: Sequence[RowValue], rows: RowCount) -> bool:
-    """Returns True if a scatter writes a constant into certain rows, or adds it to them, as `x.at[0].set(0)` does.
+    """Returns True if a scatter writes a constant into particular rows, or adds it to them, as `x.at[0].set(0)` does.
 
-    The axis of the rows is indexed then, and not by an index for each row.
+    Then the axis of the rows is indexed, and the indices do not have one for each row.
     """
     if [v.kind for v in values] != [Kind.ROWS, Kind.CONST, Kind.CONST] or rows.axes(eqn.invars[1]):
         return False
@@ -74,15 +75,15 @@ def writes_one_row(eqn: Any, values: Sequence[RowValue], rows: RowCount) -> bool
 
 
 def is_picked(value: RowValue) -> bool:
-    """Returns True for one certain row."""
+    """Returns True for one row that was picked out of all."""
     at = value.fault.at if value.kind == Kind.SUMMED and value.fault is not None else ()
     return bool(at) and at[0].primitive.name in primitives.PICKS
 
 
 def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns what is known of a choice by rows: in `where(m, v, v.mean())` the mask says how often the mean counts.
+    """Returns a choice that is made for each row: in `where(m, v, v.mean())` the mask says how often the mean counts.
 
-    One certain row among the cases is no fault, because it may only fill places that a mask leaves out.
+    One picked row among the cases is no fault, because it may only fill positions that a mask leaves out.
     """
     met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
     if met is None or made.kind != Kind.ROWS:
@@ -91,10 +92,10 @@ def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, .
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:
-    """Returns the faults `(if_linear, if_multiplied)` of one of several values that are added, or chosen from.
+    """Returns the possible faults `(if_linear, if_multiplied)` of a sum of values, or of a choice among them.
 
-    They are gone where another of them met a number of all rows, too, and is not linear in it: `x + f(x)` is a layer of
-    a model, as a softmax is.
+    There are none if one of the values depends on a number of all rows, and not linearly: `x + f(x)` is a layer of a
+    model, as a softmax is.
     """
     if any(v.kind == Kind.ROWS and v.met_all and not (v.if_linear or v.if_multiplied) for v in values):
         return None, None
@@ -103,16 +104,16 @@ def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None
 
 
 def _behind_a_layer(value: RowValue) -> RowValue:
-    """Returns what is known of rows when a layer has mixed their features: what is not linear after it is the model."""
+    """Returns rows whose features a layer has mixed: nonlinear functions after it are the model's, and no faults."""
     faults = {name: getattr(value, name) for name in ("if_linear", "if_multiplied")}
     return value._replace(**{name: fault and fault._replace(lasts=False) for name, fault in faults.items()})
 
 
 def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
-    """Returns the fault of rows that met one number of all rows, and then went through a function that is not linear.
+    """Returns the possible fault of rows combined with one number of all rows, and passed through a nonlinear function.
 
-    Without a layer behind it, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`. A square
-    of rows that are only centred is taken for that of a variance.
+    If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`. A square of
+    rows that are only centred counts as part of a variance.
     """
     name = eqn.primitive.name
     if name in primitives.LAYERS:
@@ -135,8 +136,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED}:
         return None
     rows, number = (a, b) if a.kind == Kind.ROWS else (b, a)
-    if number.is_number and (is_div and rows is a or number.inverse):  # one number norms all rows
-        # Weights of a masked BatchNorm are divided by their mean, and not centred before.
+    if number.is_number and (is_div and rows is a or number.inverse):  # one number normalizes all rows
+        # The weights of a masked BatchNorm are divided by their mean, too, but they are not centred before.
         return Fault("number", at, not is_average(number) or rows.if_multiplied is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization
         return None
@@ -146,7 +147,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
 
 
 def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tuple[RowValue, RowValue]:
-    """Returns both sides of a product or a quotient, with the faults that wait in them from then on."""
+    """Returns both sides of a product or a quotient, with their possible faults from then on."""
     if name in primitives.LAYERS:
         a, b = _behind_a_layer(a), _behind_a_layer(b)
     if_linear, kinds = product_with_rows(name, a, b, at), (a.kind, b.kind)
@@ -156,13 +157,13 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
         return a, b
     if if_linear is None or not if_linear.lasts or Kind.SUMMED not in kinds:
         return a._replace(if_linear=if_linear, if_multiplied=None), b._replace(if_linear=if_linear, if_multiplied=None)
-    by_root = None if is_largest(a) or is_largest(b) else if_linear  # by the largest, rows are scaled to be rounded
+    by_root = None if is_largest(a) or is_largest(b) else if_linear  # rows are divided by the largest to be rounded
     one, other = a.if_multiplied or by_root, b.if_multiplied or by_root
     return a._replace(if_linear=if_linear, if_multiplied=one), b._replace(if_linear=if_linear, if_multiplied=other)
 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
-    """Returns the fault that waits in rows which others multiply; `x * sigmoid(x)` is a function of x, and has none."""
+    """Returns the possible fault of rows that other rows multiply; `x * sigmoid(x)` is a function of x and has none."""
     fault = value.if_linear or value.if_multiplied or value.if_no_layer and value.if_no_layer._replace(lasts=True)
     if fault is None or is_itself or fault.lasts and other.drawn:  # a square of a centred row; dropout
         return None
@@ -172,10 +173,10 @@ def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
 
 
 def normalized(name: str, a: RowValue, b: RowValue, made: RowValue) -> RowValue:
-    """Returns what is known of a product or a quotient, with whether it is one of a normalization.
+    """Returns a product or a quotient, with what makes it part of a normalization.
 
-    Rows are `scaled` by what they are divided by. A number is an `inverse` if it is divided by one of all rows which is
-    no mean, as by a root of a variance.
+    Rows are `scaled` if they were divided by a number of all rows. A number is an `inverse` if it was divided by a
+    number of all rows that is no mean, such as a root of a variance.
     """
     if made.kind == Kind.ROWS:
         kinds = a.kind, b.kind

@@ -1,19 +1,18 @@
-"""Tells which rows meet rows of other places, as in `v - jnp.roll(v, 1)`, and what is left of pairs of all rows.
+"""The rules for rows that are combined with rows at other positions (`v - jnp.roll(v, 1)`), and for pairs of all rows.
 
-A value knows of which rows its entries are: of those at their places (0), of those so many places further on, of those
-at the same places from the end (TURNED), in an order that is computed from their places (ORDERED), or of the row of a
-loop's round (ROUND); None if that is lost. `x.reshape(2, -1)` has the halves of the rows side by side (BLOCKS). Where
-two values meet that differ in this, rows meet other rows. Places themselves, as `arange(b)`, are 0, TURNED or ORDERED.
+`RowValue.place` says which row the entry at position i is made of: row i (0), row i + k (the number k), the row at
+position i from the end (TURNED), a row in an order that is computed from the positions (ORDERED), or the row that a
+round of a loop takes (ROUND); None if that is lost. After `x.reshape(2, -1)` the halves of the rows are side by side
+(BLOCKS). If two values with different places are combined, rows are combined with other rows. An array of positions,
+such as `arange(b)`, has the place 0, TURNED or ORDERED.
 
-A loop of Python picks row after row, by their numbers: `Picked` has those that a value is made of. One may meet itself,
-and all of them may be added up, or stacked.
+A Python loop picks one row after the other, by number: `Picked` has the numbers of the rows that a value is made of. A
+row may be combined with itself, and all of them may be added up, or stacked.
 
-Which matrices of pairs of rows are left with each row alone: their diagonal, as in `jnp.diag(x @ z.T)`.
-
-A matrix has an entry for each pair of rows. If each of its entries is made of these two rows and of nothing else, the
-diagonal has an entry for each row, made of that row. `jnp.diagonal` is known by its name. `jnp.trace` and others have a
-mask: where the number of the row is that of the column, an entry is kept, and all others are zero; then they sum over
-the rows or over the columns.
+A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
+diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
+its name. `jnp.trace` and others use a mask: an entry is kept if the number of its row is that of its column, and all
+others are zero; then they sum over the rows or over the columns.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # zeros
 
 
 def of_pairs(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
-    """Returns what is known of a result, by what is known of the entries of its operands for each pair of rows."""
+    """Returns a result with what its entries are, if it has one for each pair of rows (`RowValue.entries`)."""
     if name in primitives.PICKS and values[0].entries == "pairs" and made.kind == Kind.SUMMED:
         return UNKNOWN  # one pair of rows, which may be a row and itself
     if len(rows.axes(eqn.outvars[0])) != 2:
@@ -48,7 +47,7 @@ def of_pairs(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
 
 
 def _kept(name: str, values: Sequence[RowValue]) -> RowValue | None:
-    """Returns the operand whose diagonal a result is, with zeros elsewhere; None if it is something else."""
+    """Returns the operand of which a result has the diagonal, and zeros elsewhere; None if it is something else."""
     if name in _KEEP and values[0].entries == "diagonal":
         return values[0]
     if name == "mul" and "diagonal" in (values[0].entries, values[1].entries):
@@ -59,7 +58,7 @@ def _kept(name: str, values: Sequence[RowValue]) -> RowValue | None:
 
 
 def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> Entries | None:
-    """Returns what the entries of a result are, which has two axes of the rows, and is none that was masked."""
+    """Returns what the entries are of a result with two axes of the rows that no mask has made (see `_kept`)."""
     places: set[Entries] = {v.entries for v in values if v.entries == "row" or v.entries == "column"}
     if name == "iota":
         first, second = rows.axes(eqn.outvars[0])
@@ -79,9 +78,10 @@ SEVERAL, TURNED, ORDERED, BLOCKS = "several", "turned", "ordered", "blocks"
 
 
 def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
-    """Returns of which rows the entries of a result are, as `RowValue.place` has it; `along` are its axes of the rows.
+    """Returns the `RowValue.place` of a result; `along` are its axes of the rows.
 
-    `around` has the equations that it is in, the outermost first, and then itself. What a module moves is its own.
+    `around` has the equations that its equation is in, the outermost first, and then the equation. A module of a model
+    may move rows as it likes.
     """
     eqn, places = around[-1], _places(values)
     before = SEVERAL if len(places) > 1 else next(iter(places), 0)
@@ -90,9 +90,9 @@ def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], 
 
 
 def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
-    """Returns the order of places among the rows: 0 of `arange(b)`, TURNED from the end, ORDERED of all others.
+    """Returns the order of an array of positions: 0 for `arange(b)`, TURNED if it counts from the end, else ORDERED.
 
-    A choice between places and others is taken for the places, because JAX counts negative indices from the end.
+    A choice between positions and other numbers counts as the positions: JAX makes one to resolve negative indices.
     """
     are_places = [v.degree is None or v.place != 0 for v in values]
     places = [0 if v.place == ROUND else v.place for v, is_place in zip(values, are_places, strict=True) if is_place]
@@ -103,7 +103,7 @@ def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
         return places[0]
     if name == "select_n":
         return next((place for place in places[: len(values) - 1] if place != ORDERED), ORDERED)
-    if name == "gather" and are_places == [True, True]:  # places of places
+    if name == "gather" and are_places == [True, True]:  # positions of positions
         return {0: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
     from_last = name in primitives.ADDS and any(v.degree == 1 and v.fault is not None for v in others)  # b - 1
     return _from_the_end(places[0]) if name == "rev" or from_last else ORDERED
@@ -118,14 +118,14 @@ def _from_the_end(place: Any) -> Any:
 
 
 def place_in_turn(order: list[int]) -> Any:
-    """Returns the place of rows that are taken in this order, by their numbers."""
+    """Returns the `RowValue.place` of rows that are stacked in this order of their numbers."""
     return 0 if order == sorted(order) else TURNED if order == sorted(order, reverse=True) else ORDERED
 
 
 def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
-    """Returns what is known of a constant; of one with each place among the rows once, as `np.arange(b)`, the order.
+    """Returns what is known of a constant; an array with each position once, such as `np.arange(b)`, has an order.
 
-    Only two traces side by side tell: in both, its size is that of the rows.
+    Only two traces side by side show that: its size is the number of rows in both.
     """
     is_of_rows = bool(rows.axes(v)) and not isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
     order = x.ravel().tolist() if is_of_rows else []
@@ -135,9 +135,9 @@ def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
 
 
 def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
-    """Returns the order of the indices that pick rows, as `order_of_places`; 0 where they are no places.
+    """Returns the order of the indices that pick rows, as `order_of_places` does; 0 if they are no positions.
 
-    An axis with several entries for each row does not tell: `x[2 * arange(b)]` may be each row's first one.
+    An axis with several entries for each row is left out: `x[2 * arange(b)]` may be the first entry of each row.
     """
     if eqn.primitive.name not in ("gather", "dynamic_slice"):
         return 0
@@ -161,7 +161,7 @@ def _places(values: Sequence[RowValue]) -> set[Any]:
 
 
 def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int], place: Any, out: Any) -> Any:
-    """Returns of which rows the entries are after an equation, and `place` is where they were before."""
+    """Returns the place of an equation's result; `place` is that of its operands."""
     name, by = eqn.primitive.name, 0
     order = order_of_picks(rows, eqn, values)
     if order:
@@ -189,7 +189,7 @@ def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence
 
 
 def _reshaped(rows: RowCount, eqn: Any, place: Any) -> Any:
-    """Returns where rows are after a reshape, which may put blocks of them side by side, and join these again."""
+    """Returns the place after a reshape, which may put blocks of rows side by side, or join them again."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     axes = [rows.axes(v) for v in (eqn.invars[0], eqn.outvars[0])]
     if not rows.prime or [len(found) for found in axes] != [1, 1]:
@@ -202,7 +202,7 @@ def _reshaped(rows: RowCount, eqn: Any, place: Any) -> Any:
 
 
 def _of_blocks(rows: RowCount, eqn: Any, place: str, out: Any) -> Any:
-    """Returns of which rows the entries are that an equation makes of blocks of rows side by side."""
+    """Returns the place of an equation's result, if blocks of rows are side by side in its operand."""
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     axis = next(iter(rows.axes(eqn.invars[0])), 0) - 1  # that of the blocks
     if axis < 0 or place != BLOCKS:
@@ -217,7 +217,7 @@ def _of_blocks(rows: RowCount, eqn: Any, place: str, out: Any) -> Any:
 
 
 def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
-    """Returns where a window of the rows starts that is picked by a number, as `x[1:]` of a symbolic number of rows."""
+    """Returns where a window of rows starts that is sliced at an index, as `x[1:]` is if their number is symbolic."""
     operand, sizes = eqn.invars[0], parameter(eqn, "slice_sizes")
     for i in rows.axes(operand):
         by = values[1] if eqn.primitive.name == "gather" else values[1 + i]
@@ -227,7 +227,7 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
 
 
 def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
-    """Returns True if an equation joins rows with those of other places, entry by entry, and more than adds them."""
+    """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum."""
     name, places = eqn.primitive.name, _places(values)
     if len(places) < 2 and SEVERAL not in places or name not in primitives.ELEMENTWISE | primitives.LAYERS:
         return False
@@ -238,9 +238,9 @@ def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
 def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns operand i of a sort when it is sorted: along the rows, each entry's place depends on all rows."""
     if value.drawn:
-        return UNKNOWN  # a drawn order: in each row it picks as many entries as in any other
+        return UNKNOWN  # a random order, which picks equally many entries of each row
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
-    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # the others, and ids, only move
+    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
     if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
     return value
@@ -249,13 +249,13 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
 Picked = frozenset[int]
 """The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
 STACKED, NUMBER = -1, -2
-"""Two more of these numbers: the value has an axis of such rows, where each is alone; and a number of all rows."""
+"""Two marks among these numbers: the value has an axis that keeps picked rows apart; it depends on a number of all."""
 
 
 def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
-    """Returns the row that an equation picks by its number; none where it picks otherwise.
+    """Returns the row that an equation picks by its number; none if it picks otherwise.
 
-    Of an axis with several entries for each row, these come one after the other, or, in `concatenate([x, z])`, apart.
+    If an axis has several entries for each row, these are neighbours, or (as in `concatenate([x, z])`) far apart.
     """
     (axis, *others) = rows.axes(eqn.invars[0]) or [None]
     if axis is None or others or is_made_in(eqn, "associative_scan"):
@@ -277,8 +277,8 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
 def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
     """Returns what is known of a value that is made of rows picked one by one.
 
-    Where one of them meets all rows, or another one, in what is not their sum, it is made of pairs of rows. All of
-    them, stacked in their order, are rows again.
+    If one of them is combined with all rows, or with another picked row, other than by a sum, the value is made of
+    pairs of rows. All of them, stacked in their order, are rows again.
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
@@ -314,7 +314,7 @@ def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_be
 
 
 def diagonal(eqn: Any, value: RowValue, rows: RowCount) -> RowValue | None:
-    """Returns what is known of the result of `jnp.diagonal`, which has a name; None where it is not that of pairs."""
+    """Returns the result of `jnp.diagonal` if its operand has an entry for each pair of rows, otherwise None."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     is_diagonal = value.entries == "pairs" and before[:1] * 2 == before and after == before[:1]
     return value._replace(fault=None, entries=None) if is_diagonal else None

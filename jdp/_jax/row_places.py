@@ -1,9 +1,9 @@
 """Tells whether a function makes each row of its results from that row of its inputs alone, at the same place.
 
-Such a function may get more rows than there are, if the results of these are dropped: the others do not change, and
-neither do their derivatives. Traces for two numbers of rows tell: an array has rows along the axis whose size differs
-between them, and what is equal in both is the same for any number of rows. A function that cannot be followed, or that
-asks for the number of rows, counts as one that mixes rows.
+Such a function may get extra rows, if their results are dropped: the results of the other rows do not change, and
+neither do their derivatives. Traces for two numbers of rows show it: an array has rows along the axis whose size
+differs between them, and what is equal in both does not depend on the number of rows. A function that cannot be
+followed, or that asks for the number of rows, counts as one that mixes rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MIXED = "rows may meet, or change their places"
 
 
 def keeps_places(one: Any, other: Any, rows: tuple[int, int]) -> bool:
-    """Returns True if a function keeps each row at its place; `one` and `other` are its traces for so many rows."""
+    """Returns True if a function keeps each row at its place; `one` and `other` are its traces for `rows` rows each."""
     try:
         if one.effects or other.effects:
-            return False  # what is printed or called for each row would be for more of them
+            return False  # the extra rows would print, or call back, too
         _read_jaxprs(one, other, rows)
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
         return False  # also where this version of JAX has other parameters than those known here
@@ -69,7 +69,7 @@ def _axis(v: Any, w: Any, rows: tuple[int, int]) -> int | None:
 
 
 def _read_jaxprs(one: Any, other: Any, rows: tuple[int, int], in_derivative: bool = False) -> None:
-    """Reads two traces of one function side by side; raises an error where a row may not keep its place."""
+    """Reads two traces of one function side by side; raises an error if a row may leave its place."""
     a, b = opened(one), opened(other)
     same = dict(zip(a.invars, b.invars, strict=True))
     same.update(zip(getattr(a, "constvars", ()), getattr(b, "constvars", ()), strict=True))
@@ -102,7 +102,7 @@ def _read_equations(e: Any, f: Any, rows: tuple[int, int], in_derivative: bool) 
             raise ValueError(_MIXED)
         for pair in zip(inside(e), inside(f), strict=True):
             _read_jaxprs(*pair, rows, in_derivative)
-        if name == "custom_jvp_call" and not in_derivative:  # which may call the function itself
+        if name == "custom_jvp_call" and not in_derivative:  # a derivative may call the function itself
             _read_jaxprs(_derivative(e), _derivative(f), rows, True)
         return
     sized = _SIZED.get(name, ())
@@ -110,7 +110,7 @@ def _read_equations(e: Any, f: Any, rows: tuple[int, int], in_derivative: bool) 
         if key not in sized and not _is_same(e.params[key], f.params[key]):
             raise ValueError(_MIXED)
     if all(axis is None for axis in (*ins, *outs)):
-        # An axis with a number is one of the array; over an axis with a name, replicas meet.
+        # A numbered axis is one of the array; over a named axis, replicas communicate.
         meets = name != "axis_index" and not all(hasattr(axis, "__index__") for axis in axes(e))
         if meets or any(e.params[key] != f.params[key] for key in sized):
             raise ValueError(_MIXED)
@@ -169,7 +169,7 @@ _LOOPS = {
     "while": ("cond_nconsts", "body_nconsts"),
     "cond": (),
 }
-# The parameters that hold sizes: a rule looks at them, or at the shapes that are made by them.
+# The parameters that hold sizes, and may differ between the traces; a rule looks at them, or at the resulting shapes.
 _SIZED: dict[str, tuple[str, ...]] = {
     "broadcast_in_dim": ("shape",),
     "iota": ("shape",),
@@ -182,17 +182,17 @@ _SIZED: dict[str, tuple[str, ...]] = {
 
 
 def _elementwise(e: _Eqn) -> bool:
-    """Accepts what works element by element: all operands and results have their rows along one axis."""
+    """Accepts an elementwise operation: all operands and results have their rows along one axis."""
     return all(axis in (None, e.j) for axis in e.ins) and all(axis == e.j for axis in e.outs)
 
 
 def _apart_from_rows(key: str) -> Callable[[_Eqn], bool]:
-    """Returns a rule for what works along one axis or more, which must not be that of the rows."""
+    """Returns a rule for operations along one axis or more; none of these may be the axis of the rows."""
     return lambda e: _elementwise(e) and e.j not in jax.tree.leaves(e.params[key])
 
 
 def _without(key: str) -> Callable[[_Eqn], bool]:
-    """Returns a rule for what takes axes away, which must not be that of the rows."""
+    """Returns a rule for operations that remove axes; none of these may be the axis of the rows."""
 
     def rule(e: _Eqn) -> bool:
         gone = e.params[key]
@@ -274,7 +274,7 @@ def _top_k(e: _Eqn) -> bool:
 
 
 _Rule = Callable[[_Eqn], bool]
-# For results that are made of operands with rows.
+# The rules for operands with rows.
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_primitives("cumsum cumprod cummax cummin cumlogsumexp"), _apart_from_rows("axis")),
@@ -299,7 +299,7 @@ _RULES: dict[str, _Rule] = {
     "top_k": _top_k,
     "transpose": lambda e: e.params["permutation"][e.j] == e.k,
 }
-# For rows that are made of operands without rows: fewer rows would be the first of these.
+# The rules for operands without rows, whose results have rows: fewer rows must be the first of more rows.
 _MADE: dict[str, _Rule] = {
     "broadcast_in_dim": lambda e: True,
     "iota": lambda e: True,

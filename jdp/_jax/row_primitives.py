@@ -13,13 +13,13 @@ LINEAR = _names_in(
     "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split unstack cumsum reduce_window_sum "
     "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
 )
-# Linear, and adds entries of one array.
+# Linear, and adds up entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
 # May add up entries of several rows.
 MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add")
 # Adds up all entries along the axes that it names.
 ADDS_UP = _names_in("reduce_sum dot_general")
-# Made of several entries side by side.
+# Each entry is made of several neighbouring ones.
 WINDOWS = _names_in(
     "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
     "reduce_window_and reduce_window_or"
@@ -31,9 +31,9 @@ KEEP_ZERO = _names_in(
 )
 # The sum of two arrays, or their difference.
 ADDS = _names_in("add add_any sub")
-# Each result is made of the operand at its place.
+# Each result is made of the operand with the same index.
 EACH = _names_in("optimization_barrier device_put pvary pcast sort")
-# Linear in each of two operands, and not in both together; of a quotient in the first alone.
+# Linear in each of two operands, but not in both together; a quotient is linear in the first operand alone.
 PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
 # The layers of a model.
 LAYERS = _names_in("dot_general conv_general_dilated")
@@ -49,27 +49,27 @@ INDEXED = {
 }
 # Each entry is made of all entries before it.
 CUMULATIVE = _names_in("cumsum cumprod cummax cummin cumlogsumexp")
-# Some of the entries of an array.
+# Picks some of the entries of an array.
 PICKS = _names_in("slice dynamic_slice gather split unstack")
-# Some of them, or all in another order.
+# Picks entries, or moves them to other positions.
 MOVES = PICKS | _names_in("rev concatenate pad reshape")
 # Puts one array in the place of another, or chooses between them.
 PLACES = _names_in("pad dynamic_update_slice scatter cond")
-# Truth values of truth values.
+# Makes booleans of booleans.
 OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")
-# Between fixed limits, or one of a few values, whatever goes in.
+# The results have fixed limits, whatever the operands are.
 BOUNDED = OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
-# Not linear, but twice as large of operands that are twice as large.
+# Not linear, but if all operands are doubled, so is the result.
 KEEP_DEGREE = _names_in(
     "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
 )
-# Two sides, and a truth value.
+# Compares two operands.
 COMPARES = _names_in("eq ne lt le gt ge")
 # Random numbers.
 DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
 # The square, and other whole powers.
 POWERS = _names_in("integer_pow square")
-# Known not to be linear. What stands in no table may be anything.
+# Known not to be linear. A primitive that is in no table may do anything.
 NONLINEAR = (
     BOUNDED
     | KEEP_DEGREE

@@ -1,31 +1,32 @@
-"""Tells from a jaxpr what its values are made of: of sums over the rows, of functions of such sums, of pairs of rows.
+"""Tells from a jaxpr what its values are made of: sums over the rows, functions of such sums, pairs of rows.
 
-A mean over the rows is a sum over them of something that each row gives alone, divided by a multiple of their number
-`b`. `Reader` goes once through the equations and knows of each value, in place of numbers, a `RowValue`:
+A mean over the rows is a sum of one summand for each row, made of that row alone, divided by a multiple of the number
+of rows, `b`. `Reader` goes through the equations once. It computes no numbers, but a `RowValue` for each value:
 
 * its kind: CONST does not depend on the rows, ROWS has entries for each row, SUMMED is made of sums over the rows,
   SHARED came through a collective as a mean, UNKNOWN cannot be followed;
 * its degree, the power of `b` that it grows with: 1 of a sum over the rows and of `b` itself, 0 of their quotient;
-* its fault: the equation that made it no linear function of sums over the rows, if there is one. What is made of rows
-  and of such a value is made for each row again, as in a BatchNorm, so the fault is forgotten there unless it `lasts`.
+* its fault: the equation after which it is no longer a linear function of sums over the rows, if there is one. If rows
+  are combined with such a value, as in a BatchNorm, the result has a value for each row again, and the fault is dropped
+  unless it `lasts`.
 
 A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is one method of `Reader`:
 
-    linear             a sum of sums over the rows is one; summands that grow differently make no mean
-    product            a constant times a sum is a sum; a sum times another is none; degrees are added
-    quotient           what is divided by a sum over the rows is a ratio, and no sum
-    indexed            linear in what is picked or added to, and not in the indices
-    nonlinear          a root, a logarithm, a maximum of a sum is no sum; of rows it is rows
-    cumulated          each entry is made of other rows: pairs, as of what is sorted
+    linear             a sum of sums over the rows is such a sum; summands of different degrees make no mean
+    product            a constant times a sum is a sum, a sum times a sum is not; degrees are added
+    quotient           anything divided by a sum over the rows is a ratio, and no sum
+    indexed            linear in the array that is indexed, and not in the indices
+    nonlinear          a root, a logarithm or a maximum of a sum is no sum; of rows it is rows
+    cumulated          each entry is made of other rows, too: pairs of rows, as after a sort
     chosen, cond       one of the cases
-    LOOPS              the same body until nothing new is known of what it carries
+    LOOPS              the body is read again until what is known of the carry stays the same
     number_of_rows     a constant that grows as `b` does
-    variance           of jnp.var over the rows it is no mean, unless it meets rows
-    made, of_all_rows  all rules end here: the largest kind, and the fault that is left
+    variance           a jnp.var over the rows is no mean, unless rows are combined with it
+    made, of_all_rows  all rules end here: they take the largest kind, and the fault that remains
 
-What the trace cannot follow is accepted, because a wrong alarm would stop a loss that is right. So a primitive that no
-table of `row_primitives.py` names is safe: of constants it makes constants, of rows entries for each row, and of all
-else UNKNOWN, as is everything that is made of an UNKNOWN.
+What the trace cannot follow is accepted, because a false alarm would refuse a correct loss. So no table of
+`row_primitives.py` has to be complete. A primitive that is in none of them makes constants of constants, and rows of
+rows; any other result of it is UNKNOWN, and so is everything that is made of an UNKNOWN.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class Reader:
     def __init__(self, rows: RowCount) -> None:
         self.rows = rows
         self.around: list[Any] = []  # the equations that it is in, the outermost first
-        self.loops = 0  # over the rows: as many as it is in
-        self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, which is None if lost
-        self.mixed: list[tuple[Any, ...]] = []  # those that are made of several rows, as `at` names them
-        self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices that take one of so many rows: `v[::2]`
+        self.loops = 0  # how many loops over the rows it is in
+        self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, None if not traceable
+        self.mixed: list[tuple[Any, ...]] = []  # the backward passes that combine several rows, each as `at` returns it
+        self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices such as `v[::2]`: the step, and where
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -126,7 +127,7 @@ class Reader:
             return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
-            is_made = any(v.number is None for v in values)  # of something, and no constant
+            is_made = any(v.number is None for v in values)  # some operand is no literal number
             if backward is not None and is_made and mixes_cotangents(eqn, backward, values, self.read, self.of_rows):
                 self.mixed.append(self.at())
         if name in CALLS:
@@ -136,7 +137,7 @@ class Reader:
         if name == "select_n":
             made = self.chosen(eqn, values[0], values[1:], outs[0])
             return [self.of_pairs(eqn, name, values, made)]
-        if name == "sort":  # which moves all operands by the first
+        if name == "sort":  # moves all operands into the order of the first
             values = [row_pairs.sorted_along(self.rows, eqn, i, v, self.at()) for i, v in enumerate(values)]
             return [self.made(eqn, values, v.degree, out, False) for v, out in zip(values, outs, strict=True)]
         if name in primitives.EACH:
@@ -194,13 +195,13 @@ class Reader:
         return self.nonlinear(eqn, name, values, out)
 
     def linear(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
-        """Returns a sum of values, or of the entries of one: it grows as they do, and over the rows once more.
+        """Returns the result of a linear equation. Each axis of the rows that it sums over adds 1 to the degree.
 
-        Of summands that grow differently the sum is none over the rows: `m.sum() + 1` has the 1 once for all of them.
+        If summands have different degrees, the sum is not one over the rows: `m.sum() + 1` has the 1 once for all rows.
         """
         if name in primitives.ADDS and {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
             known = [v for v in values if v.kind == Kind.SUMMED and (v.fault is not None or v.degree not in (0, None))]
-            values = known or values  # what is not followed is taken for one of the same kind, which heals nothing
+            values = known or values  # whatever the unknown summand is, it does not remove a fault of the known one
         degree, degrees = sum_degree(values), {v.degree for v in values}
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
             if name in ("concatenate", "stack") and all(v.kind == Kind.CONST for v in values):
@@ -218,7 +219,7 @@ class Reader:
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
-        """Returns what is picked by indices, or added at them: linear in that, and not in indices made of sums."""
+        """Returns the result of a gather, a scatter or the like: linear in the arrays, but not in indices."""
         at = primitives.INDEXED[name]
         first, *added = [values[i] for i in at]
         linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
@@ -229,9 +230,9 @@ class Reader:
         return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
-        """Returns a function that is not linear, or that is not known: of rows it is rows, of a sum over them no sum.
+        """Returns the result of a primitive that is not linear, or not known: rows of rows, but of a sum no sum.
 
-        What is not known is not blamed: what it makes of sums, or of all rows, cannot be followed.
+        A primitive that is not known gets no blame: what it makes of sums, or of all rows, is UNKNOWN.
         """
         degree = self.degree(eqn, name, values, out)
         if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
@@ -250,25 +251,25 @@ class Reader:
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
-        """Returns the operand of a cumulative sum along the rows: each entry is made of all rows before it."""
+        """Returns the operand of a cumulative sum along the rows, with a fault: each entry depends on earlier rows."""
         if not jnp.issubdtype(out.aval.dtype, jnp.floating):
-            return values  # of integers it is a place, as among an expert's rows
+            return values  # of integers it is a position, as among an expert's rows
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
     def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
-        """Returns the outputs of a call; of some functions of JAX, which the name tells, more is known."""
+        """Returns the outputs of a call; more is known about some functions of JAX, which have these names."""
         name = eqn.params.get("name")
         if name == "diagonal" and (value := row_pairs.diagonal(eqn, values[0], self.rows)) is not None:
             return [value]
         return [self.variance(v) for v in found] if name == "_var" else found
 
     def variance(self, value: RowValue) -> RowValue:
-        """Returns what is known of a variance: over the rows it is no mean, unless it meets rows as in a BatchNorm."""
+        """Returns a variance, with a fault if it is one over the rows; a BatchNorm combines it with rows again."""
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
     def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
-        """Returns the degree of what a nonlinear equation makes; without a rule, 0 if no operand grows with `b`."""
+        """Returns the degree of a nonlinear equation's result; without a rule, 0 if no operand grows with `b`."""
         degrees = {v.degree for v in values}
         if name in primitives.BOUNDED:
             # If one side grows with the number of rows (a place, a sum) and the other does not, so does the answer.
@@ -290,7 +291,7 @@ class Reader:
         return 0 if degrees <= {0} else None
 
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
-        """Returns the number of rows as a value, and places among them: constants, with the degree of the size."""
+        """Returns the number of rows, which is a constant with the degree of a size, or positions among the rows."""
         if name == "dim_as_value":
             size, at = parameter(eqn, "dim"), self.at()
             if is_divided(size):
@@ -302,7 +303,7 @@ class Reader:
         return RowValue(Kind.CONST, None, at=self.at()) if counts_rows else CONST
 
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
-        """Returns a product or a quotient: linear, but for that of two sums; degrees are added, or subtracted."""
+        """Returns a product or a quotient: linear unless both sides are sums; degrees are added, or subtracted."""
         if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         if {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
@@ -318,7 +319,7 @@ class Reader:
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
         waits = meets or any(v.if_linear or v.if_multiplied or v.if_no_layer or v.inverse for v in values)
         a, b = row_numbers.in_product(name, a, b, self.at()) if waits else (a, b)
-        if Kind.ROWS in (a.kind, b.kind):  # a constant keeps its fault there, as b - 1 does
+        if Kind.ROWS in (a.kind, b.kind):  # the fault of a constant (b - 1) remains when rows are multiplied by it
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
@@ -329,9 +330,9 @@ class Reader:
         return row_numbers.normalized(name, values[0], values[1], made) if waits else made
 
     def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
-        """Returns both sides of a division: with a fault, if it is by a sum over the rows.
+        """Returns both sides of a division, with a fault if the divisor is a sum over the rows.
 
-        Rows that are divided by a mean over the rows, as in a BatchNorm, are rows; by a sum they are parts of a ratio.
+        Rows divided by a mean over the rows, as in a BatchNorm, are rows; divided by a sum, they are parts of a ratio.
         """
         meets = a.kind == Kind.ROWS and b.degree == 0
         if b.kind != Kind.SUMMED or meets or lasting([a, b]) is not None:
@@ -344,10 +345,11 @@ class Reader:
     def made(
         self, eqn: Any, values: list[RowValue], degree: int | None, out: Any, linear: bool, summed: int = 0
     ) -> RowValue:
-        """Returns what an equation makes of values: the largest kind, and the fault that is left.
+        """Returns the result of an equation: of the largest kind of its operands, with the fault that remains.
 
-        `linear`: in all that is summed; `summed`: over so many axes of the rows. A product of sums has a fault; one
-        that rows meet is forgotten if it does not last; two axes of the rows are a value for each pair of rows.
+        `linear` says that the result is linear in the operands that are sums, `summed` how many axes of the rows the
+        equation sums over. A result of sums that is not linear has a fault. If rows are combined with a faulty value,
+        the fault is dropped unless it lasts. A result with two axes of the rows has a value for each pair of rows.
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
@@ -368,7 +370,7 @@ class Reader:
             return RowValue(kind, degree, number, any_fault, at, place=place)
         if kind == Kind.SUMMED:
             return RowValue(kind, degree, None, self.fault_of_sums(eqn, lasts or any_fault, degree, linear), at)
-        # Rows meet what was made of all of them, as in a BatchNorm: that is no offence, if they are more than added.
+        # Rows are combined with something made of all rows, as in a BatchNorm: accepted, if they are not just added.
         waits = linear and any(v.if_linear or v.if_multiplied for v in values)
         if_linear, if_multiplied = row_numbers.still_linear(values) if waits else (None, None)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
@@ -388,7 +390,7 @@ class Reader:
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
 
     def fault_of_sums(self, eqn: Any, fault: Fault | None, degree: int | None, linear: bool) -> Fault | None:
-        """Returns the fault of what is made of sums over the rows, of which `fault` is the first."""
+        """Returns the fault of a result that is made of sums over the rows; `fault` is the first of its operands'."""
         if linear:
             return fault
         # A root of a variance may be a BatchNorm's; a logarithm is not, unless in a module.
@@ -396,17 +398,17 @@ class Reader:
         return Fault("nonlinear", self.at(), lasts) if fault is None else fault._replace(lasts=fault.lasts or lasts)
 
     def place(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> Any:
-        """Returns of which rows the entries are, or the order of places, as `RowValue.place` has it."""
+        """Returns the `RowValue.place` of a result: which row each entry is made of, or the order of positions."""
         if any(v.kind > Kind.SHARED for v in values):
             return row_pairs.place_of(self.rows, self.around, values, rows, out) if rows or self.loops else 0
         are_places = any(v.degree is None or v.place for v in values)
         return row_pairs.order_of_places(eqn.primitive.name, values) if are_places else 0
 
     def of_all_rows(self, eqn: Any, values: list[RowValue], value: RowValue, summed: int, out: Any) -> RowValue:
-        """Returns what is made of rows and has none: a sum over them, or something that is no sum, as a maximum is."""
+        """Returns a result of rows that has no axis of the rows: a sum over them, or something else, as a maximum."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
             return RowValue(Kind.ROWS, fault=lasting([value]), place=row_pairs.of_round(self.rows, eqn, values))
-        # To a number of rows that is written in the function; or one of the rows that a loop of Python takes.
+        # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
@@ -426,7 +428,7 @@ class Reader:
         return name not in primitives.PICKS and any(v.joined for v in values)
 
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
-        """Returns one of the cases: it grows as they do, and where a sum chooses among them it is no mean."""
+        """Returns a choice among cases: its degree is theirs, and if a sum over the rows decides, it is no mean."""
         if which.guards:  # a number in place of what is not finite
             which = which._replace(fault=None, met_all=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
@@ -442,7 +444,7 @@ class Reader:
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
-    """Returns True if a result tells that something is finite: `isfinite(x)`, `x != x`, `x == inf`, or made of such."""
+    """Returns True if a result says only whether something is finite: `isfinite(x)`, `x != x`, `x == inf`."""
     if name in primitives.COMPARES:
         return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
     return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

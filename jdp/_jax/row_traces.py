@@ -1,9 +1,9 @@
-"""Traces a function for any number of rows, and tells how its results follow them: their shapes, and their values.
+"""Traces a function for any number of rows, and tells how the shapes and values of its results depend on the rows.
 
-The trace is for a symbolic number of rows `b`. A function that asks for that number, by `len(x)` or `b // 2`, cannot be
-traced so. Then it is traced for two numbers that are multiples of different primes: a size or a constant that is a
-multiple of the prime is taken for one made of the rows. The two are read side by side; if their equations differ, what
-seems wrong counts where it does so in both.
+The trace is for a symbolic number of rows `b`. A function that needs the number itself, for `int(len(x))` or `b // 2`,
+cannot be traced so. Then it is traced for two numbers of rows that are multiples of different primes: a size or a
+constant that is a multiple of the prime counts as made from the number of rows. The two traces are read side by side.
+If their equations differ, each is read alone, and only faults that both have count.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Traced:
     rows: RowCount
 
     def paired_with(self, other: Traced) -> Traced:
-        """Returns this trace, read side by side with that for another number of rows, which tells its literals."""
+        """Returns this trace together with that for another number of rows; alone, if their equations differ."""
         try:
             found = OtherTrace(self.jaxpr, other.jaxpr, (self.rows.prime, other.rows.prime))
         except ValueError:  # the function does something else for that number
@@ -75,7 +75,7 @@ class Traced:
 
     @property
     def holds_tracers(self) -> bool:
-        """Whether the function has values in it of a program that is traced around it."""
+        """Whether the function has closed over tracers of a program around it."""
         return any(isinstance(x, Tracer) for x in self.jaxpr.consts)
 
     def axis(self, i: int) -> int | str | None:
@@ -102,19 +102,20 @@ class Traced:
         return self._values[i].joined and any(self.rows.power(n) == 1 and n != self.rows.size for n in shape)
 
     def is_followed(self, i: int) -> bool:
-        """Returns True where something is known of output i, and all backward passes of the function's own are."""
+        """Returns True if output i can be followed, and so can all backward passes of the function's own."""
         passes = self._read[1].backward.values()
         return self._values[i].kind != Kind.UNKNOWN and all(backward is not None for _, backward in passes)
 
     def grows(self, i: int) -> bool:
-        """Returns True where output i is made of the number of rows, and not of the rows."""
+        """Returns True if output i depends on the number of rows, but not on their values."""
         return self._values[i].kind == Kind.CONST and self._values[i].degree != 0
 
     def faults(self, kind: TermKind, at: Sequence[int]) -> list[Fault | None]:
-        """Returns for each output why it is not what it is taken for; None for one that is, or that cannot be followed.
+        """Returns for each output why it is not of this kind; None for one that is, or that cannot be followed.
 
-        A "mean" over the rows is a scalar. A "sum" is what replicas add up, a "count" a total and a count that are
-        divided after that, and "rows" have an entry for each row; those of a "vector" are only averaged.
+        A "mean" is a scalar, the mean over the rows. A "sum" is added up over the replicas. A "count" is a total and a
+        count, which are added up and then divided. "rows" have an entry for each row; a "vector" has, too, but only its
+        mean is taken.
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
@@ -145,13 +146,13 @@ class Traced:
 
     @property
     def backward(self) -> Fault | None:
-        """The first backward pass of the function's own (`jax.custom_vjp`) that is made of several rows, or None."""
+        """The fault of the first backward pass of the function's own that combines several rows, or None."""
         mixed = self._read[1].mixed
         return Fault("pairs", mixed[0]) if mixed else None
 
     @property
     def step(self) -> tuple[int, Fault | None]:
-        """The number of rows of which slices take one (`v[::2]`), 1 if there are none, and the first to blame."""
+        """The step in rows of slices such as `v[::2]` (the least common multiple, or 1), and the fault of the first."""
         found = [(step, Fault("step", at)) for step, at in self._read[1].steps if step > 1]
         return math.lcm(*(step for step, _ in found)), next((fault for _, fault in found), None)
 
@@ -170,7 +171,7 @@ class Traced:
 
 
 def is_backward_linear(jaxpr: Any) -> bool:
-    """Returns False if a backward pass of a function's own (`jax.custom_vjp`) is not linear, as one that clips."""
+    """Returns False if a backward pass of the function's own (`jax.custom_vjp`) is not linear, as one that clips."""
     calls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "custom_vjp_call"]
     passes = [(eqn, backward_of(eqn)) for eqn in calls]
     read = Reader(RowCount()).read

@@ -23,7 +23,8 @@ from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
 Blame = Literal["sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
-"""Each is the number of its row or its column, zero off the diagonal, or made of its two rows and nothing else."""
+"""What each entry of a matrix of pairs of rows is: the number of its row or column, zero off the diagonal, or made of
+its two rows and nothing else."""
 
 
 class Kind(enum.IntEnum):
@@ -37,11 +38,11 @@ class Kind(enum.IntEnum):
 
 
 class Fault(NamedTuple):
-    """Why a value is not a linear function of sums over the rows, or not what it is taken for."""
+    """Why a value is not a linear function of sums over the rows, or not of the kind that is expected."""
 
     kind: Blame
     at: tuple[Any, ...]  # the equation to blame, then those around it
-    lasts: bool = False  # also in what it makes together with rows
+    lasts: bool = False  # whether it remains when the value is combined with rows
 
     @property
     def line(self) -> str:
@@ -63,27 +64,28 @@ class RowValue(NamedTuple):
     """How a value depends on the rows."""
 
     kind: Kind
-    degree: int | None = 0  # the power of b; None where it is another function of b
+    degree: int | None = 0  # the power of b that it is in proportion to; None if it is another function of b
     number: float | None = None  # the value itself, of a constant that is the same everywhere
     fault: Fault | None = None
     at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
-    guards: bool = False  # tells whether something is finite, and nothing else
-    root: RowValue | None = None  # whose square root it is
-    drawn: bool = False  # made of numbers that were drawn in the function, one or more for each row
+    guards: bool = False  # says whether something is finite, and nothing else
+    root: RowValue | None = None  # the value that it is the square root of
+    drawn: bool = False  # made of random numbers that were drawn in the function, one or more for each row
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
-    place: Any = 0  # of which rows the entries are, if not of those at their places; see `row_pairs.py`
+    place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
-    # Faults that wait: each is one if what follows is so.
-    if_linear: Fault | None = None  # of a number of all rows that rows had added, if all that follows is linear
-    if_multiplied: Fault | None = None  # of rows that a number of all rows has centred, if other rows multiply them
-    if_no_layer: Fault | None = None  # of one number of all rows in a function that is not linear, if no layer follows
-    met_all: bool = False  # rows that met something made of all rows
+    # Possible faults of rows that were combined with a number of all rows. It depends on what follows
+    # (`row_numbers.py`).
+    if_linear: Fault | None = None  # a fault if all that follows is linear
+    if_multiplied: Fault | None = None  # a fault if other rows multiply these, which the number has centred
+    if_no_layer: Fault | None = None  # a fault if no layer follows the nonlinear function that has taken both
+    met_all: bool = False  # rows that were combined with something made of all rows
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
     padded: bool = False  # has zeros after its rows, or before them, which no sum counts
-    picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty where it is not known of which
+    picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
-    meant: Kind | None = None  # was multiplied by a number of rows, or by a sum over them: a mean of means is meant
+    meant: Kind | None = None  # multiplied by a count of this kind (`mean * n`): a mean of means is meant
 
     @property
     def lasting(self) -> Fault | None:
@@ -105,8 +107,8 @@ def prime_power(size: int, prime: int) -> int:
 
 
 def constant(x: Any, prime: int) -> RowValue:
-    """Returns what is known of a constant, which may be made of the number of rows: `2 * prime`, or 0 for a symbol."""
-    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # of what lies on a device, a number is fetched
+    """Returns what is known of a constant, which may be made of the number of rows, a multiple of the prime (or 0)."""
+    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # only single numbers are fetched from a device
         return CONST
     if jnp.ndim(x):
         if prime and jnp.ndim(x) == 1 and x.size < 9 and jnp.issubdtype(x.dtype, jnp.integer):
@@ -131,12 +133,12 @@ def constant(x: Any, prime: int) -> RowValue:
 
 
 def repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that was made again for each row."""
+    """Returns what is known of a value that a loop computes again for each row."""
     return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
 
 
 def collected(value: RowValue) -> RowValue:
-    """Returns what a collective makes of a value."""
+    """Returns what is known of a value after a collective."""
     if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
         return RowValue(Kind.SHARED)
     return value if value.kind == Kind.CONST else UNKNOWN
@@ -160,7 +162,7 @@ def either(a: RowValue, b: RowValue) -> RowValue:
 
 
 def cuts_off(eqn: Any, out: Any) -> bool:
-    """Returns True if a conversion makes an integer of a number."""
+    """Returns True if a conversion makes integers (or booleans) of floats."""
     dtypes = eqn.invars[0].aval.dtype, out.aval.dtype
     return jnp.issubdtype(dtypes[0], jnp.inexact) and not jnp.issubdtype(dtypes[1], jnp.inexact)
 
@@ -182,12 +184,12 @@ class OtherTrace:
     """Pairs the variables and equations of two jaxprs of one function, traced for multiples of these primes."""
 
     def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
-        """Raises a `ValueError` where the two have different equations."""
+        """Raises a `ValueError` if the two have different equations."""
         self.primes = primes
         self._there = {id(v): w for v, w in _pairs_of(one, other)}
 
     def of(self, v: Any) -> Any:
-        """Returns the variable, literal or equation in the place of this one; None if it is not known."""
+        """Returns the other jaxpr's variable, literal or equation in the place of this one; None if it is not known."""
         return self._there.get(id(v))
 
     def constant(self, x: Any, y: Any) -> RowValue:
@@ -208,7 +210,7 @@ class OtherTrace:
         return RowValue(Kind.CONST, power, one)
 
     def is_linear(self, one: float, two: float) -> bool:
-        """Returns True if a number, or its inverse, is a multiple of the number of rows with some more added."""
+        """Returns True if a number, or its inverse, is a multiple of the number of rows, plus a constant."""
         step = self.primes[0] - self.primes[1]  # that of their halves, for b * (b - 1) / 2
         for a, b in ((one, two), (1 / one, 1 / two)):
             if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
@@ -246,12 +248,12 @@ class RowCount:
     """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised."""
 
     prime: int = 0  # 0: a symbol
-    other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # that for another number, side by side
+    other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # the trace for another number
     times: int = PAIRS
 
     @property
     def size(self) -> Any:
-        """The number itself."""
+        """The number of rows: the symbol, or a multiple of the prime."""
         return self.times * self.prime if self.prime else _SYMBOL
 
     def power(self, size: Any) -> int | None:
@@ -297,7 +299,7 @@ class RowCount:
         return self.power(length) != 0
 
     def stands_in(self, jaxpr: Any) -> bool:
-        """Returns True if the number of rows is written in a jaxpr: `i < len(x)`."""
+        """Returns True if the number of rows is a literal, or computed, in a jaxpr: `i < len(x)`."""
         literals = [v for eqn in equations(jaxpr) for v in eqn.invars if is_literal(v) and not v.aval.shape]
         return first(jaxpr, "dim_as_value") is not None or any(self.literal(v).degree != 0 for v in literals)
 
@@ -335,7 +337,7 @@ class RowCount:
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
 
     def step(self, eqn: Any) -> int:
-        """Returns the number of rows of which a slice takes one; an axis may have several entries for each row."""
+        """Returns the step of a slice in rows: 2 for `v[::2]`, if the axis has one entry for each row."""
         strides, shape = parameter(eqn, "strides") or (), eqn.invars[0].aval.shape
         along = [i for i in self.axes(eqn.invars[0]) if strides and self.power(shape[i]) == 1]
         return math.lcm(*(strides[i] // math.gcd(strides[i], int(shape[i] // self.size)) for i in along))

@@ -1,4 +1,4 @@
-"""What a wrapper was constructed with, which does not change; and how it cuts a batch."""
+"""The arguments that a wrapper was constructed with, which do not change, and how it cuts a batch."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class Config:
         will_run(self, self.mesh, self.replicas)
 
     def _forget(self) -> None:
-        """Begins with nothing compiled, and nothing known."""
-        self._programs: dict[int, Any] = {}  # of each module, until it is freed
+        """Begins with nothing compiled, and no known calls."""
+        self._programs: dict[int, Any] = {}  # those of each module, until it is freed
         self.layouts: Layouts = Layouts()
         self.batch_layouts: Layouts = Layouts()
-        self.calls: Calls = Calls()  # that ran, and may go straight to their programs
+        self.calls: Calls = Calls()  # the calls that ran, and may go straight to their programs
 
     def layouts_of(self, in_axes: Tree) -> Layouts:
-        """Returns where a door keeps the layouts of batches that it cuts by its own `in_axes`, or by ours (None)."""
+        """Returns the store for layouts of batches that a door cuts by its own `in_axes`, or the wrapper's (None)."""
         return self.batch_layouts if in_axes is None else Layouts()
 
     @property
@@ -160,7 +160,7 @@ class Config:
         kind, out_axes, reduce_state, state_axes = self.kind, self.out_axes, self.reduce_state, self.state_axes
         axis_name, name = self.axis_name, getattr(module, "__name__", None) or type(module).__name__
         if kind == "function" and out_axes is None and not holds_nodes:
-            return made_once(module, "program", _of_function)  # one for all wrappers of it
+            return made_once(module, "program", _of_function)  # one for all wrappers of this function
 
         def gathered(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
             """Returns the outputs alone, if they are joined along `dim`."""
@@ -184,7 +184,7 @@ class Config:
         return made_once(call, ("program", holds_nodes), program, self._programs)
 
     def on(self, mesh: ReplicaMesh) -> Config:
-        """Returns the same arguments, on other devices, each with one replica."""
+        """Returns a config with the same arguments on other devices, each with one replica."""
         other = object.__new__(Config)
         changed = {"mesh": mesh, "devices": mesh.all_devices, "replicas": None, "per_device": 1}
         vars(other).update(vars(self) | changed)
@@ -225,7 +225,7 @@ def _name_of_axis(axis_name: str, mesh: Mesh | None) -> str:
 
 
 def _checked(replicas: Any, n: int) -> int | None:
-    """Returns the number of replicas, where one is given: a multiple of the number of devices."""
+    """Returns the user's number of replicas (or None); it must be a multiple of the number of devices."""
     if replicas is None:
         return None
     if isinstance(replicas, bool) or not isinstance(replicas, int):
@@ -260,7 +260,7 @@ def _marking(function: Callable[..., Tree], out_axes: Tree) -> Callable[..., Tre
 
 
 def kind_of(module: Any, verb: str = "DataParallel") -> ModuleKind:
-    """Returns what sort of module this is; a wrapper is of the sort of what it wraps."""
+    """Returns the kind of a module; a wrapper has the kind of the module in it."""
     inner = getattr(module, "_config", None)
     if isinstance(inner, Config):
         return inner.kind
@@ -315,7 +315,7 @@ M = TypeVar("M", covariant=True)
 
 
 class Wrapper(Protocol[M]):
-    """A `jdp.DataParallel`, as what stands below it sees it: what it was made with, the module, and the four steps."""
+    """A `jdp.DataParallel` as the packages below it see it: its arguments, the module, and the four steps."""
 
     _config: Config
 
@@ -330,7 +330,7 @@ class Wrapper(Protocol[M]):
 
 
 def leaf_by_leaf_of(config: Config, batch: Tree, in_axes: Tree, layouts: Layouts) -> Tree:
-    """Returns a batch, with a `Scattered` for each of its arrays; one that is a `Scattered` stays it."""
+    """Returns a batch with a `Scattered` for each of its arrays; a batch that is one `Scattered` stays one."""
     rows, nodes = scatter_batch(config, batch, "prefetch", in_axes, layouts)
     return placed(rows) if type(batch) is Scattered else put_nodes(leaf_by_leaf(placed(rows)), nodes)
 
@@ -363,7 +363,7 @@ def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int
 
 
 def axes_of_batch(config: Config, batch: Tree, in_axes: Tree = None) -> Tree:
-    """Returns an axis, or None, for each part of a batch: of a list and a tuple either stands for the other.
+    """Returns the axes of a batch as a prefix of its tree; a tuple of axes also fits a list, and the other way round.
 
     `in_axes` are those of a door; None stands for the wrapper's.
     """

@@ -31,7 +31,7 @@ _NO_COLLECTIONS = (
 
 
 def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
-    """Returns the outputs, each with its axis of `out_axes`; as they are where that is None."""
+    """Returns the outputs, each marked with its axis of `out_axes`; unchanged if `out_axes` is None."""
     if out_axes is None:
         return out
     leaves, treedef = jax.tree.flatten(out)
@@ -103,7 +103,7 @@ def is_stateful(kwargs: Mapping[str, Any]) -> bool:
 
 
 def mark_sown(after: Tree, before: Tree) -> Tree:
-    """Marks sown values: those of earlier calls are whole, those of this one are chunks."""
+    """Marks sown values: those of earlier calls are replicated, those of this call are chunks."""
     kept = {id(x) for x in jax.tree.leaves(before)}
     return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 
@@ -111,8 +111,8 @@ def mark_sown(after: Tree, before: Tree) -> Tree:
 def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int | None, key: str | None = None) -> Tree:
     """Returns the updated state, each leaf cut along `axis` or reduced over the replicas.
 
-    What the call makes is no update of anything: of a mean of rows the mean over replicas is the one device's, of
-    other arrays no rule is known.
+    State that the call creates is not an update of anything. If it is a mean over rows, its mean over the replicas is
+    right; for other arrays no rule is known, and several replicas with rows are an error (`_alone`).
     """
     key = f"{key or repr(name)}: 0"  # how state_axes would name it
     was = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
@@ -135,7 +135,7 @@ def mark_state(after: Tree, before: Tree, name: str, reduce: Reduce, axis: int |
 
 
 def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
-    """Returns why one replica's value of state that the call makes is not that of all; None if it is."""
+    """Returns the error for state that a call creates, if one replica's value cannot stand for all; otherwise None."""
     if not x.ndim and (reduce == "mean" or not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)):
         return None
     made = f"jdp.DataParallel: state {path} is made by the call, as {x.dtype}{list(x.shape)} on each replica; "
@@ -187,7 +187,7 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
-    """Returns `module.init(...)` as a replica makes it, also of a module that runs collectives over the axis."""
+    """Runs `module.init(...)` as inside of a replica, also for a module that runs collectives over the axis."""
     _check_key(rngs)
     with replica_context():
         try:
@@ -195,7 +195,7 @@ def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs:
         except NameError as error:
             if not is_unbound_axis(error):
                 raise
-            # One replica's axis, on which the values do not depend.
+            # The axis of one replica, because the values do not depend on how many there are.
             bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
             return bound(jax.numpy.zeros(1))
 
@@ -235,7 +235,7 @@ def init_as_program(
 
 
 def annotated_shardings(variables: Tree, mesh: ReplicaMesh) -> Tree:
-    """Returns the sharding of each variable, or of what is in its box, inside of a replica: what the box says."""
+    """Returns the sharding of each variable inside of a replica, as the annotation in its box says."""
 
     def where(path: Any, x: Any) -> NamedSharding:
         if not _is_box(x):
@@ -277,7 +277,7 @@ def _is_old_key(x: Any) -> bool:
 
 
 def _check_key(rngs: Any) -> None:
-    """Raises a `TypeError` if the batch stands in the place of the key: Flax would print all of it."""
+    """Raises a `TypeError` if the batch was passed in place of the key: Flax's own error would print all of it."""
     for key in rngs.values() if isinstance(rngs, Mapping) else [rngs]:
         number = isinstance(key, bool | int | float)
         if number or hasattr(key, "__array__") and not (is_array(key) and (is_key(key) or _is_old_key(key))):
@@ -294,7 +294,7 @@ def place(variables: Tree, mesh: ReplicaMesh) -> Tree:
 
 
 def explain_stacked(error: Exception, params: Tree, n: int) -> None:
-    """Says so where a model failed on parameters that `jax.pmap` code has stacked: all shapes have n in front."""
+    """Raises a clearer error if a model failed because `jax.pmap` code has stacked its parameters, n copies of each."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not isinstance(error, flax.errors.ScopeParamShapeError) or n < 2:
         return

@@ -63,8 +63,8 @@ def _filter(kind: Any) -> Filter:
 class Held(NamedTuple):
     """A tree with stand-ins for NNX objects, and the objects, split into a graph and their state."""
 
-    others: Tree  # parameters (of an NNX module its stand-in), arguments, the collections of a state, a batch
-    graph: Any  # of the objects; None without any
+    others: Tree  # parameters (for an NNX module its stand-in), arguments, the collections of a state, or a batch
+    graph: Any  # of the objects; None if there are none
     variables: Tree  # of the objects: one state, or several with parts of it
 
 
@@ -84,7 +84,7 @@ def with_nodes(
 
 
 def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
-    """Returns an NNX module, of a function that makes it: each device makes its own parts of the parameters."""
+    """Returns the NNX module that a function makes; each device makes its own parts of the parameters."""
     if isinstance(module, nnx.Pytree):
         return module
     if not callable(module) or isinstance(module, linen.Module):
@@ -144,9 +144,9 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def sorted_captures(module: Any) -> Iterator[None]:
-    """Takes from each `nnx.List` of the module what `nnx.capture` keeps there, as long as this runs.
+    """Removes the attribute that `nnx.capture` has set from each `nnx.List` of the module, while this context lasts.
 
-    It is empty, because a list sows nothing, and Flax's split and merge cannot sort its name among the numbers.
+    Flax's split and merge cannot sort its name among the numbers of a list. It is empty, because a list sows nothing.
     """
     taken = []
     if hasattr(module, CAPTURES):
@@ -170,7 +170,7 @@ def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) 
 
 @contextlib.contextmanager
 def lost_attributes(nodes: Any) -> Iterator[None]:
-    """Warns of each plain attribute of a replica's own NNX objects that the code in this context sets."""
+    """Warns about each plain attribute of a replica's own NNX objects that the code in this context sets."""
     before = _attributes(nodes)
     yield
     for (where, name), (owner, value) in _attributes(nodes).items():
@@ -186,7 +186,7 @@ def lost_attributes(nodes: Any) -> Iterator[None]:
 
 
 _ABSENT = object()
-_FLAXS_OWN = ("_pytree__", "__")  # how the names begin of the attributes that Flax itself sets
+_FLAXS_OWN = ("_pytree__", "__")  # the beginnings of the names of attributes that Flax itself sets
 
 
 def _attributes(nodes: Any) -> dict[tuple[Any, str], tuple[str, Any]]:
@@ -224,7 +224,7 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 def mark_updates(
     state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
 ) -> Tree:
-    """Returns what of the state has changed, each leaf with its rule; `before` are the parts of the state before."""
+    """Returns the variables that have changed, each leaf with its rule; `before` has the parts of the old state."""
     known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
@@ -247,7 +247,7 @@ def mark_updates(
 
 
 def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
-    """Returns a leaf of a metric's state: it counts rows, and one replica has not seen those of the others."""
+    """Returns a leaf of a metric's state, with the error to raise: one replica has not counted the others' rows."""
     return dataclasses.replace(
         marked,
         alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, which each replica has updated with its own "
@@ -261,8 +261,8 @@ def refuse_written(
 ) -> None:
     """Raises a `ValueError` for differentiated variables that the forward pass `run` has written: they would be lost.
 
-    `before` and `after` are their state; `run(before)` makes a state like `after`. Those of a call that was given the
-    same before are in `looked_at`: to look takes another trace. An evaluation keeps nothing of the model.
+    `before` and `after` are their state; `run(before)` makes a state like `after`. `looked_at` has the calls that were
+    checked before, because a check takes another trace. An evaluation is not checked: it keeps nothing of the model.
     """
     known = {} if verb == "evaluate" else dict(nnx.to_flat_state(before))
     changed = [path for path, v in nnx.to_flat_state(after) if path in known and not _unchanged(known[path], v)]
@@ -293,12 +293,12 @@ def refuse_written(
 
 
 def enter(held: Held, axis_name: str) -> Held:
-    """Returns what is held, as a replica's own."""
+    """Returns what is held as a replica's own: with its random keys folded."""
     return held if held.graph is None else held._replace(variables=fold_state(held.variables, axis_name))
 
 
 def leave(after: Held, before: Held, reduce: Reduce) -> Tree:
-    """Returns what of the NNX objects' state has changed, each leaf with its rule."""
+    """Returns the changed state of the NNX objects, each leaf with its rule."""
     if before.graph is None:
         return ()
     return mark_updates(after.variables, [before.variables], reduce)
@@ -318,14 +318,14 @@ def own_values(updates: Tree) -> Tree:
 
 
 def with_updates(state: Tree, updates: Tree) -> Tree:
-    """Returns the state, with what `mark_updates` found changed in place of what it was."""
+    """Returns the state with the updates that `mark_updates` has found."""
     return nnx.from_flat_state({**dict(nnx.to_flat_state(state)), **dict(nnx.to_flat_state(updates))})
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """Stands for an NNX object among the arguments. It is static: its place is part of the program."""
+    """Stands for an NNX object among the arguments. It is static, because its position is part of the program."""
 
     index: int
 
@@ -360,7 +360,7 @@ def put_nodes(arguments: Tree, nodes: Sequence[Any] | Mapping[int, Any]) -> Tree
 
 
 def stand_ins(argument: Tree) -> tuple[int, ...]:
-    """Returns which of the NNX objects that were taken stood in this argument."""
+    """Returns the indices of the NNX objects that were taken out of this argument."""
     leaves = jax.tree.leaves(argument, is_leaf=lambda x: _is_stand_in(x) or isinstance(x, Scattered))
     return tuple(x.index for x in leaves if _is_stand_in(x))
 
@@ -371,7 +371,7 @@ def _is_stand_in(x: Any) -> bool:
 
 def is_node(x: Any) -> bool:
     """Returns True if `x` is an NNX object: one thing to jdp, though JAX may see a tree."""
-    return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # isinstance alone takes longer to say no
+    return type(x) not in USUAL and isinstance(x, nnx.Pytree | nnx.Variable)  # isinstance alone is slower to say no
 
 
 def _fold(variable: Any, index: Any) -> Any:

@@ -45,10 +45,10 @@ def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
 
 
 def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn`, which JAX's caches do not take for the same function without synchronisation.
+    """Returns `fn` under one more axis, so that JAX's caches keep it apart from `fn` without synchronisation.
 
-    What is jitted inside the model (`nn.jit`, `jax.jit`) is traced once, and JAX does not know that the interceptor is
-    part of it; it does know the axes around it, of which this adds one.
+    Functions that are jitted inside the model (`nn.jit`, `jax.jit`) are traced once and cached. The key of that cache
+    does not have the interceptor of `synced`, but it does have the axes around the call, and this adds one.
     """
 
     def call(*args: Any) -> Any:
@@ -69,7 +69,7 @@ def with_weight(jaxpr: Any, weight: float) -> Any:
     """Returns the jaxpr with the replica's part in the statistics weighted.
 
     Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows
-    only if each has as many. With `weight = n * rows / all rows` for each replica it is that for any.
+    only if each has as many. With `weight = n * rows / all rows` for each replica, it is so for any numbers of rows.
     """
 
     def rule(eqn: Any) -> Callable[..., Any] | None:

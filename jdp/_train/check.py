@@ -1,4 +1,4 @@
-"""Compares a step's loss on several devices with that on one device by running both, because no trace can tell."""
+"""Compares a step's loss on several devices with that on one device by running both: a trace cannot show all faults."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import jax
 from .._core.replica_mesh import ReplicaMesh
 
 CompilerOptions = dict[str, bool | int]
-# Limits of the bytes that are sent together, a seventh of the gradients. The last of them are sent when nothing is left
-# to compute, so they should be few. With less, starting would take longer than sending; the most is XLA's own default.
+# A seventh of the gradients is sent together, within these limits (in bytes). The last seventh is sent when nothing is
+# left to compute, so it should be small. To send less than the lower limit would take less time than to start sending;
+# the upper limit is XLA's own default.
 _LEAST, _MOST = 13 << 20, 30 << 20
 
 
@@ -20,8 +21,8 @@ def compiler_options(mesh: ReplicaMesh, sent: int, gathers: bool = False) -> Com
 
     With `gathers` the step gathers its parameters as it uses them.
 
-    Options that the user has set in `XLA_FLAGS` are left out; all are, if the compiler does not know one of the others.
-    Elsewhere XLA's defaults are kept. `benchmarks/overlap.py` measures the gain; `--options` is for other options.
+    Options that the user has set in `XLA_FLAGS` are left out. If the compiler does not know one of the others, all are
+    left out. `benchmarks/overlap.py` measures the gain; its `--options` is for other options.
     """
     said = os.environ.get("XLA_FLAGS", "")
     options = {name: value for name, value in wanted(mesh.size, sent, gathers).items() if name not in said}

@@ -6,7 +6,7 @@ and ReduceAdd. There are two ways:
 * In one pass: JAX differentiates the replicas' program, and keeps what the backward pass needs from the forward pass.
 * In two passes: all microbatches run forward, then each runs again with its part of the cotangents. Replicas that
   share a device (in the memory of one), parameters that are cut over the replicas and gradients of cut arguments also
-  need two passes; `Passes.can_be_one` has all that do.
+  need two passes; `Passes.can_be_one` lists all cases.
 
 A sum of terms with several denominators is computed in the same two ways. Its outputs are the sums that it is made
 of. They are added over the replicas before they are divided.
@@ -59,7 +59,7 @@ The outputs are the input of the criterion; without one, the sums that the loss 
 
 
 def forward(loss: Loss, steps: int) -> CallOf:
-    """Returns what a replica runs without a gradient: `((diff, held), *args)` to `Forward`, in `steps` microbatches."""
+    """Returns a replica's function without gradients: it maps `((diff, held), *args)` to `Forward`, in microbatches."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Forward]:
         def call(*operands: Any) -> Forward:
@@ -182,7 +182,8 @@ class Passes:
         mesh, layout = inputs._layout.mesh, inputs._layout
         stack = layout.of(LEAF, [Stack()])
         params, treedef = jax.tree.flatten(diff)
-        # One copy for each replica, so that each gets its own gradients. They are then reduced as those of any loss.
+        # One copy of the parameters for each replica, so that each gets its own gradients. These are then reduced like
+        # those of any other loss.
         copies = [_constrained(jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))), 0, layout) for x in params]
 
         def run(copies: list[Any]) -> tuple[list[Any], Forward]:
@@ -267,7 +268,7 @@ def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree,
 
 
 def _typed(inputs: Scattered) -> Scattered:
-    """Returns the arguments as values of jdp's mesh: a program around the call may have typed them by Explicit axes."""
+    """Returns the arguments typed by jdp's mesh: a program around the call may have typed them by Explicit axes."""
 
     def typed(x: Any, leaf: Leaf) -> Any:
         if not isinstance(x, Tracer) or not jax.typeof(x).sharding.mesh.explicit_axes:

@@ -1,4 +1,4 @@
-"""Makes a `Loss`, which `gradients` takes, of a user's loss function: of variables, NNX modules or anything else.
+"""Makes the `Loss` that `gradients` takes from a user's loss function of variables, NNX modules or anything else.
 
 First each argument of a call gets its role: it is replicated or cut, differentiated or not, and may hold NNX objects.
 """
@@ -170,7 +170,7 @@ def loss_of(
 
 
 def called(verb: str, criterion: Any, *args: Any) -> Any:
-    """Returns what a criterion returns; adds the criterion's name to what it raises, as a note."""
+    """Calls a criterion; if it raises an error, adds a note with the criterion's name."""
     try:
         return reading(criterion)(*args)
     except Exception as error:
@@ -312,7 +312,7 @@ def _refuse_updates_as(metrics: dict[str, Any], collections: Mapping[str, Any]) 
 
 @contextlib.contextmanager
 def rows_explained(batch: Tree) -> Iterator[None]:
-    """Adds a note to what the loss function raises, if the batch looks like a list of its rows."""
+    """Adds a note to an error of the loss function, if the batch looks like a list of its rows."""
     try:
         yield
     except Exception as error:
@@ -370,7 +370,7 @@ def variables_loss(
 
 @contextlib.contextmanager
 def _params_explained(params: Tree) -> Iterator[None]:
-    """Adds a note to the error of a loss function that takes the variables for the parameters."""
+    """Adds a note to the error of a loss function that mistakes the variables for the parameters."""
     try:
         yield
     except KeyError as error:

@@ -109,9 +109,10 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
     @outside_of_mesh
     def __call__(self, batch: Tree, *more: Any) -> dict[str, jax.Array]:
-        """Takes one step, `metrics = step(batch)`; with `donate` the arrays that the model held before are gone then.
+        """Takes one step, `metrics = step(batch)`; with `donate` it frees the arrays that the model held before.
 
-        Arrays that no step made (the model's before its first step, and what was put into it since) are copied.
+        Arrays that no step made (those before the model's first step, and those that the user has put into it) are
+        copied first, and not freed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the model and the optimizer are either all before the step or all after it.
@@ -241,7 +242,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
     def _ready(self, batch: Tree, donates: bool = False) -> Ready:
         scattered, nodes = self._scattered(batch)
         params, held = self._replicated(nodes)
-        if nodes:  # whose state is not donated, and so no part of the step's own
+        if nodes:  # their state is not donated, so it is kept out of the step's own state
             mine, given = of_model(held.variables)
             scattered, held = with_objects(scattered, None, given, VERB), held._replace(variables=mine)
         state = TrainState(self.optimizer.step[...], params, nnx.as_pure(self.optimizer.opt_state), held)
@@ -255,7 +256,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         return state, scattered, (leaves, treedef), nodes
 
     def _replicated(self, nodes: list[Any]) -> Replicated:
-        """Divides the model together with the objects in the batch, because they may share variables with it."""
+        """Splits the model together with the NNX objects in the batch, because they may share variables with it."""
         args, taken = take_nodes((self._dp.module, nodes))
         _, replicas = assign_roles(args, taken, [(0, hashable(self.optimizer.wrt))], True, [None, 0], VERB)
         return replicas

@@ -207,7 +207,7 @@ def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, .
 
 
 def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:
-    """Copies donated arrays that come in twice, because one that is freed must be no other argument."""
+    """Copies donated arrays that are passed twice, because an array that is freed must not be another argument, too."""
     seen = set(map(id, [*arrays, *jax.tree.leaves((held.others, held.variables))]))
 
     def own(x: Any) -> Any:
@@ -323,7 +323,7 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:
             values = signature.values_of_replica(operands, replica)
-            # Traced by hand, to find which results differ between replicas, and what they depend on.
+            # Traced here, to find which results differ between replicas, and what they depend on.
             jaxpr, shapes = jax.make_jaxpr(_run_of(step_fn, signature), return_shape=True)(*values)
             arrays = [
                 x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)  # a number that the step returns

@@ -22,7 +22,7 @@ VERB = "parallel"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Numbered:
-    """An operand or a result of a step, with its index among all of them; to `jax.tree` it is a leaf.
+    """An operand or a result of a step, with its index among all of them; for `jax.tree` it is a leaf.
 
     A result that is a leaf of state also has its `name` among the caller's arguments, and the `old` operand, its value
     before the step.
@@ -40,9 +40,8 @@ def numbered(values: Sequence[Any], known: Sequence[ReplicaValue]) -> list[Numbe
 
 
 def states_of(whole: dict[int, Tree]) -> dict[str, Tree]:
-    """Returns by name what may come back as state: replicated arguments, and entries of those that are tuples, lists.
-
-    The arguments come first.
+    """Returns, by name, the trees that may come back as state: each replicated argument, then the entries of tuples and
+    lists among these.
     """
     found = {f"args[{p}]": tree for p, tree in sorted(whole.items())}
     several = {name: tree for name, tree in found.items() if type(tree) in (tuple, list)}

@@ -102,22 +102,22 @@ def train_step(
             where the loss uses it, and again in the backward pass; a batch with uneven chunks gathers all of them at
             once. `step.parameter_bytes(state)` tells what could be cut.
         gather_once: with `shard_params` and `accumulate_steps`, gathers all parameters once a step, not in each
-            microbatch: fewer bytes travel, and all parameters are whole at a time.
-        reduce_dtype: the dtype of the gradients that travel; `jnp.bfloat16` halves the bytes of float32.
+            microbatch: fewer bytes are sent, but all parameters are in memory at the same time.
+        reduce_dtype: the dtype that gradients are sent in; `jnp.bfloat16` halves the bytes of float32.
         donate: frees the state that goes in as the new one is made, so that it cannot be used again (NNX: the
             arrays that the model held, in a snapshot of `nnx.state` too; `jax.tree.map(jnp.copy, ...)` keeps one).
-        skip_nonfinite: leaves all as it was where the gradient is not finite, the step's number and so its key
-            too; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
+        skip_nonfinite: if the gradient is not finite, leaves everything as it was, also the step's number and so its
+            key; `metrics["skipped"]` says so, and `step.find_nonfinite(state, batch)` names the replicas and rows.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
         deterministic: with `jdp.DataParallel(..., replicas=R)`, R a power of two, state, loss and metrics are the same
             to the last bit on any number of devices and processes that divides R, after any number of steps, if the
             platform, the kind of device, jaxlib and XLA's flags are the same (on GPUs with
             `--xla_gpu_deterministic_ops=true`). `docs/replicas.md` says how that is done, and what it costs.
-        check_replicas: compares the replicas of the state bit for bit after every so many steps, as
-            `check_replicas` does; what differs is an error a few steps later. 0 is never.
+        check_replicas: compares the replicas of the state bit for bit after every `check_replicas` steps, as
+            `dp.check_replicas` does; a difference raises an error a few steps later. 0 is never.
 
     Returns:
-        The step. `step.lower(state, batch)` is that of `jax.jit`.
+        The step. `step.lower(state, batch)` lowers its program, as `lower` of `jax.jit` does.
 
     Raises:
         TypeError: `tx` is no optimizer; a loss of none of these forms; parameters without a gradient.

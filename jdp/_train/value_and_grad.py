@@ -72,12 +72,12 @@ def value_and_grad(
         criterion: `criterion(outputs, *batch)` returns the loss, a real 0-d array (with `has_aux` a pair). It is
             called once, with the outputs of all rows in the order of the batch and all positional arguments after the
             first: torch's `criterion(model(x), y)`. What else it returns comes back as it is.
-            What NNX objects in the batch change in it is dropped.
+            If it changes NNX objects of the batch, the changes are dropped.
         in_axes: as in `jax.vmap`, of the arguments after the first: an axis, or None (whole to every
             replica) for each. Default: `dim` for all.
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
             the memory of one; fewer where a chunk has fewer rows.
-        reduce_dtype: the dtype of the gradients that travel; `jnp.bfloat16` halves the bytes of float32.
+        reduce_dtype: the dtype that gradients are sent in; `jnp.bfloat16` halves the bytes of float32.
         sync_batch_norm: BatchNorm sees the statistics of the whole batch, weighted by rows.
 
     Returns:
@@ -85,7 +85,7 @@ def value_and_grad(
 
     Raises:
         TypeError: a loss of none of these forms; a scalar that is no mean over the rows; parameters without a
-            gradient; a leaf of `aux` of which nothing tells whether it is a mean, a sum or an entry per row.
+            gradient; a leaf of `aux` that may be a mean, a sum or an entry per row, without a marker that says which.
         ValueError: the batch has no rows.
 
     Example:
@@ -299,7 +299,7 @@ def _by_roles(
 
 
 def _numbers(argument: Tree) -> Tree:
-    """Returns an argument that is differentiated, with its Python numbers as arrays: they are no constants then."""
+    """Returns an argument that is differentiated, with arrays for its Python numbers, which would be constants."""
     array = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
     return jax.tree.map(array, argument, is_leaf=is_scattered)
 
@@ -341,7 +341,7 @@ def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: in
 
 
 def wire_type(verb: str, dtype: Any) -> Any:
-    """Returns the dtype of the gradients that travel."""
+    """Returns the dtype that gradients are sent in; None is their own."""
     if dtype is None:
         return None
     try:

@@ -46,7 +46,7 @@ def batches(
 
     Without a seed the rows come in the order of the data. With one, those of epoch 0, 1, ... come in the order
     `np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)`, and nothing else
-    has a part in it. (A later numpy may draw another permutation: keep its version while a run goes on.)
+    influences it. (A later numpy may draw another permutation: keep its version while a run goes on.)
 
     To go on after a restart, save `batches.taken` and pass it as `start`. It counts the batches that the loop has
     taken, over all epochs; `state.step` does not count those that `skip_nonfinite` has skipped. No row is read again
@@ -74,15 +74,17 @@ def batches(
         workers: threads that read rows; with several the data is indexed by several at once. They end with the loop.
 
     Returns:
-        What can be iterated over, each time from `start` on, and has a length: the batches from there to the end.
-        `taken` is `start` and the batches that the loop has taken, `per_epoch` the batches of an epoch.
+        An iterable with a length. Each loop over it begins at `start`, and the length is the number of batches from
+        there to the end. `taken` is `start` plus the number of batches that the loop has taken, `per_epoch` the number
+        of batches in an epoch.
 
     Raises:
         ValueError: the data has no rows, or arrays with different numbers of rows; a number is out of its range;
-            `drop_last`, and an epoch has no batch. In its turn, a row unlike the first one; it is named.
+            `drop_last`, and an epoch has no batch; or, when it is read, a row unlike the first one (the error names
+            it).
         TypeError: `data` can't be indexed, or has no length; a row holds something else.
-        DesyncError: the processes passed different arguments, or one of them has failed. What `data` raises ends all
-            processes; a note has the row's index.
+        DesyncError: the processes passed different arguments, or one of them has failed. An error that `data` raises
+            ends the loop in all processes; a note has the row's index.
 
     Example:
         >>> import jdp, numpy as np
@@ -160,7 +162,7 @@ class Batches:
                 f"jdp.{VERB}: data has {data.count} rows, fewer than batch_size, {batch_size}, and drop_last leaves "
                 f"them out; an epoch has a batch at least. Pass drop_last=False, or a smaller batch_size."
             )
-        # What must be equal on all processes, so that they read the rows in one order.
+        # This must be equal on all processes, so that they read the rows in the same order.
         self._plan = f"{data.count} rows, {batch_size=}, {seed=}, {start=}, {epochs=}, {drop_last=}"
 
     def __len__(self) -> int:
@@ -176,7 +178,7 @@ class Batches:
         threads = Threads(self._workers)
         # A thread that runs on while Python ends may crash it, and one that Python waits for may never end.
         atexit.register(threads.stop, 1.0)
-        unregister = atexit.unregister  # a loop that is still open when Python ends has no modules any more
+        unregister = atexit.unregister  # if the loop is still open when Python ends, modules are gone by then
         try:
             read = self._read(threads)
             if config.mesh.spans_processes:
@@ -236,8 +238,8 @@ class Batches:
 
 
 def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the order of so many rows in an epoch."""
-    # PCG64 by name: numpy's default may become another.
+    """Returns the order of `count` rows in an epoch."""
+    # PCG64 by name, because numpy may change its default.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(count)
 
 
@@ -246,7 +248,7 @@ def begin_to_read(
 ) -> Future[tuple[Tree, Sequence[int]]]:
     """Lets the threads read a batch part by part; the one that reads the last part makes the batch of them.
 
-    Returns what will hold the batch and its sizes, or the exception of the first part that failed.
+    Returns a future of the batch and its sizes, or of the exception of the first part that failed.
     """
     parts: Sequence[Any] = data.parts(rows)
     values: list[Any] = [None] * len(parts)
@@ -284,7 +286,7 @@ class Threads:
     def __init__(self, count: int) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[int], None], int] | None] = queue.SimpleQueue()
         self._stopped = False
-        # Daemons: else Python waits at its end for one that stands still.
+        # Daemons, because Python would wait at its end for a thread that is stuck.
         self._all = [threading.Thread(target=self._work, name=f"jdp.{VERB}", daemon=True) for _ in range(count)]
         for thread in self._all:
             thread.start()
@@ -293,7 +295,7 @@ class Threads:
         self._tasks.put((task, i))
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Lets them end after what each is doing now, and waits for that so long."""
+        """Lets each thread end after its current task, and waits for that at most `seconds`."""
         if self._stopped:
             return
         self._stopped = True

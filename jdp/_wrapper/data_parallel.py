@@ -54,7 +54,7 @@ _NO_INIT = (
 
 
 class OwnSignature:
-    """What `inspect.signature` shows of a class: that of its `__init__`, which `nnx.Module`'s metaclass hides."""
+    """The signature that `inspect.signature` shows for a class: its `__init__`'s, which `nnx.Module` would hide."""
 
     def __get__(self, wrapper: object, kind: type) -> inspect.Signature:
         if wrapper is not None:  # a wrapper itself has the signature of its `__call__`
@@ -110,14 +110,14 @@ class DataParallel(nnx.Module, Generic[M]):
             collectives of your own; in a mesh, the axis that counts the replicas.
         reduce_state: which replica's state update is kept: `"primary"` as in torch, or `"mean"`,
             weighted by rows.
-            What a call makes has no value from before: a float is then an error, unless it is 0-d and the mean
-            is kept, or `state_axes` names it, or it is sown as an intermediate.
+            State that the call itself creates has no value from before: a float is then an error, unless it is 0-d and
+            the mean is kept, or `state_axes` names it, or it is sown as an intermediate.
         state_axes: collections with a batch axis, as `{"cache": 0}`: cut and gathered like the batch. NNX: any
             filter is a key (a variable type, its name, `nnx.PathContains("k")`); the first that matches counts.
         replicas: the number of replicas, if it should be the same on any hardware: the batch is cut into that
             many chunks, and the number of devices (of all processes together) divides it. A device runs its replicas
-            one after the other. Sizes, masks, statistics and state are those of as many devices. `None` is one for
-            each device. `docs/replicas.md` says what it costs, and which rows each of several processes passes.
+            one after the other. Chunk sizes, dropout masks, statistics and state are those of that many devices. `None`
+            is one for each device. `docs/replicas.md` says what it costs, and which rows each process must pass.
         shard_params: for NNX, cuts the parameters over the devices, each along an axis that they divide; they are
             gathered as they are used. `module` may be a function that makes it, `lambda: Net(rngs=nnx.Rngs(0))`: each
             part is then made where it lives, and no device, nor the host, ever holds all. (For Linen
@@ -186,7 +186,7 @@ class DataParallel(nnx.Module, Generic[M]):
         if self._config.kind == "nnx":
             mesh, state = self._config.mesh, nnx.state(self.module)
             self._put_state()
-            # What was copied from one device just now is one value, unless each process copied its own.
+            # State that was copied from one device just now is the same everywhere, unless each process copied its own.
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
             if mesh.spans_processes or any(place is not None and len(place.device_set) > 1 for place in places):
                 self.check_replicas()
@@ -244,11 +244,11 @@ class DataParallel(nnx.Module, Generic[M]):
     batches = batches
 
     def check_replicas(self, tree: Tree = None) -> None:
-        """Compares the replicas of a tree bit for bit, in the devices: `dp.check_replicas(state)`, which raises.
+        """Compares the replicas of a tree bit for bit, on the devices: `dp.check_replicas(state)`, which raises.
 
-        JAX does not notice where copies of a replicated array differ: after a fault of a device, or with several
+        JAX does not notice if copies of a replicated array differ: after a fault of a device, or with several
         processes that did not start alike. Leaves that are cut, or on one device, have no copies to compare. With
-        several processes all make this call. `train_step(..., check_replicas=100)` does it on the way.
+        several processes all make this call. `train_step(..., check_replicas=100)` makes it every 100 steps.
 
         Args:
             tree: parameters, a `jdp.TrainState`, ...; None is the state of an NNX module.

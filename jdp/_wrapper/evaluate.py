@@ -1,4 +1,4 @@
-"""evaluate: the metrics of a whole data set, on any number of devices those of one pass over all rows."""
+"""evaluate computes the metrics of a whole data set; they do not depend on the batches or the number of devices."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ _KINDS = {"linen": "a Linen module", "nnx": "an NNX module, which holds its stat
 
 
 def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tree) -> tuple[Scattered, float] | None:
-    """Dispatches one batch; returns what it adds and the number of its rows, or None where it has none."""
+    """Dispatches one batch; returns its results and its number of rows, or None if it has no rows."""
     axes = axes_of_batch(config, batch)
     (args, kwargs), nodes = take_nodes(((variables, batch), {}))
     # No gradient is taken, so that `diff` holds no arrays.
@@ -169,7 +169,7 @@ def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram
 
 @contextlib.contextmanager
 def _state_explained(variables: Tree, label: str) -> Iterator[None]:
-    """Adds a note to the error of a metrics function that gets the state of a step, and takes it for variables."""
+    """Adds a note to the error of a metrics function that got the state of a step in place of variables."""
     try:
         yield
     except Exception as error:
@@ -201,7 +201,7 @@ def _totals(loss: Loss) -> CallOf:
 
 
 class _Total:
-    """Adds up on the host what the batches give."""
+    """Adds up the results of the batches, on the host."""
 
     def __init__(self) -> None:
         self._forms: Forms | None = None
@@ -262,7 +262,7 @@ class _Total:
 
 
 def _metric_shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:
-    """Yields the shapes that a metric has in every batch; of entries for each row, all but their number."""
+    """Yields the shapes that each metric must have in every batch; for entries per row, without the axis of rows."""
     for form in forms.each:
         if form.axis is None:
             yield [next(sums).shape for _ in range(form.summands)]

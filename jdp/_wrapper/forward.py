@@ -80,14 +80,14 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
 
 
 def _known_result(dp: Wrapper[object], program: FlatProgram, out: tuple[Any, ...], stateful: bool) -> Any:
-    """Returns the result of a call that is known, whose parameters are replicated."""
+    """Returns the result of a known call, given the program's output; its parameters are replicated."""
     if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
         return out[-1]
     return _gathered(dp, program.scattered(out), True, stateful)
 
 
 def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
-    """Runs a call that is not known. State with a batch axis is cut; NNX objects are replicated, and then updated."""
+    """Runs a call that is not a known one. State with a batch axis is cut; NNX objects are replicated, then updated."""
     config = dp._config
     cut = {}
     for name, axis in config.state_axes.items():
@@ -174,8 +174,8 @@ def four_steps(
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     """Puts traced arrays of the host, and others that are not committed, where the parameters live.
 
-    So their gradients come back there, as the outputs do. JAX does not add arrays that are on different devices. With
-    replicated parameters each device has the whole array then, before it is cut.
+    So their gradients come back there, as the outputs do; JAX does not add arrays that are on different devices. If the
+    parameters are replicated, each device then has the whole array before it is cut.
     """
     to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 

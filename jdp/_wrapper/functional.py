@@ -34,8 +34,8 @@ def data_parallel(
     Args:
         apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.
         params: its first argument, replicated.
-        batch: its further arguments: a tuple (scattered or not) is the arguments, `None` is none,
-            anything else is one, a NamedTuple too.
+        batch: its further arguments: a tuple (scattered or not) holds the arguments, `None` is none,
+            anything else, also a NamedTuple, is a single argument.
         devices: as for `jdp.DataParallel`.
         output_device: as for `jdp.DataParallel`.
         dim: the axis along which inputs are cut and outputs concatenated.
@@ -63,7 +63,7 @@ def data_parallel(
     if linen_module is None:
         dp = made_once(apply_fn, key, lambda weak: DataParallel(weak, *key))
     else:
-        # An equal module: what is kept with the user's must not keep it alive.
+        # A clone, because the wrapper lives as long as the user's module, and must not keep that alive.
         dp = made_once(linen_module, key, lambda _: DataParallel(linen_module.clone(), *key))
     try:
         return dp(params, *arguments, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""prefetch scatters the next batches while the current one is worked on."""
+"""prefetch scatters the next batches while the current one is in use."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
     `for batch in dp.prefetch(loader): state, metrics = step(state, batch)`. While a step runs, the next batches go to
     the devices.
 
-    What it yields has the containers of the batch, and goes in its place, as a whole or in parts: every call takes
-    a `jdp.Scattered` where it takes an array, and `jdp.gather` gives the batch back. Python values, strings, None
-    and NNX objects stay what they are. Batches are copied, so that the loader may use its buffers again; not
-    those of a torch `DataLoader` that makes each of new tensors. An exception of the loader comes after the
-    batches before it.
+    What it yields has the containers of the batch, and can be used in its place, as a whole or in parts: every call
+    takes a `jdp.Scattered` where it takes an array, and `jdp.gather` gives the batch back. Python values, strings, None
+    and NNX objects stay what they are. Batches are copied, so that the loader may use its buffers again, except those
+    of a torch `DataLoader` that makes new tensors for each. An exception of the loader comes after the batches before
+    it.
 
-    Of several processes each passes its own batches, as many as it has, of any size: it goes on until all have run
-    out, with batches of no rows for those that have. The processes tell each other of a batch `size` batches ahead,
-    so that no step waits for it.
+    With several processes, each passes its own batches, as many as it has, of any size. The loop goes on until all
+    processes have run out of batches; one that has run out gets batches with no rows. The processes tell each other
+    about a batch `size` batches ahead, so that no step waits for it.
 
-    Data that can be indexed goes to `dp.batches`: each process reads its own rows, each row comes once, and a run goes
-    on after a restart.
+    For data that can be indexed there is `dp.batches`: each process reads its own rows, each row comes once, and a run
+    can go on after a restart.
 
     Args:
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
@@ -56,7 +56,7 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
 
     Raises:
         TypeError: `batches` is one array or one batch.
-        ValueError: `size` is negative; in its turn, a batch that cannot be cut.
+        ValueError: `size` is negative; or, when its turn comes, a batch that cannot be cut.
 
     Example:
         >>> import jdp, numpy as np
@@ -73,7 +73,7 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
 
 
 class Prefetched(Iterator[Tree]):
-    """What `dp.prefetch` gives: an iterator that knows how many batches there are, if the loader does."""
+    """The iterator that `dp.prefetch` returns; it knows how many batches there are, if the loader does."""
 
     def __init__(self, batches: Generator[Tree], loader: Iterable[Tree], several: bool) -> None:
         self._batches, self._loader, self._several = batches, loader, several
@@ -82,7 +82,7 @@ class Prefetched(Iterator[Tree]):
         return next(self._batches)
 
     def __len__(self) -> int:
-        """Returns the number of all batches, those included that were taken."""
+        """Returns the number of all batches, including those that were taken already."""
         if self._several:
             raise TypeError(
                 "jdp.prefetch: each process has as many batches as its loader gives, and goes on until all have run "
@@ -123,7 +123,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
 
 def refuse_one_batch(batches: Any, verb: str) -> None:
-    """Raises a `TypeError` for a single batch, and for what cannot be iterated over."""
+    """Raises a `TypeError` for a single batch, and for an object that cannot be iterated over."""
     what, spelling = None, "batch"
     if is_scattered(batches):
         what = f"a jdp.Scattered of {len(batches)} chunks, and each of them"
@@ -147,8 +147,9 @@ def refuse_one_batch(batches: Any, verb: str) -> None:
 
 
 def _to_numpy(batches: Any) -> Callable[[Any], Any]:
-    """Returns the function that makes a numpy array of one of a batch, in memory that the loader does not reuse."""
-    # A batch waits, and device_put may alias it. A DataLoader that collates rows itself makes new tensors each time.
+    """Returns the function that converts an array of a batch to numpy, in memory that the loader does not reuse."""
+    # A batch waits, and device_put may alias its memory, so it is copied. A DataLoader that collates rows by its
+    # default makes new tensors each time.
     data = sys.modules.get("torch.utils.data")  # a user of torch's loader has imported it
     fresh = (
         data is not None
@@ -159,7 +160,7 @@ def _to_numpy(batches: Any) -> Callable[[Any], Any]:
 
     def convert(x: Any) -> Any:
         if isinstance(x, np.ndarray):
-            return x if isinstance(x, np.ma.MaskedArray) else _copy(x)  # which scatter refuses by name
+            return x if isinstance(x, np.ma.MaskedArray) else _copy(x)  # scatter refuses a masked one
         if not is_tensor(x):
             return x
         array = numpy_of(x, "prefetch")
@@ -236,10 +237,10 @@ def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -
 def together(
     batches: Iterator[Prepared | None], prepare: Callable[[Tree], Prepared], how: Cutting, size: int
 ) -> Generator[Tree]:
-    """Scatters the batches of all processes until all have run out, with no rows of those that have.
+    """Scatters the batches of all processes until all have run out; a process that has run out adds no rows.
 
-    None is a batch of which this process has no rows. They tell each other of a batch, and put it on their devices,
-    `size` batches before they need it.
+    None stands for a batch of which this process has no rows. The processes tell each other about a batch, and put it
+    on their devices, `size` batches before they need it.
     """
     last: Prepared | None = None
     tell, of_all = outside_of_mesh(_tell, how.verb), outside_of_mesh(_of_all_processes, how.verb)
@@ -251,7 +252,7 @@ def together(
             try:
                 batch = None if failed is not None else next(batches, None)
             except (Exception, SystemExit, GeneratorExit) as error:
-                failed = error  # it comes after the batches before it, and in all processes then
+                failed = error  # it is raised after the batches before it, at the same time in all processes
             told.append(tell(how, batch, failed, last is None))
         found = of_all(how, *told.popleft(), last, prepare)
         if found is None:
@@ -263,11 +264,12 @@ def together(
 
 
 _Told = tuple[Prepared | None, list[Any], Finish, BaseException | None]
-"""A batch that the other processes are being told of, or None; its arrays on the devices; and what this one raised."""
+"""A batch that the processes are telling each other about, or None; its arrays on the devices; the function that waits
+for the others; and the error of this process, if it has failed."""
 
 
 def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is_first: bool) -> _Told:
-    """Begins to tell the other processes of a batch, and to put it on this one's devices."""
+    """Begins to tell the other processes about a batch, and to put it on this process's devices."""
     rows = (0,) * how.mesh.own.size if batch is None else batch.layout.by_device
     outline, never = (None, is_first) if batch is None else (batch.outline, False)
     finish = begin(how.mesh, how.verb, rows, outline, failed, never)

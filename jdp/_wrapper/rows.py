@@ -22,7 +22,7 @@ VERB = "batches"
 
 
 def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
-    """Returns what sort of data this is; a `TypeError` for what has no rows to index."""
+    """Returns the data as `Columns` or `Rows`; raises a `TypeError` if it has no rows to index."""
     if is_scattered(data):
         raise TypeError(f"jdp.{VERB}: data is a jdp.Scattered of {len(data)} chunks; it is cut. Pass the arrays.")
     if isinstance(data, dict) and data and all(hasattr(x, "column_names") for x in data.values()):
@@ -45,7 +45,7 @@ def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
 
 
 class Columns:
-    """Data that is a tree of arrays. A batch is one part, cut out of each of them."""
+    """Data that is a tree of arrays. A batch is read as one part: its rows of each array."""
 
     def __init__(self, config: Config, data: Tree) -> None:
         leaves, treedef = flatten_batch(data, VERB, "data")
@@ -64,16 +64,16 @@ class Columns:
         _refuse_strings(data, self.count)
 
     def parts(self, rows: np.ndarray) -> Sequence[np.ndarray]:
-        """Returns what a batch of these rows is read in."""
+        """Returns the parts of a batch of these rows, each of which is one call of `read`."""
         return [rows]
 
     def read(self, rows: np.ndarray) -> Tree:
-        """Returns these rows of all arrays, and what is whole."""
+        """Returns these rows of all arrays that are cut, and the other arrays whole."""
         found = zip(self._arrays, self._layout.arrays, strict=True)
         return self._layout.fill([_taken(x, rows, leaf.axis) if isinstance(leaf, Cut) else x for x, leaf in found])
 
     def join(self, parts: Sequence[Tree]) -> Tree:
-        """Returns the batch of its parts."""
+        """Makes the batch of its parts."""
         (batch,) = parts
         return batch
 
@@ -101,21 +101,21 @@ def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
 
 
 class Rows:
-    """Data that is indexed. A batch has a part for each row, and is stacked of them leaf by leaf."""
+    """Data that is indexed. A batch is read as one part for each row, and these are stacked leaf by leaf."""
 
     def __init__(self, config: Config, data: Any) -> None:
         self._config, self._data = config, data
         self.count: int = _checked_count(data, len(data))
-        # What the rows are like: the number, the treedef, and the dtypes and shapes of the one that was read first.
+        # The number, treedef, dtypes and shapes of the row that was read first; all others must be like it.
         self._first: tuple[int, Any, list[tuple[np.dtype, tuple[int, ...]]]] | None = None
         self._lock = threading.Lock()
 
     def parts(self, rows: np.ndarray) -> Sequence[int]:
-        """Returns what a batch of these rows is read in."""
+        """Returns the parts of a batch of these rows, each of which is one call of `read`."""
         return rows.tolist()
 
     def read(self, number: int) -> list[np.ndarray]:
-        """Returns the leaves of a row, which is like the others."""
+        """Returns the leaves of a row; raises a `ValueError` if it is unlike the first row that was read."""
         try:
             row = self._data[number]
         except StopIteration as error:  # which would end the loop
@@ -148,7 +148,7 @@ class Rows:
         return arrays
 
     def join(self, parts: Sequence[list[np.ndarray]]) -> Tree:
-        """Returns the batch of its rows."""
+        """Makes the batch of its rows."""
         assert self._first is not None
         config, (_, treedef, _) = self._config, self._first
         row = treedef.unflatten(parts[0])
@@ -183,7 +183,7 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
-    """Returns a part of a row, as an array of numpy's."""
+    """Returns a part of a row as a numpy array."""
     if isinstance(x, bool | int | float | complex | list):
         try:
             x = np.asarray(x)
